@@ -1,0 +1,40 @@
+# Everything starts from here: `make run`, `make test`. Both set up the environment first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: run test lint ui lock clean
+
+run: $(READY)  ## run the study that params.yaml describes
+	$(BIN)/python -m flows run
+
+test: $(READY)  ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## formatting, style, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=. $(BIN)/lint-imports
+
+ui: $(READY)  ## Prefect's and MLflow's pages, on this machine alone
+	$(BIN)/python -m flows ui
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
+	@echo 'Setting up $(VENV): some minutes, once.'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+lock:  ## resolve pyproject.toml's ranges anew into requirements.lock
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 '.[pipeline,dev]'
+	$(VENV)-lock/bin/python -m pip freeze --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
+	rm -rf $(VENV)-lock
+
+clean:  ## the environment and tool caches; data, models and reports stay
+	rm -rf $(VENV) $(VENV)-lock build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

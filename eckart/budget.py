@@ -1,0 +1,47 @@
+"""Budgets: keep ↔ ranks ↔ parameters.
+
+`keep` is parameters of all targets after ÷ before, in (0, 1]. Biases stay and are not counted on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from eckart.targets import Target
+
+Rank = int | None
+"""The rank of a target, or None where it stays dense."""
+
+Ranks = Mapping[str, Rank]
+
+
+def step(target: Target) -> int:
+    """Parameters that one more rank costs: a column of `left` and a row of `right`."""
+    return target.out_features + target.in_features
+
+
+def cost(target: Target, rank: Rank) -> int:
+    """Parameters of `target` at `rank`."""
+    return target.parameters if rank is None else rank * step(target)
+
+
+def largest_rank(target: Target) -> int:
+    """The largest rank at which the factors are smaller than the dense weight; 0 if none is."""
+    return (target.parameters - 1) // step(target)
+
+
+def total(targets: Iterable[Target], ranks: Ranks) -> int:
+    """Parameters of all `targets` at `ranks`."""
+    return sum(cost(target, ranks[target.name]) for target in targets)
+
+
+def allowance(targets: Iterable[Target], keep: float) -> int:
+    """Parameters that `keep` leaves to all `targets`.
+
+    Raises:
+        ValueError: keep lies outside (0, 1].
+    """
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep} is no share: write a number above 0 and up to 1")
+    # rounded first, so that 0.29 of 100 is 29, not 28
+    return int(round(keep * sum(target.parameters for target in targets), 6))

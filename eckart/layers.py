@@ -1,0 +1,137 @@
+"""The layer that takes a factorized target's place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+
+class LowRankLinear(nn.Module):
+    """y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
+
+    With a residual, y[rows] += x residualᵀ: some outputs get a row of a matrix of full rank besides (LoSparse, eq. 5).
+    The factors are parameters, not Linear modules: no code that looks for linear maps mistakes them for such.
+    """
+
+    rows: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool, rows: int = 0) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.empty(out_features, rank))
+        self.right = nn.Parameter(torch.empty(rank, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.residual = nn.Parameter(torch.empty(rows, in_features)) if rows else None
+        self.register_buffer("rows", torch.arange(rows) if rows else None)
+        self.gate: Tensor | None = None
+        """`(rank,)` that scales the components while a search trains; never saved."""
+        self.transposed = False
+        """Whether the dense module is a Conv1D, which the architecture asks for where `merge` puts it back."""
+
+    @property
+    def rank(self) -> int:
+        return self.right.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """Ŵ `(out, in)`, for models that look at the weights of their maps (T5 asks for the type)."""
+        weight = (self.left if self.gate is None else self.left * self.gate) @ self.right
+        return weight if self.residual is None or self.rows is None else weight.index_add(0, self.rows, self.residual)
+
+    def forward(self, x: Tensor) -> Tensor:
+        components = linear(x, self.right)
+        if self.gate is not None:
+            components = components * self.gate
+        y = linear(components, self.left, self.bias)
+        if self.residual is None or self.rows is None:
+            return y
+        return y.index_add(-1, self.rows, linear(x, self.residual))
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """`(out, in)` of a Linear or a Conv1D."""
+    if isinstance(module, Conv1D):
+        columns, rows = module.weight.shape
+        return rows, columns
+    return module.out_features, module.in_features  # type: ignore[return-value]
+
+
+def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
+    """An unfilled LowRankLinear of `rank` with the shape, bias, type and device of a Linear or a Conv1D."""
+    out_features, in_features = shape_of(module)
+    weight = module.get_parameter("weight")
+    with torch.device(weight.device):
+        layer = LowRankLinear(in_features, out_features, rank, bias=module.bias is not None, rows=rows)
+    layer.transposed = isinstance(module, Conv1D)
+    return layer.to(weight.dtype)
+
+
+def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
+    """Put `layer` where the module `name` is."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+def factorize(
+    model: PreTrainedModel, name: str, left: Tensor, right: Tensor, residual: Tensor | None = None
+) -> LowRankLinear:
+    """Replace the target `name` by the factors left `(out, rank)` and right `(rank, in)`; its bias is kept.
+
+    Args:
+        residual: `(out, in)`, added to their product.
+    """
+    module = model.get_submodule(name)
+    layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
+    with torch.no_grad():
+        layer.left.copy_(left)
+        layer.right.copy_(right)
+        if layer.bias is not None:
+            layer.bias.copy_(module.get_parameter("bias"))
+        if layer.residual is not None and residual is not None:
+            layer.residual.copy_(residual)
+    replace(model, name, layer)
+    return layer
+
+
+def set_weight(module: nn.Module, weight: Tensor) -> None:
+    """Make `weight` `(out, in)` the weight of a Linear or a Conv1D."""
+    with torch.no_grad():
+        module.get_parameter("weight").copy_(weight.T if isinstance(module, Conv1D) else weight)
+
+
+def merge(model: PreTrainedModel, name: str) -> nn.Module:
+    """Replace the factorized target `name` by the dense module of the architecture, with Ŵ for its weight."""
+    layer = model.get_submodule(name)
+    if not isinstance(layer, LowRankLinear):
+        raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
+    out_features, in_features = len(layer.left), layer.right.shape[1]
+    with torch.device("meta"):  # draws no random weights
+        module: nn.Module = (
+            Conv1D(out_features, in_features)
+            if layer.transposed
+            else nn.Linear(in_features, out_features, bias=layer.bias is not None)
+        )
+    module = module.to_empty(device=layer.left.device).to(layer.left.dtype).train(layer.training)
+    set_weight(module, layer.weight)
+    if layer.bias is not None:
+        with torch.no_grad():
+            module.get_parameter("bias").copy_(layer.bias)
+    replace(model, name, module)
+    return module
+
+
+def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
+    """Name → layer of every factorized target in `model`."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
+
+
+def factorized(model: nn.Module) -> dict[str, int]:
+    """Name → rank of every factorized target in `model`."""
+    return {name: layer.rank for name, layer in low_rank_layers(model).items()}
+
+
+def residual_rows(model: nn.Module) -> dict[str, int]:
+    """Name → rows of the residual of every factorized target that has one."""
+    return {name: len(layer.rows) for name, layer in low_rank_layers(model).items() if layer.rows is not None}

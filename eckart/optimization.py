@@ -1,0 +1,23 @@
+"""The settings of an optimizer, which every training has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Optimization(BaseModel):
+    """AdamW with a linear warm-up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    steps: int = Field(ge=0)
+    batch_size: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    warmup: float = Field(ge=0, lt=1)
+    weight_decay: float = Field(ge=0)
+
+    def options(self) -> dict[str, Any]:
+        """These settings alone, as keyword arguments."""
+        return {name: getattr(self, name) for name in Optimization.model_fields}

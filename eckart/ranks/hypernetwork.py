@@ -1,0 +1,283 @@
+"""Hypernetwork: ranks by differentiable binary masks over singular values.
+
+Source: ARS (Gao et al., NAACL 2024), sections 3.3 to 3.6, algorithm 1, appendix B; the ablations are those of table 5.
+
+With the weights frozen, every target is W = left diag(m_l) right, and a network learns the masks m_l:
+
+    m_l = round(σ((o_l + g + b) / τ)), g ~ Gumbel(0, 1)                             (eq. 9, straight-through)
+    task loss + λ R(T(m), keep · T_total) + γ/L Σ_l R_align(m_l)                    (eq. 8)
+
+The rank of a target is the number of ones in its mask, without noise. What is ours:
+
+- T counts min(dense, factorized) of each target, for at full rank the factors are larger than the dense weight, which
+  then stays. Its gradient is that of the factors at any rank (choice): past break-even min has none, and masks that
+  start there would never be pushed down.
+- The singular values in R_align have norm 1 (choice): raw ones differ between targets and weightings by orders of
+  magnitude, and γ with them.
+- R stops pushing at the budget and the noise, whose median is above 0, goes at the end, so the masks keep about what
+  they may and not exactly. One threshold on o_l + b over all targets makes it exact (choice): the least confident
+  components go where there are too many, and those that are nearest to being kept come back where there are too few,
+  so that recipes of the same keep compare. A component past break-even is free: it makes its target dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.batch import Batch
+from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step
+from eckart.layers import LowRankLinear, factorize, replace
+from eckart.optimization import Optimization
+from eckart.rules import Rule, module_state
+from eckart.svd import Decomposition
+from eckart.targets import Target
+
+_NOISE = "generator"  # the key of its state
+
+
+class Hypernetwork(Optimization):
+    """Learn one mask a target with the weights frozen."""
+
+    kind: Literal["hypernetwork"]
+    steps: int = Field(ge=1)
+    budget_weight: float = Field(gt=0)
+    alignment_weight: float = Field(ge=0)
+    temperature: float = Field(gt=0)
+    offset: float
+    hypernetwork: bool
+    selection: Literal["ranks", "elements"]
+
+
+class _Network(nn.Module):
+    """z `(L, 32)` → bidirectional GRU → LayerNorm → GELU → a linear map a target → o_l `(N_l,)`: table A1."""
+
+    z: Tensor
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("z", torch.randn(len(sizes), 32))
+        self.gru = nn.GRU(32, 64, bidirectional=True)
+        self.norm = nn.LayerNorm(128)
+        self.heads = nn.ModuleList(nn.Linear(128, size) for size in sizes)
+
+    def forward(self) -> list[Tensor]:
+        features = gelu(self.norm(self.gru(self.z)[0]))
+        return [head(row) for head, row in zip(self.heads, features, strict=True)]
+
+
+class _Gates(nn.Module):
+    """Free o_l `(N_l,)`: table 5, without hypernetwork."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.gates = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self) -> list[Tensor]:
+        return list(self.gates)
+
+
+class _Told(BaseModel):
+    """What tells one search from another."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: Hypernetwork
+    keep: float
+    seed: int
+
+
+class HypernetworkSearch(Rule):
+    """Trains masks over the components of `model`'s targets; `finish` puts the dense targets back."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        targets: Sequence[Target],
+        decompositions: Mapping[str, Decomposition],
+        settings: Hypernetwork,
+        keep: float,
+        seed: int,
+    ) -> None:
+        """Freeze `model` and replace its targets by their factors of full rank, min(out, in).
+
+        Args:
+            decompositions: target name → its components.
+            keep: share of the parameters of `targets`.
+
+        Raises:
+            ValueError: `keep` does not pay for rank 1 everywhere, or no factorization makes a target smaller.
+        """
+        self.names = [target.name for target in targets]
+        # a target that no rank makes smaller stays dense and has no mask
+        self.masked = [target for target in targets if largest_rank(target)]
+        self.fixed = {target.name: target.parameters for target in targets if not largest_rank(target)}
+        self.budget = allowance(targets, keep)
+        self.total = sum(target.parameters for target in targets)
+        self._check(keep)
+        self.settings = _Told(method=settings, keep=keep, seed=seed)
+        self.method = settings
+        self.model = model
+        self.decompositions = decompositions
+
+        sizes = [min(target.out_features, target.in_features) for target in self.masked]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.network: nn.Module = _Network(sizes) if settings.hypernetwork else _Gates(sizes)
+            self.generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+        self.masks: list[Tensor] = []
+        self._measured: dict[str, Tensor] = {}
+
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.dense = {target.name: model.get_submodule(target.name) for target in self.masked}
+        self.layers: list[LowRankLinear] = []
+        for name in self.dense:
+            parts = decompositions[name]
+            self.layers.append(factorize(model, name, parts.left, parts.right))
+        model.requires_grad_(False)
+        for module in self.dense.values():
+            module.requires_grad_(False)
+
+    def _check(self, keep: float) -> None:
+        if not self.masked:
+            raise ValueError("no rank makes any target smaller than it is: search among larger targets")
+        if self.budget < sum(self.fixed.values()) + sum(step(target) for target in self.masked):
+            largest = max(self.masked, key=step)
+            raise ValueError(
+                f"keep={keep:g} leaves no rank to some of {len(self.masked)} targets, of which {largest.name} asks for "
+                f"{step(largest)} parameters a rank: raise keep or exclude targets"
+            )
+
+    # --- the training loop ---------------------------------------------------------------------------------------
+
+    def parameter_groups(self) -> Sequence[dict[str, Any]]:
+        """The network's parameters, moved to where the model is."""
+        self.network.to(self.layers[0].left.device)
+        options = {"lr": self.method.learning_rate, "weight_decay": self.method.weight_decay}
+        return [{"params": list(self.network.parameters()), **options}]
+
+    def before_forward(self, step: int) -> None:
+        self.network.zero_grad()  # the Trainer clears the gradients of its model alone
+        self.masks = [self._mask(logits) for logits in self.network()]
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            layer.gate = mask.to(layer.left)
+
+    def _mask(self, logits: Tensor) -> Tensor:
+        """m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
+        noise = -torch.empty(logits.shape).exponential_(generator=self.generator).log()  # on the CPU wherever it trains
+        soft = torch.sigmoid((logits + noise.to(logits) + self.method.offset) / self.method.temperature)
+        return soft.detach().round() + (soft - soft.detach())
+
+    def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
+        """λ R + γ/L Σ R_align of eq. 8."""
+        parameters = self._parameters()
+        # R(a, b) = log(max(a, b)/b), here without a gradient at a = b
+        excess = torch.log1p(torch.relu(parameters / self.budget - 1))
+        gap = torch.stack(
+            [self._gap(target, mask) for target, mask in zip(self.masked, self.masks, strict=True)]
+        ).mean()
+        self._measured = {"R": excess.detach(), "R_align": gap.detach(), "kept": parameters.detach() / self.total}
+        loss = self.method.budget_weight * excess
+        # the indices of `elements` are what they are: nothing is to be aligned
+        return loss if self.method.selection == "elements" else loss + self.method.alignment_weight * gap
+
+    def _parameters(self) -> Tensor:
+        """T(m): the value of Σ min(dense, factorized), the gradient of Σ (out + in) 1ᵀm_l."""
+        ranks = torch.stack([mask.sum() for mask in self.masks])
+        steps = ranks.new_tensor([step(target) for target in self.masked])
+        dense = ranks.new_tensor([target.parameters for target in self.masked])
+        counted = torch.minimum(steps * ranks.detach().clamp(min=1), dense).sum() + sum(self.fixed.values())
+        slope = (steps * ranks).sum()
+        return counted + (slope - slope.detach())
+
+    def _gap(self, target: Target, mask: Tensor) -> Tensor:
+        """R_align = ‖m ⊙ s − m′ ⊙ s‖² with m′ as many leading ones, and s of norm 1."""
+        s = self.decompositions[target.name].spectrum.to(mask)
+        s = s / s.norm().clamp(min=torch.finfo(s.dtype).tiny)
+        leading = torch.arange(len(mask), device=mask.device) < mask.detach().sum()
+        return ((mask - leading.to(mask)) * s).square().sum()
+
+    def measures(self) -> dict[str, float]:
+        """R, the mean R_align, and the share of parameters that the last masks keep."""
+        return {name: float(value) for name, value in self._measured.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """The network with its z, and where its noise stands."""
+        return {**module_state(self.network), _NOISE: self.generator.get_state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.network.load_state_dict({name: value for name, value in state.items() if name != _NOISE})
+        self.generator.set_state(state[_NOISE].cpu())
+
+    def finish(self) -> None:
+        """Put the dense targets back, untouched, and let the model train as before."""
+        device = self.layers[0].left.device
+        for name, module in self.dense.items():
+            replace(self.model, name, module.to(device).train(self.model.training))
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        self.masks, self.layers = [], []
+
+    # --- what was learned ----------------------------------------------------------------------------------------
+
+    def ranks(self) -> Ranks:
+        """Target name → rank, or None where no rank makes the target smaller; within one rank of the budget."""
+        ranks: dict[str, Rank] = dict.fromkeys(self.names)
+        for target, chosen in self._chosen():
+            ranks[target.name] = None if len(chosen) > largest_rank(target) else len(chosen)
+        return ranks
+
+    def selected(self) -> dict[str, Tensor] | None:
+        """Target name → ascending indices of its components `(rank,)`, without the dense ones.
+
+        None where the leading components of each target are the selection.
+        """
+        if self.method.selection == "ranks":
+            return None
+        chosen = ((target, indices) for target, indices in self._chosen() if len(indices) <= largest_rank(target))
+        return {target.name: torch.tensor(sorted(indices)) for target, indices in chosen}
+
+    def shaped_weights(self) -> dict[str, Tensor] | None:
+        """Target name → sum of its selected components `(out, in)`, without the dense ones; None as in `selected`.
+
+        Its decomposition under the same weighting has just these components, in the same order.
+        """
+        selected = self.selected()
+        if selected is None:
+            return None
+        parts = {name: self.decompositions[name] for name in selected}
+        return {name: parts[name].left[:, some] @ parts[name].right[some] for name, some in selected.items()}
+
+    @torch.no_grad()
+    def _chosen(self) -> list[tuple[Target, list[int]]]:
+        """The masks without noise, by the one threshold on their confidence o_l that just meets the budget.
+
+        The most confident component of every target is kept in any case: no target has rank 0.
+        """
+        confidences = [logits.tolist() for logits in self.network()]
+        best = [max(range(len(some)), key=some.__getitem__) for some in confidences]
+        chosen = [[index] for index in best]
+        left = self.budget - sum(self.fixed.values()) - sum(step(target) for target in self.masked)
+        # equals in order of their index, so that they are shared out among the targets
+        order = sorted((-value, index, n) for n, some in enumerate(confidences) for index, value in enumerate(some))
+        for _, index, n in order:
+            if index == best[n]:
+                continue
+            price = _price(self.masked[n], len(chosen[n]))
+            if price > left:
+                break
+            chosen[n].append(index)
+            left -= price
+        return list(zip(self.masked, chosen, strict=True))
+
+
+def _price(target: Target, rank: int) -> int:
+    """Parameters that one rank more costs: less where that makes the target dense, none where it is."""
+    return min(cost(target, rank + 1), target.parameters) - min(cost(target, rank), target.parameters)

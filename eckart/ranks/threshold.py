@@ -1,0 +1,251 @@
+"""Threshold: ranks by a soft threshold on the singular values, learned with the weights.
+
+Source: SoftLM (Bhatnagar et al., 2024), sections 4.1 to 4.5 and the algorithm there.
+
+Every target is W = U T(Σ) Vᵀ, and each has one threshold α_i, 0 at first:
+
+    T(σ) = σ tanh(s (σ − α)) where σ ≥ α, else 0                                    (eq. 6, c = 0)
+    task loss + γ Σ_i e^−α_i                                                        (eq. 9 and 10)
+
+All weights, U, Σ, V and α train together until the components that survive meet the budget. What is ours:
+
+- Training ends there: Σ is merged, and recovery trains the factors of the same weights (choice). The paper freezes α
+  alone and goes on with U, Σ and V, where a σ may still cross its threshold and change the size.
+- The step that meets the budget can remove many components at once. It is taken back, for Σ and α alike, to where the
+  budget is just met (choice): the component that went last would exceed it. Singular values that are equal to rounding
+  go together, and then more is lost.
+- The largest σ of a target is cut at 0 instead of α (choice): no factorization has rank 0, and where the largest σ were
+  just above α nothing would be left that trains. It matters where scales differ, for α starts and moves alike for all
+  targets: it has passed all of a pooler with σ near 0.3 long before it reaches the σ near 2 of a feed-forward map.
+- α stays in [0, largest σ] (choice). Below 0 it would let negative σ pass and be pressed ever harder.
+- A target counts as dense until its factors are smaller, as everywhere here.
+- The paper does not give s. T rises from 0 to σ within about 2/s of α. That should be small against the singular values
+  that matter, for T shrinks them, and α should take several steps to pass it, for the loss to say which must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.batch import Batch
+from eckart.budget import Ranks, allowance, largest_rank, step
+from eckart.layers import LowRankLinear, factorize, merge
+from eckart.optimization import Optimization
+from eckart.rules import Rule, module_state
+from eckart.targets import Target, weight_of
+
+_HALVINGS = 40  # of the last step: to well below the rounding of float32
+_DONE = "done"  # the key of its state
+
+
+class Threshold(Optimization):
+    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most."""
+
+    kind: Literal["threshold"]
+    steps: int = Field(ge=1)
+    sharpness: float = Field(gt=0)
+    pressure: float = Field(gt=0)
+    threshold_learning_rate: float = Field(gt=0)
+
+
+def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
+    """T(σ) of eq. 6 with c = 0, for `sigma` `(k,)` and `alpha` `()` or `(k,)`."""
+    return torch.where(sigma >= alpha, sigma * torch.tanh(sharpness * (sigma - alpha)), 0.0)
+
+
+class _Values(nn.Module):
+    """Σ of every target, each `(min(out, in),)` in float32, and their thresholds `(targets,)`."""
+
+    def __init__(self, spectra: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.sigma = nn.ParameterList(values.float() for values in spectra)
+        self.alpha = nn.Parameter(torch.zeros(len(spectra)))
+
+
+class _Told(BaseModel):
+    """What tells one search from another."""
+
+    model_config = ConfigDict(frozen=True)
+
+    method: Threshold
+    keep: float
+
+
+class ThresholdSearch(Rule):
+    """Trains soft thresholds in `model`; `finish` puts dense targets back, whose weights have the ranks found."""
+
+    def __init__(self, model: PreTrainedModel, targets: Sequence[Target], settings: Threshold, keep: float) -> None:
+        """Replace the targets of `model` by U, V and a gate T(Σ).
+
+        Args:
+            keep: share of the parameters of `targets`.
+
+        Raises:
+            ValueError: `keep` does not pay for rank 1 everywhere, or a weight is not finite.
+        """
+        self.settings = _Told(method=settings, keep=keep)
+        self.method = settings
+        self.keep = keep
+        self.model = model
+        self.targets = tuple(targets)
+        self.budget = allowance(targets, keep)
+        self._check()
+        self.layers: list[LowRankLinear] = []
+        spectra = [self._replace(target) for target in self.targets]
+        self.values = _Values(spectra)
+        self.before = module_state(self.values)
+        self.steps = 0
+        self._done = False
+        self._set_gates()
+
+    def _check(self) -> None:
+        if self.budget < sum(_size(target, 1) for target in self.targets):
+            largest = max(self.targets, key=step)
+            raise ValueError(
+                f"keep={self.keep:g} leaves no rank to some of {len(self.targets)} targets, of which {largest.name} "
+                f"asks for {step(largest)} parameters a rank: raise keep or exclude targets"
+            )
+        for target in self.targets:
+            if not torch.isfinite(weight_of(self.model.get_submodule(target.name))).all():
+                raise ValueError(f"the weight of {target.name} is not finite")
+
+    def _replace(self, target: Target) -> Tensor:
+        """Put U and Vᵀ, orthonormal at first, where `target` is; return its singular values."""
+        weight = weight_of(self.model.get_submodule(target.name)).cpu().double()
+        left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
+        self.layers.append(factorize(self.model, target.name, left, right))
+        return spectrum
+
+    # --- the training loop ---------------------------------------------------------------------------------------
+
+    def parameter_groups(self) -> Sequence[dict[str, Any]]:
+        """Σ and the thresholds, moved to where the model is; neither decays (choice)."""
+        self.values.to(self.layers[0].left.device)
+        return [
+            {"params": list(self.values.sigma), "lr": self.method.learning_rate, "weight_decay": 0.0},
+            {"params": [self.values.alpha], "lr": self.method.threshold_learning_rate, "weight_decay": 0.0},
+        ]
+
+    def before_forward(self, step: int) -> None:
+        self.values.zero_grad()  # a trainer clears the gradients of its model, not these
+        self.before = module_state(self.values)
+        self._set_gates()
+
+    def _set_gates(self) -> None:
+        for layer, sigma, alpha in zip(self.layers, self.values.sigma, self.values.alpha, strict=True):
+            others = torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
+            layer.gate = soft_threshold(sigma, alpha * others, self.method.sharpness).to(layer.left)
+
+    def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
+        """γ Σ e^−α."""
+        return self.method.pressure * torch.exp(-self.values.alpha).sum()
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        if self._done:
+            return
+        self.steps = step + 1
+        self._bound()
+        if self._parameters() <= self.budget:
+            self._take_back()
+            self._freeze()
+
+    def _bound(self) -> None:
+        """Keep every α in [0, largest σ]."""
+        largest = torch.stack([sigma.max() for sigma in self.values.sigma])
+        self.values.alpha.copy_(self.values.alpha.minimum(largest).clamp(min=0))
+
+    def _take_back(self) -> None:
+        """Leave as little of the last step as meets the budget, by bisection.
+
+        Before the step the budget is not met and after it is, so there is such a point even where some α fell.
+        """
+        after = module_state(self.values)
+        self._move(after, 0.0)
+        if self._parameters() <= self.budget:  # keep asks for nothing
+            return
+        missed, met = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            part = (missed + met) / 2
+            self._move(after, part)
+            if self._parameters() > self.budget:
+                missed = part
+            else:
+                met = part
+        self._move(after, met)
+
+    def _move(self, after: Mapping[str, Tensor], part: float) -> None:
+        """Go to `part` of the way from before the last step to `after` it."""
+        for name, value in self.values.named_parameters():
+            value.copy_(torch.lerp(self.before[name].to(value), after[name], part))
+        self._bound()
+
+    def _freeze(self) -> None:
+        self._done = True
+        self.values.requires_grad_(False).zero_grad()
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is met."""
+        return self._done
+
+    def measures(self) -> dict[str, float]:
+        """Share of the parameters that survive, and mean threshold."""
+        return {"kept": self._share(), "threshold": float(self.values.alpha.detach().mean())}
+
+    def state(self) -> dict[str, Tensor]:
+        """Σ, the thresholds and whether they are frozen."""
+        return {**module_state(self.values), _DONE: torch.tensor([self._done])}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.values.load_state_dict({name: value for name, value in state.items() if name != _DONE})
+        if bool(state[_DONE]):
+            self._freeze()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Merge U T(Σ) Vᵀ into dense targets. Truncated at the ranks found they lose nothing but rounding."""
+        self._set_gates()
+        for target in self.targets:
+            merge(self.model, target.name)
+        self.layers = []
+
+    # --- what was learned ----------------------------------------------------------------------------------------
+
+    def ranks(self) -> Ranks:
+        """Target name → surviving components, or None where these are no smaller than the dense weight.
+
+        Raises:
+            ValueError: the budget was never met.
+        """
+        if not self._done:
+            raise ValueError(
+                f"after {self.steps} steps the targets keep {self._share():.4f} of their parameters, more than "
+                f"keep={self.keep}: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"
+            )
+        survivors = zip(self.targets, self._survivors(), strict=True)
+        return {target.name: None if rank > largest_rank(target) else rank for target, rank in survivors}
+
+    def _survivors(self) -> list[int]:
+        """Of every target: components above α, and the largest in any case."""
+        with torch.no_grad():
+            counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
+            return torch.stack(counts).clamp(min=1).tolist()
+
+    def _parameters(self) -> int:
+        return sum(map(_size, self.targets, self._survivors()))
+
+    def _share(self) -> float:
+        return self._parameters() / sum(target.parameters for target in self.targets)
+
+
+def _size(target: Target, rank: int) -> int:
+    """Parameters of `target` at `rank`, or of the dense weight where that is smaller."""
+    return min(rank * step(target), target.parameters)

@@ -1,0 +1,369 @@
+"""Tolerance: the smallest rank of a grid whose loss stays within a target's share of an allowed increase.
+
+Source: DRONE (Chen et al., NeurIPS 2021), section 3.3, algorithm 2 and appendices B and H.
+
+The allowed relative increase r of the loss is shared out by time, 1 + R_i = (1 + r)^(E_i / Σ E), so that
+Π (1 + R_i) = 1 + r. Targets are settled in order of execution: each is decomposed under the evidence of the model as it
+is by then, and takes the smallest rank of its grid with
+
+    loss < L · Π_{j ≤ i} (1 + R_j),
+
+or stays dense; L is the loss before anything was approximated. The loss at the end is therefore at most (1 + r) L.
+
+Algorithm 2 prints L_new / L < 1 + R_i with an L that it never updates, which shares nothing out: the whole model would
+be held to the last target's R. The authors' listing (appendix H) multiplies its bound by 1 + R_i at each module, as
+here, so what one target leaves unused passes on to the next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eckart.batch import Batch
+from eckart.budget import Rank, Ranks, allowance, largest_rank, total
+from eckart.evidence import Evidence, collect, mean_loss_times_batch
+from eckart.layers import set_weight
+from eckart.svd import Decomposition, decompose
+from eckart.targets import Target, weight_of
+from eckart.weighting import Weighting, evidence_needed, weigh
+
+_WALKS = 8  # over the model, to find the increase that meets keep
+_SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
+_REPETITIONS = 10  # of a measured forward, as in section 4.1
+_LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
+
+
+class Tolerance(BaseModel):
+    """Walk the model in order; `increase` is the allowed relative increase of the loss, or null to meet keep."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Literal["tolerance"]
+    increase: float | None = Field(gt=0)
+    grid: int = Field(ge=1)
+    rows: int = Field(ge=1)
+    times: Literal["macs", "measured"]
+
+
+def search(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    settings: Tolerance,
+    keep: float,
+    batches: Sequence[Batch],
+    weighting: Weighting,
+    seconds: Mapping[str, float] | None = None,
+) -> Ranks:
+    """Ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
+
+    Without `increase`, r is the smallest found to meet `keep` (choice: the paper sets r and takes the size that comes).
+    It is bisected on a geometric scale of log(1 + r), as it can lie orders of magnitude below what the smallest ranks
+    need. Where ranks that do not raise the loss meet `keep` already, they are taken, however far below `keep` they are.
+    Biases stay. On an error the model comes back as it was.
+
+    Args:
+        targets: in order of execution, as `find_targets` gives them.
+        batches: model inputs with labels, each tensor `(batch, …)`; both evidence and loss are of these.
+        seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
+            are measured anew can differ between two runs.
+
+    Raises:
+        ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
+            batch, or the loss of `model` is not above 0 and finite.
+    """
+    budget = allowance(targets, keep)
+    if settings.increase is None and total(targets, dict.fromkeys(_names(targets))) <= budget:
+        return dict.fromkeys(_names(targets))  # r = 0 meets keep
+    if not batches:
+        raise ValueError("there is no calibration sample: raise data.sizes.calibration")
+    with _eval_mode(model):
+        walks = _Walks(
+            model, targets, settings.grid, batches, weighting, _times(model, targets, settings, batches, seconds)
+        )
+        try:
+            if settings.increase is None:
+                return walks.meet(keep)
+            return walks.within(settings.increase, keep)
+        except BaseException:
+            walks.restore()
+            raise
+
+
+def allowed_increases(times: Mapping[str, float], increase: float) -> dict[str, float]:
+    """R_i = exp(log(1 + r) / Σ E)^{E_i} − 1 of every module, where r is `increase` (algorithm 2).
+
+    Args:
+        times: module name → E_i above 0, in any unit: the paper's division by the least time cancels.
+
+    Raises:
+        ValueError: a time is not above 0 and finite.
+    """
+    return {name: math.expm1(math.log1p(increase) * share) for name, share in _shares(times).items()}
+
+
+def grid_ranks(target: Target, count: int) -> list[int]:
+    """`count` ranks or fewer, evenly spaced up to the largest at which the factors are smaller than the dense weight.
+
+    The paper's grid is spread over all ranks up to min(out, in) (appendix B), but its listing skips from half of that,
+    the break-even rank of a square weight, to leaving the module as it is (appendix H), so that no trial enlarges it.
+    """
+    top = largest_rank(target)
+    return sorted({-(-top * position // count) for position in range(1, count + 1)} - {0})
+
+
+def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
+    """Multiply-accumulates of every target's dense module for `batch`, padding included."""
+    rows = {target.name: target.out_features for target in targets}
+    counts: dict[str, float] = {}
+
+    def count(name: str, x: Tensor) -> None:
+        counts[name] = float(x.numel() * rows[name])
+
+    _run(model, targets, batch, 1, before=count)
+    return counts
+
+
+def module_seconds(
+    model: PreTrainedModel, targets: Sequence[Target], batch: Batch, repetitions: int
+) -> dict[str, float]:
+    """Median seconds of every target's module in `repetitions` forwards of `batch`, after one that is not counted.
+
+    Raises:
+        ValueError: `repetitions` is below 1.
+    """
+    if repetitions < 1:
+        raise ValueError(f"repetitions={repetitions} measures nothing: raise it to 1 or more")
+    started: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {target.name: [] for target in targets}
+
+    def start(name: str, x: Tensor) -> None:
+        _synchronize(x)
+        started[name] = time.perf_counter()
+
+    def stop(name: str, y: Tensor) -> None:
+        _synchronize(y)
+        seconds[name].append(time.perf_counter() - started[name])
+
+    _run(model, targets, batch, 1 + repetitions, before=start, after=stop)
+    return {name: median(values[1:]) for name, values in seconds.items()}
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What one walk over the model decided, and the loss after each target that it factorized."""
+
+    ranks: dict[str, Rank]
+    losses: dict[str, float]
+
+
+class _Walks:
+    """Walks over one model, each of which starts from its dense weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        targets: Sequence[Target],
+        grid: int,
+        batches: Sequence[Batch],
+        weighting: Weighting,
+        times: Mapping[str, float],
+    ) -> None:
+        self.model = model
+        self.targets = tuple(targets)
+        self.modules = {name: model.get_submodule(name) for name in _names(targets)}
+        self.dense = {name: weight_of(module).clone() for name, module in self.modules.items()}
+        self.grids = {target.name: grid_ranks(target, grid) for target in targets}
+        self.batches = batches
+        self.weighting = weighting
+        self.times = {name: times[name] for name in _names(targets)}
+        self.gathered: tuple[str, Evidence] | None = None
+        self.loss = self._loss()
+        if not (math.isfinite(self.loss) and self.loss > 0):
+            raise ValueError(
+                f"the loss of the dense model is {self.loss:g}, which has no shares: write another kind of ranks"
+            )
+
+    def within(self, increase: float, keep: float) -> Ranks:
+        """The ranks that an increase of the loss allows."""
+        ranks = self._walk(increase).ranks
+        parameters, budget = total(self.targets, ranks), allowance(self.targets, keep)
+        if parameters > budget:
+            raise ValueError(
+                f"increase={increase:g} keeps {parameters} parameters, more than the {budget} of keep={keep}: "
+                "raise ranks.increase or keep"
+            )
+        return ranks
+
+    def meet(self, keep: float) -> Ranks:
+        """The ranks at the smallest increase of the loss that was found to meet `keep`."""
+        budget = allowance(self.targets, keep)
+        best = self._walk(math.inf)
+        if (parameters := total(self.targets, best.ranks)) > budget:
+            raise ValueError(
+                f"the smallest ranks of the grid keep {parameters} parameters, more than the {budget} of keep={keep}: "
+                "raise ranks.grid or keep"
+            )
+        weights, high = self._weights(), self._enough_for(best)
+        tightest = self._walk(0.0, budget)
+        if total(self.targets, tightest.ranks) <= budget:
+            return tightest.ranks
+        low = high * _SPAN
+        for _ in range(_WALKS - 2):
+            middle = math.sqrt(low * high)
+            walk = self._walk(math.expm1(middle), budget)
+            if total(self.targets, walk.ranks) <= budget:
+                best, weights, high = walk, self._weights(), middle
+            else:
+                low = middle
+        self._put(weights)
+        return best.ranks
+
+    def restore(self) -> None:
+        """Give every module its dense weight back."""
+        self._put(self.dense)
+
+    def _walk(self, increase: float, budget: float = math.inf) -> _Walk:
+        """Settle all targets in order; stop where even the smallest ranks for those after would exceed `budget`."""
+        self.restore()
+        self.gathered = None
+        walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.loss
+        allowed = allowed_increases(self.times, increase)
+        for target in self.targets:
+            bound *= 1 + allowed[target.name]
+            walk.ranks[target.name] = self._settle(target, bound, walk.losses)
+            if total(self.targets, walk.ranks) > budget:
+                break
+        return walk
+
+    def _settle(self, target: Target, bound: float, losses: dict[str, float]) -> Rank:
+        """The smallest rank of the grid with a loss below `bound`, put into the model; None leaves the dense weight."""
+        grid = self.grids[target.name]
+        if not grid:
+            return None
+        decomposition = self._decompose(target)
+        for rank in grid:
+            left, right = decomposition.truncate(rank)
+            set_weight(self.modules[target.name], left @ right)
+            loss = self._loss()
+            if loss < bound:
+                losses[target.name] = loss
+                return rank
+        set_weight(self.modules[target.name], self.dense[target.name])
+        return None
+
+    def _decompose(self, target: Target) -> Decomposition:
+        metrics = weigh(self.weighting, target, self._evidence(target))
+        try:
+            return decompose(self.dense[target.name], metrics)
+        except ValueError as error:
+            raise ValueError(f"{target.name}: {error}") from error
+
+    def _evidence(self, target: Target) -> Evidence:
+        """The evidence of `target` on the model as it is (section 3.3).
+
+        Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads.
+        Gradients are gathered anew for each.
+        """
+        kinds = evidence_needed(self.weighting)
+        if not kinds:
+            return {}
+        if kinds == ("inputs",) and self.gathered is not None and self.gathered[0] == target.input_of:
+            return self.gathered[1]
+        wanted = [some for some in self.targets if some.name in (target.input_of, target.name)]
+        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds)
+        return self.gathered[1]
+
+    def _enough_for(self, walk: _Walk) -> float:
+        """The least log(1 + r) at which every rank of `walk` stays within its bound."""
+        shares = _shares(self.times)
+        reached = dict(zip(shares, accumulate(shares.values()), strict=True))
+        needed = (math.log(loss / self.loss) / reached[name] for name, loss in walk.losses.items() if loss > 0)
+        return min(max((_SPAN, *needed)), _LARGEST)
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        """Mean over samples."""
+        samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
+        return sum(float(mean_loss_times_batch(self.model, batch)) for batch in self.batches) / samples
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight_of(module).clone() for name, module in self.modules.items()}
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            set_weight(self.modules[name], weight)
+
+
+def _names(targets: Sequence[Target]) -> list[str]:
+    return [target.name for target in targets]
+
+
+def _times(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    settings: Tolerance,
+    batches: Sequence[Batch],
+    seconds: Mapping[str, float] | None,
+) -> Mapping[str, float]:
+    """E_i. The multiply-accumulates stand for the times (choice): they are the same in every run."""
+    if settings.times == "macs":
+        return module_macs(model, targets, batches[0])
+    return module_seconds(model, targets, batches[0], _REPETITIONS) if seconds is None else seconds
+
+
+def _shares(times: Mapping[str, float]) -> dict[str, float]:
+    for name, value in times.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"the time of {name} is {value:g}: write one above 0, or take times macs")
+    everything = sum(times.values())
+    return {name: value / everything for name, value in times.items()}
+
+
+def _run(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    batch: Batch,
+    repetitions: int,
+    before: Callable[[str, Tensor], None],
+    after: Callable[[str, Tensor], None] = lambda name, y: None,
+) -> None:
+    """Call `before` with each target's name and input and `after` with its name and output, in every forward."""
+    hooks: list[Any] = []
+    for name, module in ((name, model.get_submodule(name)) for name in _names(targets)):
+        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
+        hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
+    try:
+        with _eval_mode(model), torch.no_grad():
+            for _ in range(repetitions):
+                model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,154 @@
+"""Distillation: the dense model teaches the small one, by its hidden states and by its logits.
+
+Source: LoSparse (Li et al., ICML 2023), section 4.5 and appendix E. The loss is the task's plus α_layers times the
+error of the hidden states plus α_logits times that of the logits.
+
+(choice) The paper does not say what α multiplies. Here, as in its authors' code, it is the sum, not the mean, over all
+hidden states, that of the embeddings included, of the mean squared error over tokens and features: the paper's α = 15
+means the same. Unlike in that code, padding counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, no_grad
+from torch.nn.functional import kl_div, log_softmax, mse_loss
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.batch import Batch
+from eckart.rules import Rule
+
+
+class Distillation(BaseModel):
+    """What the teacher adds to the loss.
+
+    layers, logits: α of the hidden states and of the logits; 0 leaves a term out.
+    temperature: of the classes' probabilities; the paper's code has 2.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    layers: float = Field(ge=0)
+    logits: float = Field(ge=0)
+    temperature: float = Field(gt=0)
+
+
+class DistillationRule(Rule):
+    """Adds the distance from a teacher to the loss. The teacher runs in eval mode and is never trained."""
+
+    def __init__(self, teacher: PreTrainedModel, settings: Distillation, classification: bool) -> None:
+        """
+        Args:
+            teacher: with the hidden states, as many and as wide, and the logits of the model that trains.
+            classification: whether logits are of classes; otherwise they are values.
+        """
+        self.settings = settings
+        self.teacher = teacher.eval()
+        self.layers, self.logits, self.temperature = settings.layers, settings.logits, settings.temperature
+        self.classification = classification
+        self.forward_options = {"output_hidden_states": True} if settings.layers else {}
+        self.errors: dict[str, Tensor] = {}
+
+    def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
+        """The weighted sum of the terms that are on, or None.
+
+        Args:
+            batch: as the model got it; `attention_mask` `(batch, tokens)` tells which tokens are real.
+
+        Raises:
+            ValueError: a model does not return what a term compares, or the two differ in shape.
+        """
+        if not self.layers and not self.logits:
+            return None
+        taught = self._teach(batch)
+        terms: list[Tensor] = []
+        if self.layers:
+            error = hidden_error(_hidden(outputs), _hidden(taught), batch.get("attention_mask"))
+            self.errors["distill_layers"] = error.detach()
+            terms.append(self.layers * error)
+        if self.logits:
+            error = logits_error(_logits(outputs), _logits(taught), self.temperature if self.classification else None)
+            self.errors["distill_logits"] = error.detach()
+            terms.append(self.logits * error)
+        return sum(terms[1:], terms[0])
+
+    def measures(self) -> dict[str, float]:
+        """The errors of the last step, before they are weighted."""
+        return {name: float(error) for name, error in self.errors.items()}
+
+    def _teach(self, batch: Batch) -> ModelOutput:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        device = next(iter(inputs.values())).device
+        if self.teacher.device != device:
+            self.teacher.to(device)
+        with no_grad():
+            return self.teacher(**inputs, **self.forward_options)
+
+
+def hidden_error(student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+    """Σ over hidden states of their mean squared distance.
+
+    Args:
+        student, teacher: `(batch, tokens, features)` each.
+        mask: `(batch, tokens)`, 0 where a token is padding, or None where none is.
+
+    Raises:
+        ValueError: the states differ in number or shape, or the mask does not fit them.
+    """
+    if [state.shape for state in student] != [state.shape for state in teacher]:
+        raise ValueError(
+            f"{len(student)} hidden states of the model and {len(teacher)} of the teacher are not of the same shapes: "
+            "set distillation.layers to 0"
+        )
+    return sum((_distance(*pair, mask) for pair in zip(student, teacher, strict=True)), student[0].new_zeros(()))
+
+
+def _distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is not None:
+        if mask.shape != student.shape[:2]:
+            raise ValueError(
+                f"hidden states of {tuple(student.shape[:2])} tokens do not fit an attention_mask of "
+                f"{tuple(mask.shape)}, so padding cannot be told from data: set distillation.layers to 0"
+            )
+        # picked out, not multiplied by 0: a state of padding may hold what is not finite
+        student, teacher = student[mask.bool()], teacher[mask.bool()]
+    return mse_loss(student.float(), teacher.float())
+
+
+def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
+    """temperature² · KL(teacher ‖ student), a mean over samples (Hinton et al., 2015); without one the mean square.
+
+    Args:
+        student, teacher: `(batch, classes)`, or `(batch, values)` where there is no temperature.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"logits of the model {tuple(student.shape)} and of the teacher {tuple(teacher.shape)} are not of the same "
+            "shape: set distillation.logits to 0"
+        )
+    student, teacher = student.float(), teacher.float()
+    if temperature is None:
+        return mse_loss(student, teacher)
+    some, others = log_softmax(student / temperature, dim=-1), log_softmax(teacher / temperature, dim=-1)
+    return temperature**2 * kl_div(some, others, reduction="batchmean", log_target=True)
+
+
+def _hidden(outputs: ModelOutput) -> Sequence[Tensor]:
+    states = outputs.get("hidden_states")
+    if not states:
+        more = ", but states of an encoder and a decoder" if outputs.get("encoder_hidden_states") else ""
+        raise ValueError(f"the model returns no hidden states{more}: set distillation.layers to 0")
+    return states
+
+
+def _logits(outputs: ModelOutput) -> Tensor:
+    logits = outputs.get("logits")
+    if logits is None:
+        raise ValueError("the model returns no logits: set distillation.logits to 0")
+    return logits

@@ -1,0 +1,153 @@
+"""Mixed-rank fine-tuning: at each step every target runs at random as its factors or as the weight they came from.
+
+Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import linear, log_softmax, mse_loss
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from eckart import schedules
+from eckart.batch import Batch
+from eckart.layers import LowRankLinear, replace
+from eckart.optimization import Optimization
+from eckart.recovery.distillation import Distillation
+from eckart.rules import Rule
+
+
+class MixedRank(Optimization):
+    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree."""
+
+    kind: Literal["mixed_rank"]
+    initial: float = Field(ge=0, le=1)
+    until: float = Field(ge=0, le=1)
+    consistency: float = Field(ge=0)
+    consistency_after: bool
+    distillation: Distillation | None
+
+
+class MixedLinear(nn.Module):
+    """x_out = (1 − z) left right x + z W x, plus the bias: section 4.3. In eval mode z is 0.
+
+    W is no parameter, and no state: the paper does not say whether T_sparse trains on; here it is frozen (choice), a
+    fixed point that the factors are drawn to. What z leaves out is not computed, so it has no gradient either, and
+    AdamW skips it: with z as a factor its momentum and weight decay would go on.
+    """
+
+    weight: Tensor
+
+    def __init__(self, low: LowRankLinear, weight: Tensor) -> None:
+        super().__init__()
+        self.low = low
+        self.dense = False
+        """z."""
+        self.register_buffer("weight", weight.detach().to(low.left), persistent=False)
+        self.train(low.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dense and self.training:
+            return linear(x, self.weight, self.low.bias)
+        return self.low(x)
+
+
+class MixedRankRule(Rule):
+    """Trains the factors of some targets beside the weights that they approximate.
+
+    Args:
+        weights: target → W `(out, in)` that its factors came from; other targets run as they are.
+        classification: whether the logits are of classes (agreement by KL) or a regression's values (by MSE).
+        seed: of z.
+
+    Raises:
+        ValueError: a target is not factorized, or its W has another shape than its factors.
+    """
+
+    settings: MixedRank
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        weights: Mapping[str, Tensor],
+        settings: MixedRank,
+        classification: bool,
+        seed: int,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.classification = classification
+        self.until = schedules.steps_in(settings.until, settings.steps)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.p = settings.initial
+        self.disagreement = 0.0
+        self.layers = {name: _mixed(model, name, weight) for name, weight in weights.items()}
+        for name, layer in self.layers.items():
+            replace(model, name, layer)
+
+    def before_forward(self, step: int) -> None:
+        """p = max(0, p_init − d·t) with d = p_init ÷ the steps that it takes, and z of the first pass."""
+        self.p = schedules.linear(step, self.until, self.settings.initial)
+        self._draw()
+
+    def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
+        """What makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
+
+        The mean of both passes' task losses is ours (choice): the paper adds D and names no task loss. z² is drawn on
+        its own, so it can equal z¹. Once p is 0 the two passes differ by dropout alone.
+        """
+        if not self.p and not self.settings.consistency_after:
+            self.disagreement = 0.0
+            return None
+        self._draw()
+        second = model(**batch)
+        disagreement = self._disagreement(outputs["logits"], second["logits"])
+        self.disagreement = float(disagreement.detach())
+        return (second["loss"] - outputs["loss"]) / 2 + self.settings.consistency * disagreement
+
+    def finish(self) -> None:
+        for name, layer in self.layers.items():
+            replace(self.model, name, layer.low)
+
+    def measures(self) -> dict[str, float]:
+        """p, and D without its weight."""
+        return {"p": self.p, "consistency": self.disagreement}
+
+    def state(self) -> dict[str, Tensor]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"])
+
+    def _draw(self) -> None:
+        """One z ~ Bernoulli(p) a target."""
+        draws = torch.rand(len(self.layers), generator=self.generator).tolist()
+        for layer, draw in zip(self.layers.values(), draws, strict=True):
+            layer.dense = draw < self.p
+
+    def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
+        """D of two logits `(batch, …, classes)`, mean over samples.
+
+        The paper's KL has no direction; here it is the mean of both (choice), as no pass is the better one:
+        ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).
+        """
+        if not self.classification:
+            return mse_loss(first, second)
+        p, q = log_softmax(first, -1), log_softmax(second, -1)
+        return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2
+
+
+def _mixed(model: PreTrainedModel, name: str, weight: Tensor) -> MixedLinear:
+    layer = model.get_submodule(name)
+    if not isinstance(layer, LowRankLinear):
+        raise ValueError(f"{name} is not factorized, so there is nothing to mix: leave it out of the weights")
+    shape = (layer.left.shape[0], layer.right.shape[1])
+    if weight.shape != shape:
+        raise ValueError(f"the weight of {name} is {tuple(weight.shape)}, its factors' product {shape}: pass (out, in)")
+    return MixedLinear(layer, weight)

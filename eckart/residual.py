@@ -1,0 +1,211 @@
+"""Sparse rows beside the factors: W = left right + S, where S loses whole rows while recovery trains.
+
+Source: LoSparse (Li et al., ICML 2023), sections 2.2, 2.3, 3 and algorithm 1. The paper's neurons are the columns of W
+in its forward pass Y = X W; here they are the rows of a weight `(out, in)`.
+
+(choice) The paper keeps a share of the neurons of all targets. Rows of different targets have different lengths, so
+here the share is one of parameters, and ends at what the budget leaves beside the factors. A target counts as what it
+will cost: where its factors and rows reach the size of the dense weight it stays dense, with all of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eckart.layers import LowRankLinear, low_rank_layers, merge
+from eckart.rules import Rule
+from eckart.schedules import cubic, steps_in
+
+
+class SparseRows(BaseModel):
+    """S = W − left right at first, pruned by whole rows while recovery trains.
+
+    low_rank: share of the budget that the factors get. 0 is iterative structured pruning (the paper's baseline ITP), 1
+        prunes S to nothing (the paper's ablation Low-rank 2).
+    smoothing: β of eq. 3.
+    start, end: shares of the steps before pruning starts and after it has ended.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Literal["sparse_rows"]
+    low_rank: float = Field(ge=0, le=1)
+    smoothing: float = Field(ge=0, lt=1)
+    start: float = Field(ge=0, le=1)
+    end: float = Field(ge=0, le=1)
+
+
+Residual = SparseRows
+
+
+def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """S = W − left right `(out, in)` (eq. 8) for factors `(out, rank)` and `(rank, in)`.
+
+    What the factors lose when a model of W's type rounds them goes into S, so that the sum is W again.
+    """
+    product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
+    return weight.to(product.dtype) - product
+
+
+@dataclass
+class _Rows:
+    """A target's layer with the smoothed scores of its rows `(out,)` and which of them are kept `(out,)`."""
+
+    layer: LowRankLinear
+    scores: Tensor
+    kept: Tensor
+
+    @property
+    def dense(self) -> int:
+        """Parameters of the dense weight."""
+        return self.layer.left.shape[0] * self.layer.right.shape[1]
+
+    @property
+    def factors(self) -> int:
+        """Parameters of the target without any row."""
+        return min(self.dense, self.layer.left.numel() + self.layer.right.numel())
+
+    def price(self, count: Tensor) -> Tensor:
+        """Parameters that `count` rows add to the factors; never more than to the dense size."""
+        return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
+
+    def prices(self) -> Tensor:
+        """What each row adds to its betters in this target `(out,)`."""
+        places = _order(self.scores).argsort()
+        return self.price(places + 1) - self.price(places)
+
+    def is_dense(self, kept: Tensor) -> Tensor:
+        """Whether the factors and the rows `kept` `(out,)` are no smaller than the dense weight: `()`."""
+        return self.price(kept.sum()) == self.dense - self.factors
+
+
+class RowPruning(Rule):
+    """Rows of S go, those that the loss feels least first, until factors and rows of all targets meet the budget.
+
+    Works on every low-rank layer whose residual has all `out` rows; others count as they are. While the model trains,
+    pruned rows are zeros; `finish` removes them, and merges the parts of a target that stays dense.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: SparseRows, budget: int, steps: int) -> None:
+        """
+        Args:
+            budget: parameters that all factorized targets may have together at the end, biases aside.
+            steps: of the training.
+
+        Raises:
+            ValueError: there is no step, no residual of all rows, or the factors exceed the budget.
+        """
+        if steps < 1:
+            raise ValueError("rows are pruned while the model trains, and there is no step: raise recovery.steps")
+        self.settings = settings
+        self.model = model
+        self.smoothing = settings.smoothing
+        self.steps = steps
+        self.end = max(1, steps_in(settings.end, steps))  # the last step meets the budget in any case
+        self.start = min(steps_in(settings.start, steps), steps - self.end)
+        layers = low_rank_layers(model)
+        self.targets = dict(_whole(layers))
+        if not self.targets:
+            raise ValueError("no target has a residual with all of its rows: factorize with a residual first")
+        taken = sum(rows.factors for rows in self.targets.values())
+        taken += sum(_size(layer) for name, layer in layers.items() if name not in self.targets)
+        if taken > budget:
+            raise ValueError(
+                f"the factors have {taken} parameters, more than the {budget} of all targets: lower residual.low_rank "
+                "or raise keep"
+            )
+        self.all = sum(rows.dense - rows.factors for rows in self.targets.values())
+        # what flooring the ranks left of the budget is no room for rows where none are wanted
+        self.room = min(budget - taken, self.all) if settings.low_rank < 1 else 0
+
+    def after_backward(self, step: int) -> None:
+        """Eq. 2 to 4, in another order: mean and smoothing are linear, so the mean is taken first and smoothed.
+
+        Smoothing starts from 0 (choice; the paper is silent): the scores are then too small by 1 − β^t, all of them.
+        """
+        for rows in self.targets.values():
+            weight = rows.layer.get_parameter("residual")
+            rows.scores = self.smoothing * rows.scores.to(weight.device)
+            if weight.grad is not None:  # the loss may not reach it
+                sensitivity = (weight.detach().float() * weight.grad.float()).abs()
+                rows.scores += (1 - self.smoothing) * sensitivity.mean(dim=1)
+
+    def after_update(self, step: int) -> None:
+        """Eq. 9: T after the update, with scores from before it.
+
+        The optimizer moves pruned rows like others, by gradient and momentum, so they are set to zero again. They do
+        not come back: where S is zero so is its sensitivity, and the score fades by β a step; none fades faster.
+        t counts from 0 (choice, as in the authors' code).
+        """
+        share = cubic(step, self.steps, self.start, self.end, self.room / self.all if self.all else 1.0)
+        self._prune(max(self.room, math.floor(share * self.all)))
+
+    def finish(self) -> None:
+        """Store the surviving rows alone. The model computes what it computed with zeros in place of the others."""
+        self._prune(self.room)
+        for name, rows in self.targets.items():
+            if rows.is_dense(rows.kept):
+                merge(self.model, name)
+            else:
+                _compact(rows.layer, rows.kept)
+
+    def measures(self) -> dict[str, float]:
+        """Share of the rows that are kept."""
+        kept = sum(int(rows.kept.sum()) for rows in self.targets.values())
+        return {"rows": kept / sum(len(rows.kept) for rows in self.targets.values())}
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: rows.scores.clone() for name, rows in self.targets.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, rows in self.targets.items():
+            rows.scores = state[name].clone()
+
+    def _prune(self, room: int) -> None:
+        """Keep rows in order of score, over all targets, while they fit into `room` parameters; zero the others."""
+        targets = list(self.targets.values())
+        order = _order(torch.cat([rows.scores for rows in targets]))
+        prices = torch.cat([rows.prices() for rows in targets])
+        kept = torch.empty_like(order, dtype=torch.bool)
+        kept[order] = prices[order].cumsum(0) <= room
+        for rows, some in zip(targets, kept.split([len(rows.scores) for rows in targets]), strict=True):
+            rows.kept = some | rows.is_dense(some)
+            weight = rows.layer.get_parameter("residual").data
+            weight.masked_fill_((~rows.kept).unsqueeze(1).to(weight.device), 0)
+
+
+def _order(scores: Tensor) -> Tensor:
+    """Indices from the highest score to the lowest; of equal ones the first comes first."""
+    return scores.argsort(descending=True, stable=True)
+
+
+def _whole(layers: Mapping[str, LowRankLinear]) -> Iterator[tuple[str, _Rows]]:
+    """The layers whose residual has all rows, in their own order."""
+    for name, layer in layers.items():
+        count = len(layer.left)
+        if layer.rows is not None and torch.equal(layer.rows, torch.arange(count, device=layer.rows.device)):
+            every = torch.ones(count, dtype=torch.bool, device=layer.rows.device)
+            yield name, _Rows(layer, torch.zeros(count, device=layer.rows.device), every)
+
+
+def _size(layer: LowRankLinear) -> int:
+    residual = 0 if layer.residual is None else layer.residual.numel()
+    return layer.left.numel() + layer.right.numel() + residual
+
+
+def _compact(layer: LowRankLinear, kept: Tensor) -> None:
+    """Leave `layer` the rows of its residual that are `kept` `(rows,)`, or no residual at all."""
+    if layer.residual is None or layer.rows is None:
+        return
+    kept = kept.to(layer.rows.device)
+    some = bool(kept.any())
+    layer.residual = nn.Parameter(layer.residual.detach()[kept]) if some else None
+    layer.rows = layer.rows[kept] if some else None

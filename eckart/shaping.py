@@ -1,0 +1,155 @@
+"""Shaping: training that gives the dense weights a structure before they are factorized.
+
+Unstructured pruning: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1. First-order scores
+are what the paper uses: they tend to empty whole rows, so that what is left has low rank; magnitudes do not (its
+section 3). `sensitivity` is the same product without its sign, which a draft in the paper's source has and its text has
+not (choice, for our use): signed scores prune weights, however large, that training drew towards zero. They need a
+training that goes somewhere: the paper prunes a pre-trained model while it learns the task, ours has learned it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from eckart.evidence import Evidence
+from eckart.optimization import Optimization
+from eckart.rules import Rule
+from eckart.schedules import cubic, steps_in
+from eckart.targets import Target, weight_of
+
+_FLOOR = 0.01  # least score of a row, relative to the mean row
+
+
+class Pruning(Optimization):
+    """Zero all but the share `remaining` of every target's weights while the model trains."""
+
+    kind: Literal["pruning"]
+    steps: int = Field(ge=1)
+    score: Literal["first_order", "sensitivity", "zero_order"]
+    remaining: float = Field(gt=0, le=1)
+    start: float = Field(ge=0, le=1)
+    end: float = Field(ge=0, le=1)
+
+
+Shaping = Pruning
+
+
+class _Identity(BaseModel):
+    """Targets too decide what is pruned."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pruning: Pruning
+    targets: tuple[Target, ...]
+
+
+class WeightPruning(Rule):
+    """Scores the weights of every target and, after each update, sets all but the best of each matrix to zero.
+
+    There is no mask: a zeroed weight goes on being updated, and stays if its score is among the best again. That can be
+    with signed scores and with magnitudes; a sensitivity never falls, and stands still where the weight is zero.
+
+    Raises:
+        ValueError: a target would be left without weights.
+    """
+
+    def __init__(self, model: nn.Module, targets: Sequence[Target], settings: Pruning) -> None:
+        for target in targets:
+            if not round(settings.remaining * target.parameters):
+                raise ValueError(f"shaping leaves {target.name} no weight: raise shaping.remaining")
+        self.settings = _Identity(pruning=settings, targets=tuple(targets))
+        self.pruning = settings
+        self.modules = {target.name: model.get_submodule(target.name) for target in targets}
+        self.scores: dict[str, Tensor] = {}
+        """Target → first-order scores S `(out, in)`; a target that no gradient has reached is missing."""
+
+    def after_backward(self, step: int) -> None:
+        """S_ij −= ∂L/∂W_ij · W_ij (section 2.2), of the weights that the gradient was taken at; or += its magnitude."""
+        if self.pruning.score == "zero_order":
+            return
+        for name, module in self.modules.items():
+            gradient = module.get_parameter("weight").grad
+            if gradient is not None:
+                gradient = gradient.T if isinstance(module, Conv1D) else gradient
+                change = -gradient * weight_of(module)
+                signed = self.pruning.score == "first_order"
+                self.scores[name] = self._score(name) + (change if signed else change.abs())
+
+    def after_update(self, step: int) -> None:
+        """Leave the top v_t of each matrix, v_t by the cubic schedule (section 2.2).
+
+        t counts the updates that are done (choice): with the step's own number, pruning would end one step short of
+        v_f where the cool-down is 0.
+        """
+        steps, settings = self.pruning.steps, self.pruning
+        start, end = steps_in(settings.start, steps), steps_in(settings.end, steps)
+        share = cubic(step + 1, steps, start, end, settings.remaining)
+        for name, module in self.modules.items():
+            weight = weight_of(module)
+            if dropped := weight.numel() - round(share * weight.numel()):
+                weight.masked_fill_(_lowest(self._score(name), dropped), 0)
+
+    def evidence(self) -> Evidence:
+        """Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2), as kind `movement` under `TARGET.output`: `(out,)`, sum 1.
+
+        S can be negative and a row empty, where the paper says nothing. Only weights that are left count, and of them
+        those with a positive score (choice: the error of a zeroed weight is what pruning chose to ignore, and a
+        negative weight on an error would reward it). A row weighs at least a hundredth of the mean (choice: its
+        weights, if any are left, may not be lost for nothing, and diag(Ŝ) has an inverse).
+
+        Raises:
+            ValueError: a score is not finite.
+        """
+        return {"movement": {f"{name}.output": self._row_scores(name) for name in self.modules}}
+
+    def measures(self) -> dict[str, float]:
+        """The share of all weights that is not zero."""
+        weights = [weight_of(module) for module in self.modules.values()]
+        left = sum(int(weight.count_nonzero()) for weight in weights)
+        return {"remaining": left / sum(weight.numel() for weight in weights)}
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.scores)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.scores = dict(state)
+
+    def _score(self, name: str) -> Tensor:
+        """S `(out, in)` where the weight is, which the loop may have moved."""
+        weight = weight_of(self.modules[name])
+        if self.pruning.score == "zero_order":
+            return weight.abs()
+        precision = torch.promote_types(weight.dtype, torch.float32)
+        scores = self.scores.get(name)
+        return torch.zeros_like(weight, dtype=precision) if scores is None else scores.to(weight.device)
+
+    def _row_scores(self, name: str) -> Tensor:
+        scores = self._score(name)
+        if not torch.isfinite(scores).all():
+            raise ValueError(f"the pruning scores of {name} are not finite: lower shaping.learning_rate")
+        left = weight_of(self.modules[name]) != 0
+        rows = (scores.clamp(min=0) * left).float().sum(1)
+        rows = rows.clamp(min=_FLOOR * float(rows.mean())) if rows.any() else torch.ones_like(rows)
+        return rows / rows.sum()
+
+
+def _lowest(scores: Tensor, count: int) -> Tensor:
+    """Whether each score is one of the `count` lowest; of equal ones the first are."""
+    flat = scores.flatten()
+    bound = flat.kthvalue(count).values
+    lowest = flat < bound
+    equal = (flat == bound).nonzero().squeeze(1)
+    lowest[equal[: count - int(lowest.sum())]] = True
+    return lowest.view_as(scores)
+
+
+def average_rank(model: nn.Module, targets: Sequence[Target]) -> float:
+    """Mean numerical rank of the targets' weights, at the tolerance of float64 (section 3.2: pruning lowers it)."""
+    weights = [weight_of(model.get_submodule(target.name)).cpu().double() for target in targets]
+    return sum(int(torch.linalg.matrix_rank(weight)) for weight in weights) / len(weights)

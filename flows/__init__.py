@@ -1,0 +1,5 @@
+"""Orchestration: DVC decides what is stale, Prefect runs it, MLflow mirrors it."""
+
+from flows import settings
+
+settings.apply()

@@ -1,0 +1,128 @@
+"""The whole of params.yaml, checked before anything runs: every mistake in one message."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from eckart.recipes import Recipe, contradictions
+from eckart.weighting import evidence_needed
+from tasks import params
+from tasks.params import PARAMS, ParamsError
+
+T = TypeVar("T")
+
+SECTIONS: dict[str, Any] = {
+    "study": params.Study,
+    "seed": params.Seed,
+    "threads": params.Threads,
+    "data": params.Data,
+    "model": params.Model,
+    "teacher": params.Training,
+    "targets": params.TargetPatterns,
+    "importance": params.Importance,
+    "evaluate": params.Evaluate,
+    "benchmark": params.Benchmark,
+}
+_METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("pearson", "spearman")}
+
+
+def check(root: Path) -> dict[str, Any]:
+    """The sections of `root`/params.yaml, typed; `recipes` is a dict of Recipe.
+
+    Raises:
+        ParamsError: with all mistakes, each with its path and what to write instead.
+    """
+    content = params.read(root / PARAMS)
+    lines: list[str] = []
+    typed = {name: _typed(content, name, kind, lines) for name, kind in SECTIONS.items()}
+    typed["recipes"] = _recipes(content.get("recipes"), lines)
+    lines += _unknown(content, typed)
+    lines += _contradictions(typed, content)
+    if lines:
+        raise ParamsError(params.report(PARAMS, lines))
+    return typed
+
+
+def _typed(content: Mapping[str, Any], name: str, kind: Any, lines: list[str]) -> Any:
+    """The section `name`, or None after its mistakes were added to `lines`."""
+    if name not in content:
+        lines.append(f"{name}: is missing; add it")
+        return None
+    return _parsed(content[name], kind, name, lines)
+
+
+def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
+    try:
+        return TypeAdapter(kind).validate_json(params.as_json(content), strict=True)
+    except ValidationError as error:
+        lines += params.mistakes(error, content, prefix)
+        return None
+
+
+def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
+    if not isinstance(content, dict) or not content:
+        lines.append("recipes: is missing or empty; add a recipe")
+        return {}
+    # The name becomes part of stage names, folders and registry names.
+    lines += [
+        f"recipes.{name}: is no name; write letters, digits and _"
+        for name in content
+        if not isinstance(name, str) or not re.fullmatch(r"\w+", name)
+    ]
+    return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in content.items()}
+
+
+def _unknown(content: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
+    missing = [name for name in typed if name not in content]
+    for name in content:
+        if name not in typed:
+            meant = get_close_matches(str(name), missing, n=1)
+            yield f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it"
+
+
+def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
+    """Mistakes between sections. Read from the raw content, so that a mistake beside them does not hide them."""
+    recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
+    yield from _repeated("study.recipes", used)
+    yield from _repeated("study.keeps", _at(content, "study", "keeps"))
+    for name in used if recipes else ():
+        if name not in recipes:
+            yield f"study.recipes: there is no recipe {name}; write one of {', '.join(recipes)}"
+    for name, recipe in recipes.items():
+        for part, mistake in contradictions(recipe) if recipe else ():
+            yield f"recipes.{name}.{part}: {mistake}"
+    task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
+    known = [name for names in _METRICS.values() for name in names]
+    if task in _METRICS and metric in known and metric not in _METRICS[task]:
+        yield f"data.metric: {metric} is no metric of a {task}; write one of {', '.join(_METRICS[task])}"
+    if typed["importance"]:
+        yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
+
+
+def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    for name, recipe in recipes.items():
+        for kind in evidence_needed(recipe.weighting) if recipe else ():
+            if kind not in evidence:
+                yield f"importance.evidence: lacks {kind}, which recipes.{name}.weighting reads; add it"
+
+
+def _at(content: Mapping[str, Any], section: str, key: str) -> Any:
+    return content[section].get(key) if isinstance(content.get(section), dict) else None
+
+
+def _strings(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+
+
+def _repeated(path: str, values: Any) -> Iterator[str]:
+    plain = [value for value in values if isinstance(value, str | int | float)] if isinstance(values, list) else []
+    for value, count in Counter(plain).items():
+        if count > 1:
+            yield f"{path}: has {value} {count} times; remove the repetition"

@@ -1,0 +1,179 @@
+"""Stage processes: each in a session of its own, forked from a warm server, killed with all it started.
+
+A fresh interpreter needs seconds to import torch and transformers; a fork from a server that has them needs hundredths.
+The process runs the very module that `python -m tasks.STAGE` runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO
+
+# Slow imports only, and none of our own: the server must not hold code that is edited later.
+_PRELOAD = [
+    "torch",
+    "transformers.trainer",
+    "datasets",
+    "pandas",
+    "scipy.stats",
+    "sklearn.metrics",
+    "safetensors.torch",
+]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+_running: set[int] = set()  # process groups
+_stopping = threading.Event()
+_turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
+
+
+class CommandFailed(RuntimeError):
+    """A command ended with another code than 0, or ran out of time."""
+
+
+def run(
+    command: str, root: Path, log: Callable[[str], None], env: Mapping[str, str], timeout: float | None = None
+) -> None:
+    """Run a stage's command in `root`, handing each line it prints to `log`.
+
+    Raises:
+        CommandFailed: with the last line printed, which says the cause.
+    """
+    start = _fork if _module(command) else _shell
+    with ExitStack() as process:
+        with _turn:
+            if _stopping.is_set():  # the flow ended while this stage waited for its turn
+                raise CommandFailed(f"{command}: not begun, since the flow has ended")
+            group, output, exit_code = process.enter_context(start(command, root, env))
+            _running.add(group)
+        expired = threading.Event()
+        # Ends what the stage leaves behind, which would else hold its output open.
+        reaper = threading.Thread(target=_bury, args=(group, exit_code), daemon=True)
+        reaper.start()
+
+        def expire() -> None:
+            expired.set()
+            _kill(group)
+
+        timer = threading.Timer(timeout or 0, expire)
+        if timeout:
+            timer.start()
+        last = ""
+        try:
+            for line in output:
+                last = line.rstrip() or last
+                log(line.rstrip())
+            reaper.join()
+            code = exit_code()
+        finally:
+            timer.cancel()
+            _kill(group)
+            _running.discard(group)
+    if expired.is_set():
+        raise CommandFailed(f"{command}: stopped after {timeout:g} s")
+    if code:
+        raise CommandFailed(
+            last if code == 1 and last else f"{command}: ended with code {code}; its last words: {last}"
+        )
+
+
+@contextmanager
+def reaping() -> Iterator[None]:
+    """Whatever ends the flow, no stage goes on and none begins."""
+    _stopping.clear()
+    try:
+        yield
+    finally:
+        with _turn:
+            _stopping.set()
+            for group in list(_running):
+                _kill(group)
+
+
+def _bury(group: int, exit_code: Callable[[], int]) -> None:
+    exit_code()
+    _kill(group)
+
+
+def _kill(group: int) -> None:
+    """Kill a process group, or the process itself if it has not become a group's leader yet."""
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(group, signal.SIGKILL)
+            return
+
+
+def _module(command: str) -> list[str] | None:
+    """`[module, *arguments]` if the command is `python -m tasks.…`."""
+    words = shlex.split(command)
+    warm = words[:2] == ["python", "-m"] and words[2:] and words[2].startswith("tasks.")
+    return words[2:] if warm else None
+
+
+@contextmanager
+def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+    reader, writer = _context.Pipe(duplex=False)
+    process = _context.Process(target=_stage, args=(_module(command), str(root), dict(env), writer))
+    process.start()
+    writer.close()
+    assert process.pid
+
+    def exit_code() -> int:
+        process.join()
+        return process.exitcode or 0
+
+    with os.fdopen(os.dup(reader.fileno()), errors="replace") as output:
+        reader.close()
+        yield process.pid, output, exit_code
+    process.join()
+
+
+def _stage(words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
+    """In the forked process: become `python -m MODULE ARGUMENTS` in `root`."""
+    os.setsid()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    for stream in (1, 2):
+        os.dup2(writer.fileno(), stream)
+    writer.close()
+    os.chdir(root)
+    os.environ.update(env)
+    sys.path[0] = root
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+@contextmanager
+def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    process = subprocess.Popen(
+        command,
+        shell=True,
+        cwd=root,
+        env={**os.environ, "PATH": path, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout
+        yield process.pid, process.stdout, process.wait

@@ -1,0 +1,169 @@
+"""A study over all its seeds as one table: mean ± sample standard deviation of every candidate."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from eckart.targets import Targets
+from tasks.calibration import TARGETS
+from tasks.params import Data, Model, Training
+from tasks.records import TEACHER_METRICS, TeacherReport
+from tasks.report.numbers import count, counted, metric_name, percent, times
+
+COMPARISON = Path("reports/comparison.csv")
+CANDIDATE = ["recipe", "keep"]
+
+_SHARES = ("accuracy", "f1")  # metrics that are shares, and read in percent
+_WIDTH = 160
+
+
+def collect(folders: Mapping[int, Path]) -> pd.DataFrame:
+    """What each seed found, a row per seed and candidate: the columns of reports/comparison.csv, and relative numbers.
+
+    Args:
+        folders: seed → its workspace, in which the study has finished.
+    """
+    return pd.concat([_rows(seed, folder) for seed, folder in folders.items()], ignore_index=True)
+
+
+def _rows(seed: int, folder: Path) -> pd.DataFrame:
+    # `none` may name a recipe, and 0.50 a keep: they are no missing value and no number here.
+    kinds = {"recipe": str, "keep": str}
+    rows = pd.read_csv(folder / COMPARISON, dtype=kinds, keep_default_na=False, na_values=[""])
+    dense = TeacherReport.model_validate_json((folder / TEACHER_METRICS).read_text())
+    targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
+    rows.insert(0, "seed", seed)
+    rows["test_rows"] = dense.score.rows
+    rows["retained"] = (rows.recovered / rows.dense).where(rows.dense > 0)  # else the quotient would mislead
+    rows["target_share"] = rows.target_parameters / sum(target.parameters for target in targets)
+    rows["model_share"] = rows.model_parameters / dense.size.model_parameters
+    rows["macs_share"] = rows.macs_per_token / dense.size.macs_per_token
+    return rows
+
+
+def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns, and a line per candidate: larger keeps first, then what recovers best."""
+    unit, factor, digits = (", %", 100, 1) if rows.metric.iloc[0] in _SHARES else ("", 1, 3)
+    heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered")), "retained, %"]
+    heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "rank after pruning"]
+    groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
+    groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -group.recovered.mean()))
+    lines = [
+        [
+            *(str(group[name].iloc[0]) for name in CANDIDATE),
+            *(_spread(group[name] * factor, digits) for name in ("dense", "factorized", "recovered")),
+            _spread(group.retained * 100, 1),
+            percent(group.target_share.mean()),
+            f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
+            f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
+            times(group.speedup.mean()),
+            f"{group.search_steps.mean():.0f}",
+            _spread(group.average_rank, 1),
+        ]
+        for group in groups
+    ]
+    return heads, lines
+
+
+def _spread(values: pd.Series[float], digits: int) -> str:
+    """Mean ± sample standard deviation; of one seed the mean alone."""
+    if values.isna().any():
+        return "–"
+    mean = f"{values.mean():.{digits}f}"
+    return f"{mean} ± {values.std(ddof=1):.{digits}f}" if len(values) > 1 else mean
+
+
+def to_markdown(rows: pd.DataFrame, name: str, command: str, params: Mapping[str, Any]) -> str:
+    """The table under a head that says how it was made: no date and no path of the machine, so that it reproduces.
+
+    Args:
+        rows: of `collect`.
+        name: of the study; the rows are beside it in NAME.csv.
+        command: that made it.
+        params: of the study, as they stand in a workspace but for the seed.
+    """
+    heads, lines = cells(rows)
+    text = [f"# {name}", "", f"Made by `{command}`. The numbers of each seed are in [{name}.csv]({name}.csv).", ""]
+    text += [f"- {what}: {fact}" for what, fact in _facts(rows, params).items()]
+    text += ["", _line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
+    return "\n".join([*text, *map(_line, lines)]) + "\n"
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
+
+
+def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
+    data, model = Data(**params["data"]), Model(**params["model"])
+    teacher = Training(**params["teacher"])
+    seeds = list(dict.fromkeys(rows.seed))
+    spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
+    source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
+    return {
+        "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
+        "Metric": f"{metric_name(data.metric)} on {rows.test_rows.iloc[0]:,} test rows; retained is recovered ÷ dense.",
+        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows, texts cut to "
+        f"{data.max_length} tokens.",
+        "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
+        + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
+        "Recovery": "; ".join(_recoveries(params)) + ".",
+        "Machine": f"{_machine()}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
+    }
+
+
+def _recoveries(params: Mapping[str, Any]) -> list[str]:
+    """How the recipes recover, each way once; the first is that of all where there is no other."""
+    ways: dict[str, list[str]] = {}
+    for name in params["study"]["recipes"]:
+        recovery = params["recipes"][name]["recovery"]
+        way = f"{recovery['steps']} steps of {recovery['batch_size']} rows at a rate of {recovery['learning_rate']:g}"
+        ways.setdefault(way, []).append(name)
+    return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
+
+
+def _machine() -> str:
+    """Its kind, and not which one it is."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return ", ".join(filter(None, [counted(cores, "core"), _processor(), graphics]))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def to_text(rows: pd.DataFrame) -> str:
+    """The table for a terminal."""
+    heads, lines = cells(rows)
+    table = Table(box=SIMPLE_HEAD)
+    for position, head in enumerate(heads):
+        table.add_column(head, justify="right" if position else "left")
+    for line in lines:
+        table.add_row(*line)
+    # A fixed width and no markup: the same lines in a terminal, a log and a test.
+    console = Console(width=_WIDTH, color_system=None, markup=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
+
+
+def write(table: Path, rows: pd.DataFrame, text: str) -> None:
+    """Write the Markdown to `table`, and the rows beside it as CSV."""
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(text)
+    rows.to_csv(table.with_suffix(".csv"), index=False, lineterminator="\n")

@@ -1,0 +1,293 @@
+"""MLflow as a projection of DVC: a parent run per study run, a child run per candidate that was made in it.
+
+Everything here is read from stage outcomes and stage outputs, so that what MLflow missed (a new database, a server that
+was down, a `dvc repro` by hand) is backfilled by the next study run. No failure of MLflow stops a study.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
+
+from mlflow import MlflowClient
+from mlflow.data.code_dataset_source import CodeDatasetSource
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
+
+from flows.engine import Outcome, Planned
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+_POLL = 1.0  # seconds between two looks at a growing training curve
+_SEARCH_CURVES = "search"  # the folder of the curves of shaping and rank search
+
+
+def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concatenate[Mirror, P], None]:
+    """A method that MLflow may fail: it is said once, and the study goes on without."""
+
+    @wraps(method)
+    def forgiving(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.down:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # a store may fail in any way; none of them is the study's
+            self.down = True
+            log.warning("MLflow cannot be used (%s); results are in DVC, and the next run backfills MLflow", error)
+
+    return forgiving
+
+
+class Mirror:
+    """What MLflow is told of one study run."""
+
+    def __init__(self, root: Path, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
+        self.root = root
+        self.study = study
+        self.tags = {"eckart.study": study}
+        self.origin = {**tags, **_git(root)}
+        """What made the results: of the parent, and of candidates for which something ran."""
+        self.down = False
+        self.lineage: dict[str, str] = {}
+        """Candidate → the run that made it, in this study run or an earlier one."""
+        self._planned = planned
+        self._stages: dict[str, list[str]] = {}
+        for one in planned:
+            self._stages.setdefault(_candidate(one.name), []).append(one.name)
+        self._outcomes: dict[str, Outcome] = {}
+        self._children: dict[str, str] = {}
+        self._points: Counter[tuple[str, str]] = Counter()
+        """Candidate and prefix of a curve's metrics → its points that were logged."""
+        self._guard = threading.RLock()
+
+    @_mirrored
+    def start(self, parameters: Mapping[str, Any], name: str) -> None:
+        """Open the parent run."""
+        default = f"sqlite:///{self.root / 'mlflow.db'}"
+        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
+        self.experiment = self._experiment(local="MLFLOW_TRACKING_URI" not in os.environ)
+        self.parent = self.client.create_run(
+            self.experiment, run_name=name, tags={**self.tags, **self.origin}
+        ).info.run_id
+        self.client.log_batch(self.parent, params=_params(parameters))
+
+    def _experiment(self, local: bool) -> str:
+        location = (self.root / "mlruns").as_uri() if local else None
+        if found := self.client.get_experiment_by_name(self.study):
+            return found.experiment_id
+        try:
+            return self.client.create_experiment(self.study, location)
+        except MlflowException:
+            if found := self.client.get_experiment_by_name(self.study):  # another flow was faster
+                return found.experiment_id
+            raise
+
+    @contextmanager
+    def following(self, planned: Planned) -> Iterator[None]:
+        """While a stage runs that trains, log its curve as it grows: a candidate's in its run, else in the parent."""
+        candidate = _candidate(planned.name)
+        if candidate:
+            self._open(candidate, self.origin)
+        curves = [Path(path) for path in planned.writes if path.endswith(".jsonl")]
+        ended = threading.Event()
+        watchers = [threading.Thread(target=self._watch, args=(candidate, file, ended)) for file in curves]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            for watcher in watchers:
+                watcher.join()
+
+    def _watch(self, candidate: str, file: Path, ended: threading.Event) -> None:
+        while not ended.wait(_POLL):
+            self._log_curve(candidate, file)
+        self._log_curve(candidate, file)
+
+    @_mirrored
+    def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
+        with self._guard:
+            if candidate not in self._children:
+                tags = {**self.tags, **origin, MLFLOW_PARENT_RUN_ID: self.parent, "eckart.candidate": candidate}
+                run = self.client.create_run(self.experiment, run_name=candidate, tags=tags)
+                self._children[candidate] = run.info.run_id
+
+    @_mirrored
+    def _log_curve(self, candidate: str, file: Path) -> None:
+        """Log the points of the curve that were not logged yet; a line still being written waits.
+
+        A candidate trains up to twice, before its factorization and after: two curves, and two sets of names.
+        """
+        prefix = f"{_SEARCH_CURVES}." if file.parent.name == _SEARCH_CURVES else ""
+        curve = candidate, prefix
+        text = file.read_text() if file.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        metrics = []
+        for point in map(json.loads, lines[self._points[curve] :]):
+            step, now = point.pop("step"), int(time.time() * 1000)
+            metrics += [Metric(prefix + key, value, now, step) for key, value in point.items()]
+        if metrics:
+            self.client.log_batch(self._children.get(candidate, self.parent), metrics=metrics)
+            self._points[curve] = len(lines)
+
+    @_mirrored
+    def record(self, outcome: Outcome) -> None:
+        """Note that a stage is done; the last one of a candidate completes its run, or finds an earlier one."""
+        with self._guard:
+            self._outcomes[outcome.stage] = outcome
+            candidate = _candidate(outcome.stage)
+            if candidate and all(name in self._outcomes for name in self._stages[candidate]):
+                self._complete(candidate)
+
+    def _complete(self, candidate: str) -> None:
+        outcomes = [self._outcomes[name] for name in self._stages[candidate]]
+        shared = [self._outcomes[name] for name in self._shared(candidate)]
+        key = _digest({outcome.stage: outcome.key for outcome in outcomes})
+        if candidate not in self._children:
+            if found := self._find(key):
+                self.lineage[candidate] = found
+                return
+            # Made before this study run, by `dvc repro` or while MLflow was away: by which code is not known here.
+            self._open(candidate, {"eckart.backfilled": "true"})
+        run = self._children[candidate]
+        for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
+            self._log_curve(candidate, self.root / path)
+        self.client.log_batch(
+            run,
+            metrics=_metrics(self.root, [*shared, *outcomes]),
+            params=_params(_parameters(candidate, [*shared, *outcomes])),
+            tags=[RunTag(name, value) for name, value in _trace(key, outcomes).items()],
+        )
+        self.client.log_inputs(run, _datasets([*shared, *outcomes]))
+        self.client.set_terminated(run, "FINISHED")
+        self.lineage[candidate] = run
+
+    def _shared(self, candidate: str) -> list[str]:
+        """The stages before those of `candidate`, in order."""
+        before: set[str] = set(self._stages[candidate])
+        for one in reversed(self._planned):  # downstream first
+            if one.name in before:
+                before |= set(one.upstream)
+        return [one.name for one in self._planned if one.name in before and not _candidate(one.name)]
+
+    def _find(self, key: str) -> str | None:
+        found = self.client.search_runs(
+            [self.experiment], f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'", max_results=1
+        )
+        return found[0].info.run_id if found else None
+
+    @_mirrored
+    def finish(self, complete: bool) -> None:
+        """Close the parent run, and as failed the runs of candidates that were not completed."""
+        for candidate, run in self._children.items():
+            if candidate not in self.lineage:
+                self.client.set_terminated(run, "FAILED")
+        outcomes = list(self._outcomes.values())
+        counts = Counter(outcome.status for outcome in outcomes)
+        for status in ("Executed", "Restored", "Cached"):
+            self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
+        self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, "lineage.json")
+        for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
+            self.client.log_artifact(self.parent, str(self.root / path))
+        self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
+
+
+def _candidate(stage: str) -> str:
+    """`kfac-0.33` of `finetune@kfac-0.33`; empty for a stage that all candidates share."""
+    return stage.partition("@")[2]
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _git(root: Path) -> dict[str, str]:
+    """The revision of the code, and whether it was edited since."""
+    git = ["git", "-C", str(root)]
+    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if revision.returncode:
+        return {}
+    edited = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return {MLFLOW_GIT_COMMIT: revision.stdout.strip(), "git.edited": str(bool(edited)).lower()}
+
+
+def _trace(key: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """What leads back to DVC: the stages' entries in dvc.lock, and the digests of what they wrote."""
+    return {
+        "dvc.key": key,
+        "dvc.stages": json.dumps({outcome.stage: outcome.key for outcome in outcomes}),
+        "dvc.outs": json.dumps({path: md5 for outcome in outcomes for path, md5 in outcome.outs.items()}),
+    }
+
+
+def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
+
+
+def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
+    """The numbers in the JSON outputs of the stages; the teacher's are called `dense`.
+
+    Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
+    """
+    now = int(time.time() * 1000)
+    numbers: dict[str, float] = {}
+    for outcome in outcomes:
+        for path in outcome.outs:
+            if path.startswith("reports/") and path.endswith(".json"):
+                report = json.loads((root / path).read_text())
+                values = flatten({name: value for name, value in report.items() if name != "targets"})
+                prefix = "dense." if outcome.stage == "teacher" else ""
+                numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}
+    return [Metric(name, value, now, 0) for name, value in numbers.items()]
+
+
+def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The parameters that DVC tracks, under one name for all recipes."""
+    recipe, _, keep = candidate.rpartition("-")
+    found = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
+    own = {name.removeprefix(f"recipes.{recipe}."): value for name, value in found.items()}
+    return {"recipe": recipe, "keep": keep} | own
+
+
+def _params(values: Mapping[str, Any]) -> list[Param]:
+    return [Param(name, str(value)) for name, value in flatten(values).items()]
+
+
+def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
+    """The data that the stages read, each with DVC's digest."""
+    read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
+    return [
+        DatasetInput(
+            MetaDataset(  # type: ignore[abstract]
+                CodeDatasetSource(tags={"dvc.path": path}), name=path, digest=md5
+            )._to_mlflow_entity(),
+            [InputTag("mlflow.data.context", Path(path).stem)],
+        )
+        for path, md5 in read.items()
+    ]
+
+
+def flatten(content: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names; lists stay values."""
+    if not isinstance(content, Mapping):
+        return {prefix: content}
+    return {
+        name: value
+        for key, inner in content.items()
+        for name, value in flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

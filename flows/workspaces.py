@@ -1,0 +1,338 @@
+"""Other studies: a file of studies/ on top of params.yaml, run for each seed in a workspace of its own.
+
+Two flows with different parameters cannot share a workspace, so each is a git worktree at the committed revision whose
+params.yaml is the merged one. All share one DVC cache, run cache included: what two of them have in common runs once.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+from pydantic import Field
+from ruamel.yaml import YAML
+
+from flows import params as whole
+from tasks import params
+from tasks.params import PARAMS, ParamsError, Seed
+
+log = logging.getLogger(__name__)
+
+WORKSPACES = Path("workspaces")
+CARRIED = (Path("data/raw"), Path("models/base"))
+"""What stages read and git does not carry."""
+CODE = ("eckart", "tasks", "flows", "dvc.yaml", ".dvcignore", str(PARAMS))
+"""What a workspace takes from the commit, so that edits of it would not be used."""
+
+_LOCK = Path("dvc.lock")
+_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+"""Set inside a git hook, where they would lead every git command to the main workspace."""
+
+
+class WorkspaceError(RuntimeError):
+    """A workspace cannot be made or used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study as it runs: all parameters, but for the seed."""
+
+    path: Path
+    """Of its file, relative to the main workspace."""
+    params: dict[str, Any]
+    seeds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def folder(self, seed: int) -> Path:
+        """The workspace of `seed`, relative to the main one."""
+        return WORKSPACES / f"{self.name}-seed{seed}"
+
+    def content(self, seed: int) -> dict[str, Any]:
+        """params.yaml of the workspace."""
+        return {**self.params, "seed": seed}
+
+
+def load(root: Path, file: Path, seeds: Sequence[int] = ()) -> StudyFile:
+    """The study of `file`, checked as a whole.
+
+    Args:
+        root: the main workspace.
+        seeds: run these instead of those that the file states.
+
+    Raises:
+        WorkspaceError: `file` is none of the repository's, or its name cannot name a workspace.
+        ParamsError: it cannot be read, or has mistakes; each is named.
+    """
+    path = file.resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise WorkspaceError(f"{file} is outside the repository: put it into studies/")
+    if not path.is_file():
+        raise WorkspaceError(f"{file} does not exist: name a file of studies/")
+    if not re.fullmatch(r"[\w-]+", path.stem):
+        raise WorkspaceError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -")
+    stated = params.read(file)
+    listed = _seeds(stated.pop("seeds", None), file)
+    if listed and "seed" in stated:
+        raise ParamsError(params.report(file, ["seed: stands beside seeds; remove one of them"]))
+    merged = merge(params.read(root / PARAMS), stated)
+    chosen = tuple(dict.fromkeys(seeds)) or listed
+    if chosen:
+        merged["seed"] = chosen[0]
+    _check(merged, file)
+    return StudyFile(path.relative_to(root.resolve()), merged, chosen or (merged["seed"],))
+
+
+class _Seeds(params.Section):
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
+
+
+def _seeds(stated: Any, file: Path) -> tuple[int, ...]:
+    if stated is None:
+        return ()
+    seeds = params.parse({"seeds": stated}, _Seeds, file).seeds
+    repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
+    if repeated:
+        raise ParamsError(params.report(file, [f"seeds: has {seed} twice; remove one" for seed in repeated]))
+    return seeds
+
+
+def _check(merged: Mapping[str, Any], file: Path) -> None:
+    """Check the merged parameters as those of any workspace are, naming the study's file in the message."""
+    with tempfile.TemporaryDirectory() as folder:
+        _write(merged, Path(folder) / PARAMS, "")
+        try:
+            whole.check(Path(folder))
+        except ParamsError as error:
+            lines = str(error).partition("\n")[2]
+            raise ParamsError(f"{file} on top of {PARAMS} has mistakes:\n{lines}") from error
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old` with what `new` states: mappings merge key by key, anything else replaces.
+
+    A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another.
+    """
+    result = dict(copy.deepcopy(old))
+    for key, value in new.items():
+        before = result.get(key)
+        if isinstance(value, dict) and isinstance(before, dict) and value.get("kind") in (None, before.get("kind")):
+            result[key] = merge(before, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def check_committed(root: Path, study: StudyFile) -> None:
+    """See to it that a workspace made from the commit runs what stands in the main workspace.
+
+    Raises:
+        WorkspaceError: files are edited or new, and not committed; it names them.
+    """
+    if Path(_git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root.resolve():
+        raise WorkspaceError("this is not the root of a git repository: run this where params.yaml is")
+    file = str(study.path)
+    status = _git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *CODE, file)
+    edited = {line[3:] for line in status.split("\0") if line}
+    if not _git(root, "ls-files", "--", file):  # git may ignore it
+        edited.add(file)
+    if edited:
+        names = "\n".join(f"  {name}" for name in sorted(edited))
+        raise WorkspaceError(f"A study runs the code of the last commit. Commit these, or undo the edits:\n{names}")
+
+
+def run_all(root: Path, study: StudyFile, workers: int | None = None, timeout: float | None = None) -> dict[int, str]:
+    """Run the study with one seed after the other; those that failed, with the causes."""
+    failed: dict[int, str] = {}
+    for seed in study.seeds:
+        print(f"seed {seed}: {study.folder(seed)}", flush=True)
+        try:
+            if not run(root, study, seed, workers, timeout):
+                failed[seed] = "its own messages are above"
+        except WorkspaceError as error:
+            failed[seed] = str(error)
+    return failed
+
+
+def run(root: Path, study: StudyFile, seed: int, workers: int | None = None, timeout: float | None = None) -> bool:
+    """Run the study with `seed` in its workspace, as `python -m flows run` does there; whether it succeeded.
+
+    Raises:
+        WorkspaceError: the workspace cannot be made, or another study runs in it.
+    """
+    folder = root / study.folder(seed)
+    command = [sys.executable, "-m", "flows", "run"]
+    command += ["--workers", str(workers)] if workers else []
+    command += ["--timeout", str(timeout)] if timeout else []
+    with _held(folder) as lock:
+        prepare(root, study, seed)
+        environment = _environment() | {"MLFLOW_TRACKING_URI": _tracking(root, study.params["study"]["name"])}
+        # The study keeps the lock should this process be killed.
+        with _ending(subprocess.Popen(command, cwd=folder, env=environment, pass_fds=[lock.fileno()])) as process:
+            return process.wait() == 0
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[IO[str]]:
+    """No two studies in one workspace: the second would change the code under the first."""
+    folder.parent.mkdir(exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise WorkspaceError(f"a study runs in {folder.name} already: wait for its end") from error
+        yield file
+
+
+@contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """What ends this process ends the study, too. Ctrl-C reaches both by itself."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with process:
+            try:
+                yield process
+            except SystemExit:
+                process.terminate()
+                raise
+            except KeyboardInterrupt:
+                process.wait()  # for its clean-up
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def prepare(root: Path, study: StudyFile, seed: int) -> Path:
+    """Make the workspace of `seed`, or bring it to the present commit; outputs that are there stay.
+
+    Raises:
+        WorkspaceError: git or DVC refuse, or the folder is something else.
+    """
+    folder = root / study.folder(seed)
+    _check_out(root, folder)
+    for part in CARRIED:
+        carry(root / part, folder / part)
+    cache = root / _dvc(root, "cache", "dir").strip()
+    _dvc(folder, "cache", "dir", "--local", str(cache))
+    comment = f"# Made from {PARAMS} and {study.path} with seed {seed}; edits are overwritten.\n"
+    _write(study.content(seed), folder / PARAMS, comment)
+    return folder
+
+
+def _check_out(root: Path, folder: Path) -> None:
+    """`folder` as a worktree at HEAD. What its stages have recorded is kept: it belongs to the outputs there."""
+    revision = _git(root, "rev-parse", "HEAD").strip()
+    if not folder.exists():
+        _git(root, "worktree", "add", "--force", "--detach", str(folder), revision)
+        return
+    # Else git would go up to the main workspace and change that one.
+    where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
+    own = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
+    if not own or _git(folder, *where) != _git(root, *where):
+        name = folder.relative_to(root)
+        raise WorkspaceError(
+            f"{name} is no worktree of this repository: remove it, or try `git worktree repair {name}`"
+        )
+    recorded = (folder / _LOCK).read_bytes() if (folder / _LOCK).exists() else None
+    _git(folder, "checkout", "--force", "--detach", revision)
+    if recorded is not None:
+        (folder / _LOCK).write_bytes(recorded)
+
+
+def carry(source: Path, target: Path) -> None:
+    """Make `target` hold the files of `source` and no others, as hard links where the file system allows."""
+    if target.is_symlink():
+        target.unlink()
+    wanted = _files(source, follow=True)
+    for name in _files(target, follow=False) - wanted:
+        (target / name).unlink()
+    for parent, _, _ in os.walk(target, topdown=False):
+        if not os.listdir(parent):
+            os.rmdir(parent)
+    for name in wanted:
+        _link((source / name).resolve(), target / name)
+
+
+def _files(folder: Path, follow: bool) -> set[Path]:
+    """All files under `folder`, relative to it; links to folders are entered, or else count as files."""
+    found: set[Path] = set()
+    for parent, folders, files in os.walk(folder, followlinks=follow):
+        links = [] if follow else [name for name in folders if Path(parent, name).is_symlink()]
+        found |= {Path(parent, name).relative_to(folder) for name in (*files, *links)}
+    return found
+
+
+def _link(source: Path, target: Path) -> None:
+    if target.is_file() and not target.is_symlink() and _stamp(source) == _stamp(target):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
+    yaml = YAML()
+    yaml.default_flow_style = False
+    with path.open("w") as file:
+        file.write(comment)
+        yaml.dump(dict(content), file)
+
+
+def _tracking(root: Path, experiment: str) -> str:
+    """Where MLflow stores runs and artifacts: in the main workspace, unless the user says otherwise."""
+    if "MLFLOW_TRACKING_URI" in os.environ:
+        return os.environ["MLFLOW_TRACKING_URI"]
+    from mlflow import MlflowClient  # a slow import
+
+    store = f"sqlite:///{root / 'mlflow.db'}"
+    try:
+        client = MlflowClient(store)
+        if not client.get_experiment_by_name(experiment):
+            client.create_experiment(experiment, (root / "mlruns").as_uri())
+    except Exception as error:  # a store may fail in any way; none of them is the study's
+        log.warning("MLflow cannot be used: %s", error)
+    return store
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _PLACES}
+
+
+def _git(root: Path, *words: str) -> str:
+    # Hooks would run here for a switch that is not the user's: DVC's checks outputs out.
+    return _called(root, ["git", "-c", f"core.hooksPath={os.devnull}", *words], f"git {words[0]}")
+
+
+def _dvc(root: Path, *words: str) -> str:
+    return _called(root, [sys.executable, "-m", "dvc", *words], f"dvc {words[0]}")
+
+
+def _called(root: Path, command: Sequence[str], name: str) -> str:
+    done = subprocess.run(command, cwd=root, env=_environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise WorkspaceError(f"{name} in {root.name}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,85 @@
+"""Loading the base model: from a package, a folder under models/base, or the hub."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tasks import packages
+from tasks.dataset import Task
+from tasks.params import Model
+from tasks.stage import StageError
+
+BASE = Path("models/base")
+
+
+def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The base model in float32 with a head for `task`.
+
+    A head that the base model has already is kept, its outputs put into the order of the task's labels.
+
+    Raises:
+        StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
+    """
+    with ExitStack() as stack:
+        source = _source(params.base, stack)
+        try:
+            found = AutoConfig.from_pretrained(source, revision=params.revision)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=params.revision)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                source, revision=params.revision, dtype=torch.float32, **_head(task)
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise StageError(f"model.base {params.base} cannot be loaded for this task: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise StageError(f"model.base {params.base} has no tokenizer: put its files beside the model")
+    if tokenizer.pad_token is None:  # decoders are trained without padding; any masked token serves
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
+    model.config.pad_token_id = tokenizer.pad_token_id
+    _order_outputs(model, found.id2label, task.labels)
+    return model, tokenizer
+
+
+def _source(base: str, stack: ExitStack) -> str:
+    """Where transformers finds the model: a folder, for as long as `stack` is open, or a hub id."""
+    if base.startswith(packages.SCHEME):
+        return str(stack.enter_context(packages.member(base)))
+    path = Path(os.path.normpath(base))
+    if path.is_relative_to(BASE) and not path.exists():
+        raise StageError(f"{base} does not exist: correct model.base")
+    if path.exists() and not path.is_relative_to(BASE):
+        raise StageError(f"{base} is outside {BASE}: put it there, so that DVC sees when it changes")
+    return base
+
+
+def _head(task: Task) -> dict[str, Any]:
+    if task.kind == "regression":
+        return {"num_labels": 1, "problem_type": "regression"}
+    names = dict(enumerate(task.labels))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: label for label, name in names.items()}}
+
+
+def _order_outputs(model: PreTrainedModel, found: dict[int, str], labels: tuple[str, ...]) -> None:
+    """Permute the outputs of a head that was trained for the same labels in another order."""
+    names = list(found.values())
+    if sorted(names) != sorted(labels) or names == list(labels):
+        return
+    order = torch.tensor([names.index(label) for label in labels])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith(f"{model.base_model_prefix}.") and parameter.shape[0] == len(labels):
+                parameter.copy_(parameter[order])

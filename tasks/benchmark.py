@@ -1,0 +1,53 @@
+"""Benchmark: time a candidate against the dense model, in turn in one process → reports/benchmark/RECIPE-KEEP.json.
+
+The stage must have the machine to itself: dvc.yaml marks it `alone`.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import eckart as eckart  # teaches transformers to load the candidate
+from tasks import params
+from tasks.candidates import BENCHMARKS, FINETUNED
+from tasks.models import TEACHER, check_length, load
+from tasks.records import Benchmark
+from tasks.stage import candidate, run_candidate, say
+
+_WARMUP = 3  # pairs that are not counted
+
+
+def benchmark(recipe: str, keep: str) -> None:
+    """Time forwards of dense and candidate in turn, so that drift of the machine hits both alike."""
+    settings, name = params.section("benchmark", params.Benchmark), candidate(recipe, keep)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dense, small = (load(folder)[0].to(device).eval() for folder in (TEACHER, FINETUNED / name))  # type: ignore[arg-type]
+    check_length(dense, settings.tokens, "benchmark.tokens")
+    ids = torch.randint(dense.config.vocab_size, (settings.batch_size, settings.tokens), device=device)
+    pairs = [(_seconds(dense, ids), _seconds(small, ids)) for _ in range(_WARMUP + settings.repetitions)][_WARMUP:]
+    result = Benchmark(
+        dense_seconds=median(pair[0] for pair in pairs),
+        candidate_seconds=median(pair[1] for pair in pairs),
+        speedup=median(pair[0] / pair[1] for pair in pairs),
+    )
+    BENCHMARKS.mkdir(parents=True, exist_ok=True)
+    (BENCHMARKS / f"{name}.json").write_text(result.model_dump_json(indent=2))
+    say(f"{result.speedup:.2f} times as fast as dense")
+
+
+@torch.inference_mode()
+def _seconds(model: PreTrainedModel, ids: Tensor) -> float:
+    start = time.perf_counter()
+    model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    run_candidate("benchmark", benchmark)

@@ -1,0 +1,56 @@
+"""What the stages of one candidate share: where its files are, and what was decided about its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+RANKS = Path("models/ranks")
+SHAPED = "shaped"
+"""Beside the ranks: the dense model with weights changed by shaping or search, where they were."""
+SCORES = "scores"
+"""Beside the ranks: the scores that shaping gave, as evidence."""
+FACTORIZED = Path("models/factorized")
+FINETUNED = Path("models/finetuned")
+SEARCH_CURVES = Path("reports/search")
+CURVES = Path("reports/finetune")
+EVALUATIONS = Path("reports/evaluate")
+BENCHMARKS = Path("reports/benchmark")
+
+
+class Decision(BaseModel):
+    """The ranks that a search chose, and what it expects of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: str
+    keep: float
+    ranks: dict[str, int | None]
+    """Target → rank, or null where it stays dense."""
+    predicted_loss: dict[str, float] | None
+    """Target → weighted error left by its rank, ÷ that of leaving it out: Σ_{k>r} S_k² ÷ Σ S_k².
+
+    Null where the search itself reduced the weights to their ranks, or all ranks are 0.
+    """
+    parameters_before: int
+    parameters_after: int
+    """Of the factors alone, where a residual stands beside them until recovery has pruned it."""
+    steps: int
+    """Training steps that shaping and search took before the factorization."""
+    average_rank: float | None
+    """Mean numerical rank of the weights that shaping left, or null where nothing was shaped."""
+
+
+def source_model(name: str, teacher: Path) -> Path:
+    """The dense model whose weights candidate `name` factorizes."""
+    shaped = RANKS / name / SHAPED
+    return shaped if shaped.exists() else teacher
+
+
+def decision_file(name: str) -> Path:
+    return RANKS / name / "ranks.json"
+
+
+def load_decision(name: str) -> Decision:
+    return Decision.model_validate_json(decision_file(name).read_text())

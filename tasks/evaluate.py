@@ -1,0 +1,59 @@
+"""Evaluate: score a candidate before and after recovery, and measure it → reports/evaluate/RECIPE-KEEP.json."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from eckart.budget import allowance, cost
+from eckart.layers import factorized, residual_rows
+from eckart.targets import Target
+from tasks.calibration import load_targets
+from tasks.candidates import EVALUATIONS, FACTORIZED, FINETUNED
+from tasks.dataset import load_task, tokenized
+from tasks.models import load, size
+from tasks.params import Evaluate, section
+from tasks.records import Evaluation, Score, TargetSize
+from tasks.scores import score
+from tasks.stage import StageError, candidate, run_candidate, say
+
+
+def evaluate(recipe: str, keep: str) -> None:
+    """Score the factorized and the recovered model on the test split; measure the latter, and hold it to its budget."""
+    name, task, targets = candidate(recipe, keep), load_task(), load_targets().targets
+    batch_size = section("evaluate", Evaluate).batch_size
+
+    def scored(model: PreTrainedModel, step: str) -> Score:
+        result = score(model, tokenizer, tokenized("test", tokenizer), task, batch_size)
+        say(f"{step}: {task.metric} {result.metric:.4f}")
+        return result
+
+    model, tokenizer = load(FACTORIZED / name)
+    before = None if residual_rows(model) else scored(model, "factorized")
+    model, tokenizer = load(FINETUNED / name)
+    sizes = _sizes(model, targets)
+    result = Evaluation(
+        factorized=before,
+        recovered=scored(model, "recovered"),
+        size=size(model, FINETUNED / name, task.max_length),
+        targets=sizes,
+        target_parameters=sum(_parameters(target, sizes[target.name]) for target in targets),
+    )
+    if result.target_parameters > (allowed := allowance(targets, float(keep))):
+        raise StageError(
+            f"the targets keep {result.target_parameters} parameters, more than the {allowed} of keep={keep}"
+        )
+    EVALUATIONS.mkdir(parents=True, exist_ok=True)
+    (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
+
+
+def _sizes(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, TargetSize]:
+    ranks, rows = factorized(model), residual_rows(model)
+    return {target.name: TargetSize(rank=ranks.get(target.name), rows=rows.get(target.name, 0)) for target in targets}
+
+
+def _parameters(target: Target, size: TargetSize) -> int:
+    return cost(target, size.rank) + size.rows * target.in_features
+
+
+if __name__ == "__main__":
+    run_candidate("evaluate", evaluate)

@@ -1,0 +1,218 @@
+"""Extract: load the data set, split it, draw the calibration sample → data/splits."""
+
+from __future__ import annotations
+
+import os
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+
+from tasks import packages
+from tasks.dataset import SPLITS, Task
+from tasks.params import Columns, Data, section
+from tasks.stage import StageError, output, run, say
+
+RAW = Path("data/raw")
+MOVIE_REVIEWS = "movie-reviews"
+_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+# Only an empty cell is a hole: pandas would take words such as None, null and NA for one.
+_CSV = {"keep_default_na": False, "na_values": [""]}
+_OPTIONS = {".csv": _CSV, ".tsv": {**_CSV, "sep": "\t", "quoting": 3}}
+# What the loaders say of a file without rows; none of them says so plainly.
+_NO_ROWS = re.compile("corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|^StopIteration")
+
+
+def extract() -> None:
+    """Write train, test and calibration split as Parquet, and what the task is."""
+    datasets.disable_progress_bars()
+    params = section("data", Data)
+    say(f"loading {params.source}")
+    train, test = load(params)
+    if test is None:
+        train, test = _carve(train, params)
+    train, test = _sample(train, params.sizes.train, params.seed), _sample(test, params.sizes.test, params.seed)
+    splits = {"train": train, "test": test, "calibration": _sample(train, params.sizes.calibration, params.seed)}
+    labels = _check(splits, params)
+    with output(SPLITS) as folder:
+        for name, frame in splits.items():
+            frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
+            say(f"{name}: {len(frame)} rows")
+        task = Task(kind=params.task, labels=labels, metric=params.metric, max_length=params.max_length)
+        (folder / "task.json").write_text(task.model_dump_json(indent=2))
+
+
+def load(params: Data) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """Train and, where the source has one, test split with columns text, text_pair and label.
+
+    Raises:
+        StageError: the source cannot be read, or lacks a split or a column.
+    """
+    if params.source == MOVIE_REVIEWS:
+        return movie_reviews(), None
+    source = _source(params)
+    wanted = [params.splits.train] + ([params.splits.test] if params.splits.test else [])
+    if absent := [name for name in wanted if name not in source]:
+        raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
+    if ignored := [name for name in source if name not in wanted]:
+        say(f"not used: {', '.join(ignored)} (data.splits names what is)")
+    train, *test = [_columns(_frame(source[name], params.columns.label), params) for name in wanted]
+    return train, test[0] if test else None
+
+
+def movie_reviews() -> pd.DataFrame:
+    """Sentences of movie reviews with the sign of their mean human rating (-4 to 4) where it passes ±0.5.
+
+    Source: Hutto and Gilbert, ICWSM 2014; carried by vaderSentiment's source distribution (MIT).
+    """
+    address = "pypi://vaderSentiment==3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
+    with packages.member(address, sdist=True) as archive, tarfile.open(archive) as tar:
+        file = tar.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
+        if file is None:
+            raise StageError("the movie reviews are not in vaderSentiment's source distribution")
+        lines = [line.split("\t", 2) for line in file.read().decode("latin-1").splitlines()]
+    frame = pd.DataFrame({"text": [line[2].strip() for line in lines], "rating": [float(line[1]) for line in lines]})
+    frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
+    return pd.DataFrame(
+        {"text": frame["text"], "label": (frame["rating"] > 0).map({True: "positive", False: "negative"})}
+    )
+
+
+def _source(params: Data) -> dict[str, datasets.Dataset]:
+    """A file, a folder of files named by split, or a data set of the hub: split → rows."""
+    path = Path(os.path.normpath(params.source))
+    inside = path.absolute().is_relative_to(RAW.absolute())
+    if not path.exists() and path.suffix not in _FORMATS and not inside:
+        return _from_hub(params)
+    if not path.resolve().is_relative_to(Path.cwd()) or not inside:
+        raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
+    if not path.exists():
+        raise StageError(f"{path} does not exist: correct data.source")
+    return {name: _read(file) for name, file in _files(path, params).items()}
+
+
+def _files(path: Path, params: Data) -> dict[str, Path]:
+    """Split → its file; a file alone is train."""
+    found: dict[str, Path] = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        name = file.stem if path.is_dir() else params.splits.train
+        if file.suffix not in _FORMATS:
+            continue
+        if name in found:
+            raise StageError(f"{found[name]} and {file} are both the split {name}: keep one of them")
+        found[name] = file
+    if not found:
+        raise StageError(f"{path} has no file ending in {', '.join(_FORMATS)}")
+    return found
+
+
+def _read(file: Path) -> datasets.Dataset:
+    options = _OPTIONS.get(file.suffix, {})
+    try:
+        return datasets.load_dataset(_FORMATS[file.suffix], data_files=str(file), split="train", **options)
+    except Exception as error:  # the loaders have no common error; each kind means the same to the user
+        cause = error.__cause__ or error
+        if _NO_ROWS.search(repr(cause)):
+            raise StageError(f"{file} is empty: give it rows") from error
+        raise StageError(f"{file} cannot be read: {str(cause) or repr(cause)}") from error
+
+
+def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
+    try:
+        return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
+    except Exception as error:  # the hub client has no common error; each kind means the same to the user
+        raise StageError(
+            f"{params.source} is neither {MOVIE_REVIEWS} nor a path under {RAW}, and the hub does not give it: {error}"
+        ) from error
+
+
+def _frame(rows: datasets.Dataset, label: str) -> pd.DataFrame:
+    """The rows with names for class ids, in the order of the ids; an id without a name (the hub's -1) is a hole."""
+    frame = rows.to_pandas()
+    if isinstance(feature := rows.features.get(label), datasets.ClassLabel):
+        frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
+    return frame
+
+
+def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
+    """The named columns under their canonical names; a cell that is empty, or a text that is no string, is an error."""
+    names = {role: name for role, name in _roles(params.columns).items() if name is not None}
+    if absent := [name for name in names.values() if name not in frame]:
+        raise StageError(
+            f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
+        )
+    frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
+    if holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
+        raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
+    for role in ("text", "text_pair"):
+        if role in frame and not pd.api.types.is_string_dtype(frame[role]):
+            raise StageError(f"column {names[role]} of {params.source} is not text: data.columns must name strings")
+    return frame
+
+
+def _roles(columns: Columns) -> dict[str, str | None]:
+    return {"text": columns.text, "text_pair": columns.text_pair, "label": columns.label}
+
+
+def _carve(frame: pd.DataFrame, params: Data) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Set rows aside for the test; a text that stands on both sides would be a leak."""
+    frame = frame.drop_duplicates([name for name in ("text", "text_pair") if name in frame])
+    test = _sample(frame, min(params.sizes.test, len(frame) // 2), params.seed)
+    return frame.drop(test.index), test
+
+
+def _sample(frame: pd.DataFrame, size: int, seed: int) -> pd.DataFrame:
+    return frame.sample(min(size, len(frame)), random_state=seed)
+
+
+def _check(splits: dict[str, pd.DataFrame], params: Data) -> tuple[str, ...]:
+    """Turn labels into class ids or floats; give the names of the classes."""
+    for name, frame in splits.items():
+        if frame.empty:
+            raise StageError(f"the {name} split of {params.source} is empty: give it more rows")
+    if params.task == "regression":
+        for frame in splits.values():
+            frame["label"] = _floats(frame["label"], params)
+        return ()
+    classes = _classes(splits["train"]["label"], params)
+    if len(classes) < 2:
+        raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
+    ids = {label: position for position, label in enumerate(classes)}
+    for name, frame in splits.items():
+        if unknown := [label for label in _classes(frame["label"], params) if label not in ids]:
+            raise StageError(f"the {name} split has labels that train has not: {unknown}: check data.splits")
+        frame["label"] = frame["label"].map(ids).astype("int64")
+    return tuple(map(str, classes))
+
+
+def _classes(labels: pd.Series, params: Data) -> list[Any]:
+    """The different labels: in the order of their ids where the source has ids, else sorted."""
+    if isinstance(labels.dtype, pd.CategoricalDtype):
+        present = set(labels.unique())
+        return [name for name in labels.cat.categories if name in present]
+    try:
+        return sorted(labels.unique().tolist())
+    except TypeError as error:  # what cannot be hashed or compared
+        raise StageError(
+            f"column {params.columns.label} has lists or a mix of types: a class must be a string or a number"
+        ) from error
+
+
+def _floats(labels: pd.Series, params: Data) -> pd.Series:
+    try:
+        numbers = labels.astype("float32")
+    except (TypeError, ValueError) as error:
+        raise StageError(
+            f"column {params.columns.label} is no number: {error}; or is data.task classification?"
+        ) from error
+    if not np.isfinite(numbers).all():
+        raise StageError(f"column {params.columns.label} has labels that are not finite: remove those rows")
+    return numbers
+
+
+if __name__ == "__main__":
+    run("extract", extract)

@@ -1,0 +1,45 @@
+"""Loading models and measuring their size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tasks.records import Size
+from tasks.stage import StageError
+
+TEACHER = Path("models/teacher")
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model that a stage wrote, with its tokenizer."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
+    """A row longer than the model has positions fails deep inside it, so it is refused before.
+
+    Raises:
+        StageError: `tokens`, which `parameter` of params.yaml sets, is too many.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise StageError(f"{parameter} is {tokens}, but the model has {positions} positions: lower it")
+
+
+def size(model: PreTrainedModel, folder: Path, tokens: int) -> Size:
+    """Measure `model`, whose weights are in `folder`."""
+    ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
+    # The counter knows the plain attention products, not every fused kernel of every device.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.eval()(input_ids=ids)
+    return Size(
+        model_parameters=model.num_parameters(),
+        macs_per_token=round(counter.get_total_flops() / 2 / tokens),
+        bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+    )

@@ -1,0 +1,218 @@
+"""The sections of params.yaml, typed. The file has every number; the types have no defaults.
+
+`recipes` is typed where it is used (eckart/recipes.py), so that stages that know no recipe do not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+PARAMS = Path("params.yaml")
+
+T = TypeVar("T")
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ParamsError(ValueError):
+    """params.yaml is not as it should be; the message names every mistake."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Study(Section):
+    name: Annotated[str, Field(pattern=r"^[\w-]+$")]
+    recipes: Annotated[tuple[str, ...], Field(min_length=1)]
+    keeps: Annotated[tuple[Share, ...], Field(min_length=1)]
+
+
+class Columns(Section):
+    text: str
+    text_pair: str | None
+    label: str
+
+
+class Splits(Section):
+    train: str
+    test: str | None
+
+
+class Sizes(Section):
+    train: Count
+    test: Count
+    calibration: Count
+
+
+class Data(Section):
+    source: str
+    config: str | None
+    revision: str | None
+    splits: Splits
+    columns: Columns
+    task: Literal["classification", "regression"]
+    metric: Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+    sizes: Sizes
+    max_length: Count
+    seed: Seed
+
+
+class Model(Section):
+    base: str
+    revision: str | None
+
+
+class Training(Section):
+    epochs: Annotated[float, Field(ge=0)]
+    batch_size: Count
+    learning_rate: Annotated[float, Field(gt=0)]
+    warmup: Annotated[float, Field(ge=0, lt=1)]
+    weight_decay: Annotated[float, Field(ge=0)]
+
+
+class TargetPatterns(Section):
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    heads: bool
+
+
+class Importance(Section):
+    evidence: Annotated[tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)]
+    batch_size: Count
+
+
+class Evaluate(Section):
+    batch_size: Count
+
+
+class Benchmark(Section):
+    batch_size: Count
+    tokens: Count
+    repetitions: Count
+
+
+class Threads(Section):
+    shared: Count
+    candidate: Count
+
+
+def read(path: Path = PARAMS) -> dict[str, Any]:
+    """params.yaml as plain data.
+
+    Raises:
+        ParamsError: there is no such file, or it is no YAML mapping.
+    """
+    try:
+        content = YAML(typ="safe").load(path.read_text())
+    except FileNotFoundError as error:
+        raise ParamsError(f"{path} does not exist: run this in the root of a workspace") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path} is no valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
+    return content
+
+
+@overload
+def section(name: str, kind: type[T], path: Path = PARAMS) -> T: ...
+@overload
+def section(name: str, kind: Any, path: Path = PARAMS) -> Any: ...
+def section(name: str, kind: Any, path: Path = PARAMS) -> Any:
+    """The part of params.yaml at the dotted `name`, as a `kind`.
+
+    Raises:
+        ParamsError: with all mistakes of this section.
+    """
+    content: Any = read(path)
+    for key in name.split("."):
+        if not isinstance(content, dict) or key not in content:
+            raise ParamsError(report(path, [f"{name}: is missing; add it"]))
+        content = content[key]
+    return parse(content, kind, path, name)
+
+
+@overload
+def parse(content: Any, kind: type[T], path: Path, prefix: str = "") -> T: ...
+@overload
+def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any: ...
+def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
+    """`content` as a `kind`, strictly: no string is taken for a number.
+
+    Raises:
+        ParamsError: every mistake on a line of its own, with its path and what to write instead.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(as_json(content), strict=True)
+    except ValidationError as error:
+        raise ParamsError(report(path, mistakes(error, content, prefix))) from error
+
+
+def as_json(content: Any) -> str:
+    """YAML content for a strict type: in JSON a list may stand for a tuple, and nothing else that is not meant.
+
+    What YAML has and JSON has not (a date, say) becomes something that no section takes, to be refused by its path.
+    """
+    return json.dumps(content, default=lambda value: {"neither text nor number": str(value)})
+
+
+def report(path: Path, lines: Iterable[str]) -> str:
+    """The message of a ParamsError: one mistake a line."""
+    return f"{path} has mistakes:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def mistakes(error: ValidationError, content: Any, prefix: str = "") -> list[str]:
+    """Every mistake of `content` as `path: what is wrong; what to write`."""
+    # A list that is too short only because its items are wrong is no mistake of its own.
+    wrong = {details["loc"][:-1] for details in error.errors()}
+    errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
+    missing: dict[tuple[int | str, ...], list[str]] = {}
+    for details in errors:
+        if details["type"] == "missing":
+            missing.setdefault(details["loc"][:-1], []).append(str(details["loc"][-1]))
+    return [
+        f"{_path(details['loc'], content, prefix)}: {_advice(details, missing.get(details['loc'][:-1], []))}"
+        for details in errors
+    ]
+
+
+def _path(loc: tuple[int | str, ...], content: Any, prefix: str) -> str:
+    """The dotted path of a mistake, without the tags that pydantic adds for the members of a union."""
+    keys = [prefix] if prefix else []
+    tagged: Any = None
+    for position, key in enumerate(loc):
+        if isinstance(content, dict) and content.get("kind") == key and content is not tagged:
+            tagged = content  # the tag comes first, even where a key has the same name
+            continue
+        there = isinstance(content, dict | list) and (key in content if isinstance(content, dict) else True)
+        if there or position == len(loc) - 1:
+            keys.append(str(key))
+        if there:
+            content = content[key]
+    return ".".join(keys)
+
+
+def _advice(details: ErrorDetails, missing: list[str]) -> str:
+    kind, message = details["type"], details["msg"]
+    if kind == "missing":
+        return "is missing; add it"
+    if kind == "extra_forbidden":
+        meant = get_close_matches(str(details["loc"][-1]), missing, n=1)
+        return f"is unknown; write {meant[0]}" if meant else "is unknown; remove it"
+    if kind == "union_tag_invalid":
+        return f"kind is {details['ctx']['tag']!r}; write one of {details['ctx']['expected_tags']}"
+    if kind == "union_tag_not_found":
+        return "has no kind; add it"
+    if kind == "too_short":
+        return "is empty; add an item"
+    return f"is {json.dumps(details['input'], default=str)}; write {message.removeprefix('Input should be ')}"

@@ -1,0 +1,73 @@
+"""What the stages write down of a model, and where: read by other stages without the code that measured it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+TEACHER_METRICS = Path("reports/teacher.json")
+TEACHER_CURVE = Path("reports/teacher.jsonl")
+
+
+class Score(BaseModel):
+    """The task metric and the mean loss on the test split."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metric: float
+    loss: float
+    rows: int
+
+
+class Size(BaseModel):
+    """What a model costs. Both denominators are always reported: this one, and the targets' own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_parameters: int
+    macs_per_token: int
+    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens."""
+    bytes: int
+
+
+class TeacherReport(BaseModel):
+    """What every candidate is compared with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    score: Score
+    size: Size
+
+
+class TargetSize(BaseModel):
+    """What is left of a target: `rank` is null where it is dense, `rows` are those of a residual beside the factors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int | None
+    rows: int
+
+
+class Evaluation(BaseModel):
+    """Scores on the test split that the teacher was scored on, and the size of the recovered model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    factorized: Score | None
+    """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
+    recovered: Score
+    size: Size
+    targets: dict[str, TargetSize]
+    target_parameters: int
+    """Of all targets of the recovered model; biases and the indices of rows are not counted."""
+
+
+class Benchmark(BaseModel):
+    """Seconds of one forward; `speedup` is the median over pairs of dense ÷ candidate."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dense_seconds: float
+    candidate_seconds: float
+    speedup: float

@@ -1,0 +1,60 @@
+"""The comparison as one page that needs nothing else: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tasks.report.heatmap import heat_maps, order_of_kinds
+from tasks.report.numbers import metric_name
+from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_svg
+from tasks.report.provenance import provenance
+from tasks.report.results import Results
+from tasks.report.summary import summary
+from tasks.report.table import dense_row, row, shaped
+
+_MEASURES = {
+    "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within it.",
+    "R_align": "How far the masks are from keeping the largest singular values of their targets; 0 where they all do.",
+    "kept": "Parameters of all targets after ÷ before, were they factorized at this step.",
+    "threshold": "Mean over the targets of the size below which singular values are cut.",
+    "remaining": "Share of the targets’ weights that are not zero.",
+    "p": "Probability that a target runs as the weight it was factorized from.",
+    "consistency": "How far two passes of different rank disagree, before it is weighted.",
+    "distill_layers": "Error of the hidden states against the teacher’s, before it is weighted.",
+    "distill_logits": "Error of the logits against the teacher’s, before it is weighted.",
+    "rows": "Share of the sparse rows that are left.",
+}
+"""What a panel of that title shows."""
+
+
+def page(results: Results) -> str:
+    """The whole page; every name and number in it is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        results=results,
+        metric=metric_name(results.task.metric),
+        summary=summary(results),
+        dense=dense_row(results),
+        rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},
+        # Markup: matplotlib has escaped every text in them.
+        tradeoff=Markup(tradeoff_svg(results)),
+        curves=Markup(curves_svg(results)),
+        searches={recipe: Markup(plot) for recipe, plot in search_svgs(results).items()},
+        recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
+        shaped=shaped(results),
+        measures={name: _MEASURES[name] for name in results.measures if name in _MEASURES},
+        unscored=any(one.factorized is None for one in results.candidates),
+        heat_maps=heat_maps(results),
+        order_of_kinds=order_of_kinds(results),
+        provenance=provenance(results),
+    )

@@ -1,0 +1,322 @@
+"""The plots: metric against size, and training curves. The same inputs give the same bytes."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tasks.report.numbers import count, metric_name, score
+from tasks.report.results import Candidate, Curve, Results
+
+_COLOURS = (  # each is legible on white and on near black
+    "#3f7fd6",
+    "#e0791f",
+    "#2d9d5f",
+    "#d34a5f",
+    "#8b68d0",
+    "#1fa3a8",
+    "#c95fa6",
+    "#9a7047",
+    "#8c9a1f",
+    "#6b7f93",
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_WIDTH = 11  # inches
+_COLUMNS = 3  # of panels of training curves, at most
+_MEASURES = 4  # panels of measures in a row
+_STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
+    {"linestyle": "-", "linewidth": 2.6, "alpha": 0.6},
+    {"linestyle": (0, (5, 1.5)), "linewidth": 1.4},
+    {"linestyle": (0, (1, 1)), "linewidth": 1.4},
+    {"linestyle": (0, (6, 1.5, 1, 1.5)), "linewidth": 1.4},
+    {"linestyle": (0, (3, 3)), "linewidth": 1.4},
+    {"linestyle": (0, (9, 2)), "linewidth": 1.4},
+)
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+}
+
+
+Series = Mapping[str, list[tuple[int, float]]]
+"""Keep → its points: step and value."""
+
+Panels = Mapping[str, Series]
+"""Title → what is drawn under it."""
+
+
+@dataclass(frozen=True)
+class Palette:
+    """The colours that depend on what the plot stands on."""
+
+    ink: str
+    muted: str
+    rule: str
+    paper: str
+
+
+_PICTURE = Palette(ink="#1d2530", muted="#5d6876", rule="#dfe3e8", paper="#ffffff")
+# Placeholders that no other colour equals; on the page each becomes a variable of its style sheet.
+_PAGE = Palette(ink="#010203", muted="#010204", rule="#010205", paper="#010206")
+
+
+@dataclass(frozen=True)
+class Look:
+    """A recipe keeps its colour and marker in all plots."""
+
+    colour: str
+    marker: str
+
+
+def tradeoff_svg(results: Results) -> str:
+    """Metric against size, to stand in a page."""
+    return _svg(lambda: _tradeoff(results, _PAGE), "tradeoff")
+
+
+def tradeoff_png(results: Results) -> bytes:
+    """The same as a picture."""
+    with _style(_PICTURE):
+        file = io.BytesIO()
+        _tradeoff(results, _PICTURE).savefig(file, format="png", dpi=150, metadata={"Software": None})
+    return file.getvalue()
+
+
+def curves_svg(results: Results) -> str:
+    """Task loss of the teacher's training and, for every keep, of each recovery."""
+    return _svg(lambda: _curves(results, _PAGE), "curves")
+
+
+def search_svgs(results: Results) -> dict[str, str]:
+    """Recipe → task loss and measures of its shaping and rank search; without recipes that trained for neither."""
+    drawn = {}
+    for recipe in results.recipes:
+        curves = _by_keep(results, recipe, lambda one: one.search_curve)
+        loss = {keep: [(point.step, point.compared_loss) for point in curve] for keep, curve in curves.items()}
+        drawn[recipe] = {"task loss": loss, **_measured(curves)} if curves else {}
+    return _measures_svgs(results, drawn, "search")
+
+
+def recovery_svgs(results: Results) -> dict[str, str]:
+    """Recipe → what its recoveries measured besides the loss; without recipes whose recovery measures nothing."""
+    drawn = {recipe: _measured(_by_keep(results, recipe, lambda one: one.curve)) for recipe in results.recipes}
+    return _measures_svgs(results, drawn, "recovery")
+
+
+def looks(recipes: tuple[str, ...]) -> dict[str, Look]:
+    pairs = zip(cycle(_COLOURS), cycle(_MARKERS), strict=False)  # 10 × 9 different ones
+    return dict(zip(recipes, (Look(*pair) for pair in islice(pairs, len(recipes))), strict=True))
+
+
+def _tradeoff(results: Results, palette: Palette) -> Figure:
+    figure = Figure(figsize=(_WIDTH, 5.2), layout="constrained")
+    axes = figure.add_subplot()
+    keeps = sorted(results.keeps, key=float)
+    _mark_dense(axes, results, palette)
+    for recipe, x, look in _set_apart(results, keeps):
+        some = {one.keep: one for one in results.candidates if one.recipe == recipe}
+        _draw_recipe(axes, x, [some[keep] for keep in keeps], look, palette)
+    axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
+    axes.set_xlim(-0.5, len(keeps) - 0.5)
+    axes.set_xlabel("size: keep over targets, parameters of the whole model")
+    axes.set_ylabel(f"{metric_name(results.task.metric)} on the test split")
+    figure.legend(handles=_legend(results, palette), loc="outside right upper", labelcolor=palette.ink)
+    return figure
+
+
+def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[float], Look]]:
+    """Every recipe with its places on the axis: beside each other, so that no point hides another."""
+    step = min(0.1, 0.7 / len(results.recipes))
+    for position, (recipe, look) in enumerate(looks(results.recipes).items()):
+        shift = step * (position - (len(results.recipes) - 1) / 2)
+        yield recipe, [place + shift for place in range(len(keeps))], look
+
+
+def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
+    dense, error = results.teacher.score.metric, results.standard_error
+    axes.axhline(dense, color=palette.muted, linewidth=1.2)
+    if error is not None:
+        axes.axhspan(dense - error, dense + error, color=palette.muted, alpha=0.13, linewidth=0)
+
+
+def _draw_recipe(axes: Axes, x: list[float], some: list[Candidate], look: Look, palette: Palette) -> None:
+    """Factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
+    common: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 6.5}
+    scored = [(place, one.factorized, one) for place, one in zip(x, some, strict=True) if one.factorized is not None]
+    for place, before, one in scored:
+        axes.vlines(place, before, one.recovered, color=look.colour, linewidth=0.8, alpha=0.5)
+    places, metrics = [place for place, _, _ in scored], [before for _, before, _ in scored]
+    axes.plot(places, metrics, linestyle="--", linewidth=0.9, alpha=0.75, markerfacecolor=palette.paper, **common)
+    axes.plot(x, [one.recovered for one in some], linewidth=1.8, **common)
+
+
+def _size_label(results: Results, keep: str) -> str:
+    """Keep and, as the recipes differ a little, the range of what is left of the whole model."""
+    sizes = sorted(one.evaluation.size.model_parameters for one in results.candidates if one.keep == keep)
+    dense = results.teacher.size.model_parameters
+    parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
+    parameters, share = (" to ".join(dict.fromkeys(pair)) for pair in zip(*parts, strict=True))
+    return f"keep {keep}\n{parameters}\n{share}"
+
+
+def _legend(results: Results, palette: Palette) -> list[Line2D]:
+    entries = [
+        Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
+        for recipe, look in looks(results.recipes).items()
+    ]
+    dense, error = score(results.teacher.score.metric), results.standard_error
+    margin = "" if error is None else f" ± {score(error)}"
+    return [
+        *entries,
+        Line2D([], [], color=palette.ink, marker="o", label="recovered"),
+        Line2D(
+            [], [], color=palette.ink, marker="o", linestyle="--", markerfacecolor=palette.paper, label="factorized"
+        ),
+        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}{margin}"),
+    ]
+
+
+def _curves(results: Results, palette: Palette) -> Figure:
+    count_of_panels = 1 + len(results.keeps)
+    columns = 2 if count_of_panels == 4 else min(_COLUMNS, count_of_panels)
+    rows = math.ceil(count_of_panels / columns)
+    figure = Figure(figsize=(_WIDTH, 0.4 + 2.7 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    _draw_panel(panels[0], "teacher", [(results.curve, palette.ink)], palette)
+    shown = looks(results.recipes)
+    for axes, keep in zip(panels[1:], results.keeps, strict=False):
+        lines = [(one.curve, shown[one.recipe].colour) for one in results.candidates if one.keep == keep]
+        _draw_panel(axes, f"recovery at keep {keep}", lines, palette)
+    for axes in panels[count_of_panels:]:
+        axes.set_axis_off()
+    for axes in panels[::columns]:
+        axes.set_ylabel("task loss")
+    handles = [Line2D([], [], color=look.colour, label=recipe) for recipe, look in shown.items()]
+    figure.legend(handles=handles, loc="outside right upper", labelcolor=palette.ink)
+    return figure
+
+
+def _draw_panel(axes: Axes, title: str, lines: list[tuple[Curve, str]], palette: Palette) -> None:
+    axes.set_title(title, loc="left", fontsize="medium", color=palette.ink)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(labelleft=True)
+    for curve, colour in lines:
+        steps, losses = [point.step for point in curve], [point.compared_loss for point in curve]
+        axes.plot(steps, losses, color=colour, linewidth=1.4, marker="." if len(curve) == 1 else None)
+    if not any(curve for curve, _ in lines):
+        axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=palette.muted)
+
+
+def _by_keep(results: Results, recipe: str, curve_of: Callable[[Candidate], Curve]) -> dict[str, Curve]:
+    """Keep → curve of the candidates of `recipe` that have one."""
+    return {one.keep: curve_of(one) for one in results.candidates if one.recipe == recipe and curve_of(one)}
+
+
+def _measured(curves: Mapping[str, Curve]) -> Panels:
+    """A panel for each measure, in the order in which they first stand in the curves."""
+    names = dict.fromkeys(name for curve in curves.values() for point in curve for name in point.measures)
+    return {
+        name: {
+            keep: points
+            for keep, curve in curves.items()
+            if (points := [(point.step, point.measures[name]) for point in curve if name in point.measures])
+        }
+        for name in names
+    }
+
+
+def _measures_svgs(results: Results, drawn: Mapping[str, Panels], salt: str) -> dict[str, str]:
+    return {
+        recipe: _svg(partial(_draw_measures, results, recipe, panels, _PAGE), f"{salt} {recipe}")
+        for recipe, panels in drawn.items()
+        if panels
+    }
+
+
+def _draw_measures(results: Results, recipe: str, panels: Panels, palette: Palette) -> Figure:
+    """Panels side by side, each on a scale of its own, over the same steps; a line for each keep."""
+    rows = math.ceil(len(panels) / _MEASURES)
+    figure = Figure(figsize=(_WIDTH, 2.2 * rows), layout="constrained")
+    places = list(figure.subplots(rows, _MEASURES, sharex=True, squeeze=False).flat)
+    colour = looks(results.recipes)[recipe].colour
+    strokes = {keep: {"color": colour, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
+    for axes, (name, series) in zip(places, panels.items(), strict=False):
+        _draw_measure(axes, name, series, strokes, palette)
+    free = places[len(panels) :]
+    for axes in free:
+        axes.set_axis_off()
+    shown = dict.fromkeys(keep for series in panels.values() for keep in series)
+    handles = [Line2D([], [], label=f"keep {keep}", **strokes[keep]) for keep in shown]
+    beside: Any = free[0] if free else figure
+    beside.legend(
+        handles=handles, loc="upper left" if free else "outside right upper", handlelength=3, labelcolor=palette.ink
+    )
+    return figure
+
+
+def _draw_measure(
+    axes: Axes, name: str, series: Series, strokes: Mapping[str, Mapping[str, Any]], palette: Palette
+) -> None:
+    axes.set_title(name, loc="left", fontsize="medium", color=palette.ink)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.tick_params(labelbottom=True)
+    for keep, points in series.items():
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        marker = "." if len(points) == 1 else None
+        axes.plot(steps, values, marker=marker, **strokes[keep])
+
+
+def _tick(value: float) -> str:
+    """In full, without matplotlib's factor and offset above the axis."""
+    return count(value) if value >= 10_000 else f"{value:g}"
+
+
+def _style(palette: Palette, salt: str = "") -> AbstractContextManager[None]:
+    """Our style on top of matplotlib's defaults, whatever a user's own settings say."""
+    inked = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
+    quiet = ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color")
+    colours = {**dict.fromkeys(inked, palette.ink), **dict.fromkeys(quiet, palette.rule)}
+    faces = dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), palette.paper)
+    # Without a salt of its own, ids in the file are drawn at random.
+    return style.context(["default", {**_STYLE, **colours, **faces, "svg.hashsalt": salt}])
+
+
+def _svg(draw: Callable[[], Figure], salt: str) -> str:
+    """The bare `<svg>` element of a figure, in the page's colours and fonts."""
+    with _style(_PAGE, salt):
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        draw().savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(
+        r'<g id="[\w.]+">', "<g>", text
+    )  # they would repeat in a page of several plots, and nothing uses them
+    text = text.replace("'DejaVu Sans'", "var(--font)")
+    for name in ("ink", "muted", "rule", "paper"):
+        text = text.replace(getattr(_PAGE, name), f"var(--{name})")
+    return text

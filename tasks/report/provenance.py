@@ -1,0 +1,80 @@
+"""How the numbers were made, from params.yaml: no times and no machine, so that the same inputs give the same page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks import params
+from tasks.report.results import Results
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A recipe as its parts stand in params.yaml."""
+
+    name: str
+    parts: dict[str, str]
+    """Empty where a recipe does without."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Facts by name, and the recipes."""
+
+    facts: dict[str, str]
+    recipes: tuple[Parts, ...]
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the parts that any recipe has, in the order in which recipes state them."""
+        names = dict.fromkeys(part for recipe in self.recipes for part in recipe.parts)
+        return [name for name in names if any(recipe.parts.get(name) for recipe in self.recipes)]
+
+
+def provenance(results: Results) -> Provenance:
+    return Provenance(_facts(results), tuple(_recipe(name) for name in results.recipes))
+
+
+def _facts(results: Results) -> dict[str, str]:
+    data, model = params.section("data", params.Data), params.section("model", params.Model)
+    teacher, timing = params.section("teacher", params.Training), params.section("benchmark", params.Benchmark)
+    seed = params.section("seed", params.Seed)
+    source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
+    search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
+    return {
+        "Data": f"{source}, split and sampled with seed {data.seed}; {results.teacher.score.rows:,} test rows, "
+        f"the same for every model; texts are cut to {data.max_length} tokens.",
+        "Base model": " at ".join(filter(None, (model.base, model.revision))),
+        "Dense model": _training(teacher, seed),
+        "Recovery": f"Each factorized model trains on the task with seed {seed}, as its recipe below says{search}.",
+        "Speed": f"Median over {timing.repetitions} pairs of forwards of {timing.batch_size} rows × {timing.tokens} "
+        "tokens, dense and candidate in turn in one process.",
+    }
+
+
+def _training(teacher: params.Training, seed: int) -> str:
+    if not teacher.epochs:
+        return "The base model as it is."
+    return (
+        f"The base model fine-tuned on the task: {teacher.epochs:g} × the training split, batches of "
+        f"{teacher.batch_size} rows, peak learning rate {teacher.learning_rate:g}, seed {seed}."
+    )
+
+
+def _recipe(name: str) -> Parts:
+    parts: dict[str, Any] = params.section(f"recipes.{name}", dict[str, Any])
+    return Parts(name, {part: _said(value) for part, value in parts.items()})
+
+
+def _said(value: Any) -> str:
+    """A part in words: its kind, then its numbers; empty for null."""
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "yes", False: "no"}[value]
+    if not isinstance(value, Mapping):
+        return str(value)
+    kind = [str(value["kind"])] if "kind" in value else []
+    rest = [(key.replace("_", " "), each) for key, each in value.items() if key != "kind" and each is not None]
+    inner = (f"{name} ({_said(each)})" if isinstance(each, Mapping) else f"{name} {_said(each)}" for name, each in rest)
+    return ", ".join([*kind, *inner])

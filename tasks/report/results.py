@@ -1,0 +1,242 @@
+"""The results of a study, read from the files of its stages and checked against each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eckart.budget import Rank, cost
+from eckart.targets import Target, Targets
+from tasks import params
+from tasks.calibration import TARGETS
+from tasks.candidates import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
+from tasks.dataset import SPLITS, Task
+from tasks.records import TEACHER_CURVE, TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
+from tasks.stage import StageError, candidate
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+class Point(BaseModel):
+    """A point of a training curve. What a method measured besides stands in it under names of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    __pydantic_extra__: dict[str, float] = Field(init=False)
+
+    step: int
+    loss: float
+    """With all that the method adds to the task loss."""
+    learning_rate: float
+    grad_norm: float
+    task_loss: float | None = None
+    """Left out where it is all of `loss`."""
+
+    @property
+    def compared_loss(self) -> float:
+        """The task loss, which is the same quantity for every method."""
+        return self.loss if self.task_loss is None else self.task_loss
+
+    @property
+    def measures(self) -> dict[str, float]:
+        return dict(self.__pydantic_extra__)
+
+
+Curve = tuple[Point, ...]
+"""Empty where nothing was trained."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """All that the stages found out about one candidate."""
+
+    recipe: str
+    keep: str
+    decision: Decision
+    evaluation: Evaluation
+    benchmark: Benchmark
+    search_curve: Curve
+    """Of shaping and rank search."""
+    curve: Curve
+    """Of recovery."""
+
+    @property
+    def name(self) -> str:
+        return candidate(self.recipe, self.keep)
+
+    @property
+    def factorized(self) -> float | None:
+        """The metric before recovery; None where the model is not smaller yet."""
+        return None if self.evaluation.factorized is None else self.evaluation.factorized.metric
+
+    @property
+    def recovered(self) -> float:
+        """The metric after recovery."""
+        return self.evaluation.recovered.metric
+
+    def share(self, target: Target) -> float:
+        """Parameters of `target` after ÷ before; above 1 where factors and residual exceed the dense weight."""
+        return (cost(target, self.rank(target)) + self.rows(target) * target.in_features) / target.parameters
+
+    def rank(self, target: Target) -> Rank:
+        return self.evaluation.targets[target.name].rank
+
+    def rows(self, target: Target) -> int:
+        """Sparse rows beside the factors of `target`."""
+        return self.evaluation.targets[target.name].rows
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study with its dense model and candidates, recipes outer, keeps inner, in the study's order."""
+
+    name: str
+    recipes: tuple[str, ...]
+    keeps: tuple[str, ...]
+    task: Task
+    targets: tuple[Target, ...]
+    teacher: TeacherReport
+    curve: Curve
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def target_parameters(self) -> int:
+        """Of the dense model."""
+        return sum(target.parameters for target in self.targets)
+
+    @property
+    def searches_trained(self) -> bool:
+        """Whether any candidate was trained before its factorization."""
+        return any(one.decision.steps for one in self.candidates)
+
+    @property
+    def measures(self) -> list[str]:
+        """What the trainings of candidates measured besides the loss, in the order in which it appears."""
+        curves = [curve for one in self.candidates for curve in (one.search_curve, one.curve)]
+        return list(dict.fromkeys(name for curve in curves for point in curve for name in point.measures))
+
+    @property
+    def has_sparse_rows(self) -> bool:
+        """Whether any candidate has rows of a residual beside its factors."""
+        return any(size.rows for one in self.candidates for size in one.evaluation.targets.values())
+
+    @property
+    def full_rank(self) -> float:
+        """Mean over the targets of the rank that a dense weight can have."""
+        return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy and so a share of rows."""
+        score = self.teacher.score
+        if self.task.metric != "accuracy":
+            return None
+        return math.sqrt(score.metric * (1 - score.metric) / score.rows)
+
+    def at(self, keep: str) -> list[Candidate]:
+        """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
+        some = [one for one in self.candidates if one.keep == keep]
+        return sorted(some, key=lambda one: (-one.recovered, one.evaluation.recovered.loss))
+
+    def is_best(self, one: Candidate) -> bool:
+        """Whether no candidate at its keep has a higher metric."""
+        return one.recovered == self.at(one.keep)[0].recovered
+
+    def retained(self, metric: float) -> float | None:
+        """`metric` ÷ dense; None where the dense metric is not above 0 and the quotient would mislead."""
+        dense = self.teacher.score.metric
+        return metric / dense if dense > 0 else None
+
+
+def load_results() -> Results:
+    """Read the study and every file that its stages wrote.
+
+    Raises:
+        StageError: a file is missing or malformed, or was made from other inputs than the rest.
+    """
+    study = params.section("study", params.Study)
+    # As written (1, not 1.0), because the files are named so.
+    keeps = tuple(str(keep) for keep in params.section("study.keeps", tuple[int | float, ...]))
+    results = Results(
+        name=study.name,
+        recipes=study.recipes,
+        keeps=keeps,
+        task=_read(SPLITS / "task.json", Task, "extract"),
+        targets=_read(TARGETS, Targets, "importance").targets,
+        teacher=_read(TEACHER_METRICS, TeacherReport, "teacher"),
+        curve=_read_curve(TEACHER_CURVE, "teacher"),
+        candidates=tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps),
+    )
+    _check(results)
+    return results
+
+
+def _read_candidate(recipe: str, keep: str) -> Candidate:
+    name, options = candidate(recipe, keep), _options(recipe, keep)
+    return Candidate(
+        recipe=recipe,
+        keep=keep,
+        decision=_read(decision_file(name), Decision, f"search {options}"),
+        evaluation=_read(EVALUATIONS / f"{name}.json", Evaluation, f"evaluate {options}"),
+        benchmark=_read(BENCHMARKS / f"{name}.json", Benchmark, f"benchmark {options}"),
+        search_curve=_read_curve(SEARCH_CURVES / f"{name}.jsonl", f"search {options}"),
+        curve=_read_curve(CURVES / f"{name}.jsonl", f"finetune {options}"),
+    )
+
+
+def _options(recipe: str, keep: str) -> str:
+    return f"--recipe {recipe} --keep {keep}"
+
+
+def _read(path: Path, kind: type[Content], command: str) -> Content:
+    return _parse(path, _text(path, command), kind, command)
+
+
+def _read_curve(path: Path, command: str) -> Curve:
+    return tuple(_parse(path, line, Point, command) for line in _text(path, command).splitlines())
+
+
+def _text(path: Path, command: str) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError as error:
+        raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise StageError(f"{path} cannot be read ({error}): run `python -m tasks.{command}` again") from error
+
+
+def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        raise StageError(
+            f"{path} is malformed ({where}: {first['msg']}): run `python -m tasks.{command}` again"
+        ) from error
+
+
+def _check(results: Results) -> None:
+    """Files of different runs do not mix: same targets and same test rows for all."""
+    names = {target.name for target in results.targets}
+    for one in results.candidates:
+        options = _options(one.recipe, one.keep)
+        if names != set(one.decision.ranks):
+            raise StageError(
+                f"{decision_file(one.name)} ranks other targets than {TARGETS} has: "
+                f"run `python -m tasks.search {options}` again"
+            )
+        if names != set(one.evaluation.targets):
+            raise StageError(
+                f"{EVALUATIONS / one.name}.json measures other targets than {TARGETS} has: "
+                f"run `python -m tasks.evaluate {options}` again"
+            )
+        scores = filter(None, (one.evaluation.factorized, one.evaluation.recovered))
+        if {score.rows for score in scores} != {results.teacher.score.rows}:
+            raise StageError(
+                f"{EVALUATIONS / one.name}.json and {TEACHER_METRICS} count different test rows: "
+                f"run `python -m tasks.evaluate {options}` again"
+            )

@@ -1,0 +1,293 @@
+"""The whole of params.yaml at once: the repository's own and the tiny one pass, each mistake gets one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from eckart.recipes import Recipe
+from flows.params import check
+from tasks.params import ParamsError
+from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
+
+Place = tuple[str | int, ...]
+
+
+def report(root: Path, params: Any) -> list[str]:
+    """The mistakes that `check` finds in `params`, a line each."""
+    write_params(root, params)
+    with pytest.raises(ParamsError) as caught:
+        check(root)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def paths(lines: list[str]) -> list[str]:
+    return [line.split(":")[0] for line in lines]
+
+
+def only(lines: list[str], path: str) -> str:
+    """The single line, which is about `path` and has an advice."""
+    assert paths(lines) == [path], lines
+    assert lines[0].split("; ", 1)[1]
+    return lines[0]
+
+
+def places(content: Any, above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every place in `content` with what stands there."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        yield (*above, key), value
+        yield from places(value, (*above, key))
+
+
+def parent(content: Any, place: Place) -> Any:
+    for key in place[:-1]:
+        content = content[key]
+    return content
+
+
+def dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+EVERYWHERE = list(places(tiny_params()))
+KEYS = [place for place, _ in EVERYWHERE if isinstance(place[-1], str)]
+MAPPINGS = [place for place, value in EVERYWHERE if isinstance(value, dict)]
+NUMBERS = [place for place, value in EVERYWHERE if isinstance(value, int | float) and not isinstance(value, bool)]
+RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absence the study notices
+
+
+def test_the_repository_s_own_parameters_pass() -> None:
+    typed = check(REPOSITORY)
+    assert all(isinstance(recipe, Recipe) for recipe in typed["recipes"].values())
+    assert set(typed) == set(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+
+
+def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
+    write_params(tmp_path, tiny_params())
+    typed = check(tmp_path)
+    assert typed["study"].keeps == (0.5,)
+    assert typed["recipes"]["kfac"].recovery.steps == 2
+
+
+@pytest.mark.parametrize("place", [key for key in KEYS if key not in RECIPES and key[-1] != "kind"], ids=dotted)
+def test_a_missing_key_is_one_line(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    del parent(params, place)[place[-1]]
+    assert "missing" in only(report(tmp_path, params), dotted(place))
+
+
+@pytest.mark.parametrize("place", [key for key in KEYS if key[-1] == "kind"], ids=dotted)
+def test_a_missing_kind_is_one_line(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    del parent(params, place)["kind"]
+    lines = report(tmp_path, params)
+    assert len(lines) == 1
+    assert lines[0].startswith(dotted(place[:-1]))
+
+
+@pytest.mark.parametrize("place", [key for key in KEYS if key[-1] == "kind"], ids=dotted)
+def test_an_unknown_kind_is_one_line_with_those_there_are(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    known = parent(params, place)["kind"]
+    parent(params, place)["kind"] = "magic"
+    lines = report(tmp_path, params)
+    assert len(lines) == 1
+    assert lines[0].startswith(dotted(place[:-1]))
+    assert "magic" in lines[0]
+    assert known in lines[0].split("; write ")[1]
+
+
+@pytest.mark.parametrize("place", [place for place in MAPPINGS if place != ("recipes",)], ids=dotted)
+def test_an_unknown_key_is_one_line(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    parent(params, place)[place[-1]]["colour"] = "red"
+    assert "unknown" in only(report(tmp_path, params), f"{dotted(place)}.colour")
+
+
+@pytest.mark.parametrize("place", [place for place in MAPPINGS if place != ("recipes",)], ids=dotted)
+@pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])
+def test_a_section_that_is_no_mapping_is_one_line(tmp_path: Path, place: Place, value: Any) -> None:
+    params = tiny_params()
+    parent(params, place)[place[-1]] = value
+    only(report(tmp_path, params), dotted(place))
+
+
+@pytest.mark.parametrize("place", NUMBERS, ids=dotted)
+def test_a_string_for_a_number_is_one_line(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    parent(params, place)[place[-1]] = str(parent(params, place)[place[-1]])
+    only(report(tmp_path, params), dotted(place))
+
+
+@pytest.mark.parametrize("place", NUMBERS, ids=dotted)
+def test_no_number_is_below_zero(tmp_path: Path, place: Place) -> None:
+    params = tiny_params()
+    parent(params, place)[place[-1]] = -1
+    only(report(tmp_path, params), dotted(place))
+
+
+@pytest.mark.parametrize("value", [None, [], {}, ["svd"]], ids=str)
+def test_recipes_that_are_none_are_one_line(tmp_path: Path, value: Any) -> None:
+    """There is no use in a line for each recipe of the study then: what may it be replaced by?"""
+    only(report(tmp_path, {**tiny_params(), "recipes": value}), "recipes")
+
+
+def test_a_misspelt_section_is_told_from_an_unknown_one(tmp_path: Path) -> None:
+    params = tiny_params()
+    params["techer"] = params.pop("teacher")
+    lines = report(tmp_path, params)
+    assert sorted(paths(lines)) == ["teacher", "techer"]
+    assert any(line.startswith("techer:") and line.endswith("write teacher") for line in lines)
+
+
+def test_a_recipe_that_there_is_not_is_named_with_those_there_are(tmp_path: Path) -> None:
+    line = only(report(tmp_path, tiny_params(study={"recipes": ["svd", "kfca"]})), "study.recipes")
+    assert "kfca" in line
+    assert {"svd", "kfac"} <= set(line.split("; ")[1].replace(",", " ").split())
+
+
+def test_a_recipe_that_the_study_does_not_use_is_checked_too(tmp_path: Path) -> None:
+    params = tiny_params(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
+    only(report(tmp_path, params), "recipes.kfac.recovery.steps")
+
+
+@pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
+def test_a_repetition_is_one_line(tmp_path: Path, key: str, values: list[Any]) -> None:
+    line = only(report(tmp_path, tiny_params(study={key: values})), f"study.{key}")
+    assert str(values[0]) in line
+    assert "2 times" in line
+
+
+def test_evidence_that_a_weighting_lacks_is_named(tmp_path: Path) -> None:
+    line = only(report(tmp_path, tiny_params(importance={"evidence": ["inputs"]})), "importance.evidence")
+    assert "output_gradients" in line
+    assert "recipes.kfac" in line
+
+
+def test_each_kind_of_evidence_that_is_lacking_is_named(tmp_path: Path) -> None:
+    lines = report(tmp_path, tiny_params(importance={"evidence": ["fisher"]}))
+    assert paths(lines) == ["importance.evidence"] * 2
+
+
+def test_evidence_that_only_an_unused_recipe_reads_is_not_asked_for(tmp_path: Path) -> None:
+    write_params(tmp_path, tiny_params(study={"recipes": ["svd"]}, importance={"evidence": ["fisher"]}))
+    assert check(tmp_path)["importance"].evidence == ("fisher",)
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "fits"),
+    [
+        ("classification", "accuracy", True),
+        ("classification", "f1", True),
+        ("classification", "matthews", True),
+        ("classification", "pearson", False),
+        ("classification", "spearman", False),
+        ("regression", "accuracy", False),
+        ("regression", "f1", False),
+        ("regression", "matthews", False),
+        ("regression", "pearson", True),
+        ("regression", "spearman", True),
+    ],
+)
+def test_a_metric_fits_its_task(tmp_path: Path, task: str, metric: str, fits: bool) -> None:
+    params = tiny_params(data={"task": task, "metric": metric})
+    if fits:
+        write_params(tmp_path, params)
+        assert check(tmp_path)["data"].metric == metric
+    else:
+        line = only(report(tmp_path, params), "data.metric")
+        assert metric not in line.split("; ")[1]
+
+
+@pytest.mark.parametrize("name", ["my-kfac", "a b", "a/b", "", "..", "a.b"])
+def test_a_recipe_s_name_is_a_word(tmp_path: Path, name: str) -> None:
+    """It becomes a part of stage names, where a dash comes before the keep, and of folders."""
+    params = tiny_params()
+    params["recipes"][name] = plain(params["recipes"]["svd"])
+    only(report(tmp_path, params), f"recipes.{name}")
+
+
+def test_a_recipe_s_name_is_a_string(tmp_path: Path) -> None:
+    """The stages look recipes up by the word on their command line: `1` would not be found."""
+    params = tiny_params()
+    params["recipes"][1] = plain(params["recipes"]["svd"])
+    only(report(tmp_path, params), "recipes.1")
+
+
+def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
+    params = merged(
+        tiny_params(),
+        {
+            "study": {"recipes": ["svd", "absent"]},
+            "seed": "0",
+            "data": {"sizes": {"train": "all"}},
+            "teacher": {"epochs": -1},
+            "targets": None,
+            "importance": {"evidence": ["inputs", "hearsay"]},
+            "recipes": {"kfac": {"weighting": {"kind": "magic"}}, "x-y": plain(tiny_params()["recipes"]["svd"])},
+            "colour": "red",
+        },
+    )
+    del params["model"]["base"]
+    assert set(paths(report(tmp_path, params))) == {
+        "study.recipes",
+        "seed",
+        "data.sizes.train",
+        "teacher.epochs",
+        "targets",
+        "importance.evidence.1",
+        "recipes.kfac.weighting",
+        "recipes.x-y",
+        "colour",
+        "model.base",
+    }
+
+
+@pytest.mark.parametrize("content", [None, "", "seed: [0\n", "- seed\n"], ids=["absent", "empty", "broken", "list"])
+def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "params.yaml").write_text(content)
+    with pytest.raises(ParamsError, match=r"params\.yaml"):
+        check(tmp_path)
+
+
+CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
+    ({"weighting": {"kind": "movement"}}, "weighting: movement reads the scores of pruning"),
+    ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting: threshold cuts the singular values of W itself"),
+    ({"ranks": "softlm", "shaping": "lpaf"}, "shaping: threshold trains all weights"),
+    ({"ranks": "drone_tolerance", "residual": "losparse"}, "residual: tolerance leaves weights of low rank"),
+    ({"recovery": "lpaf", "residual": "losparse"}, "recovery: mixed_rank runs the dense weight beside the factors"),
+    ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps: is 0, but the residual is pruned"),
+    ({"residual": "losparse", "residual.start": 0.8}, "residual: start and end are shares of the steps"),
+    ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping: start and end are shares of the steps"),
+    ({"ranks": "softlm", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
+    ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
+    ({"ranks": "kfac", "residual": "losparse", "residual.low_rank": 0.0}, "ranks: all ranks are 0 where"),
+    ({"shaping": "lpaf", "shaping.steps": 0}, "shaping.steps: is 0; write greater than or equal to 1"),
+    (
+        {"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"},
+        "residual: hypernetwork leaves weights of low rank",
+    ),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), CONTRADICTIONS)
+def test_parts_that_make_no_sense_together_are_refused_with_the_reason(
+    tmp_path: Path, parts: dict[str, object], message: str
+) -> None:
+    """A part is given as itself or by the recipe it is taken from."""
+    params = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    recipe = params["recipes"]["svd"]
+    for path, value in parts.items():
+        part, _, key = path.partition(".")
+        if key:
+            recipe[part][key] = value
+        else:
+            recipe[part] = plain(params["recipes"][value][part]) if isinstance(value, str) else value
+    line = only(report(tmp_path, params), f"recipes.svd.{message.split(':')[0]}")
+    assert message in line

@@ -1,0 +1,215 @@
+"""The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from flows import engine, processes
+from tests.flows.toy import PARAMS, PIPELINE, call, ran, toy_workspace
+
+ALL = ["source", "total", "work@a", "work@b"]
+
+
+def execute(root: Path):
+    return lambda command: processes.run(command, root, print, {})
+
+
+def run_all(root: Path) -> dict[str, str]:
+    """Every stage in turn: name → status."""
+    return {one.name: engine.run(one, execute(root)).status for one in engine.plan()}
+
+
+def planned(name: str, **changes: bool) -> engine.Planned:
+    """One stage of the plan."""
+    (one,) = [one for one in engine.plan() if one.name == name]
+    return replace(one, **changes)
+
+
+def stale(root: Path) -> list[str]:
+    """The stages that `dvc status` calls stale."""
+    return sorted(json.loads(call(root, "dvc", "status", "--json")))
+
+
+def entries(root: Path) -> dict[str, object]:
+    """What dvc.lock says of each stage; the order of stages in it is the order in which they ended."""
+    return YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    root = toy_workspace(tmp_path / "workspace")
+    monkeypatch.chdir(root)
+    return root
+
+
+def test_plan_is_the_graph_of_dvc(workspace: Path) -> None:
+    stages = {one.name: one for one in engine.plan()}
+    assert set(stages["total"].upstream) == {"work@a", "work@b"}
+    assert stages["work@a"].upstream == ("source",)
+    assert [name for name, one in stages.items() if one.alone] == ["total"]
+    assert list(stages).index("source") < list(stages).index("work@a") < list(stages).index("total")
+
+
+def test_engine_writes_the_lock_file_that_dvc_repro_writes(workspace: Path, tmp_path: Path) -> None:
+    run_all(workspace)
+    other = toy_workspace(tmp_path / "by-hand")
+    call(other, "dvc", "repro")
+    for stage in ALL:
+        assert entries(workspace)[stage] == entries(other)[stage]
+
+
+def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:
+    assert set(run_all(workspace).values()) == {"Executed"}
+    assert ran(workspace) == ALL
+    assert stale(workspace) == []
+    call(workspace, "dvc", "repro")
+    assert ran(workspace) == []
+    (workspace / "raw.txt").write_text("other\n")
+    call(workspace, "dvc", "repro")
+    assert ran(workspace) == ALL
+    assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_a_parameter_makes_stale_what_dvc_says_and_its_return_restores(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 3"))
+    assert stale(workspace) == ["work@b"]
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Executed", "total": "Executed"}
+    (workspace / "params.yaml").write_text(PARAMS)
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Restored", "total": "Restored"}
+    assert ran(workspace) == ["total", "work@b"]
+    assert stale(workspace) == []
+
+
+def test_a_lost_output_is_restored_and_a_damaged_one_replaced(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "out" / "a").unlink()
+    (workspace / "total.txt").write_text("damaged\n")
+    statuses = run_all(workspace)
+    assert (statuses["work@a"], statuses["total"]) == ("Restored", "Restored")
+    assert ran(workspace) == []
+    assert stale(workspace) == []
+
+
+def test_a_new_matrix_item_runs_only_what_is_new(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 2, c: 3").replace("[a, b]", "[a, b, c]"))
+    run_all(workspace)
+    assert ran(workspace) == ["total", "work@c"]
+
+
+def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cat out/*", "cat out/* missing"))
+    with pytest.raises(processes.CommandFailed, match="missing"):
+        run_all(workspace)
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    ran(workspace)
+    assert run_all(workspace)["work@a"] == "Cached"
+    assert ran(workspace) == ["total"]
+
+
+def test_a_dependency_changed_meanwhile_is_an_error_and_nothing_is_recorded(workspace: Path) -> None:
+    def meddle(command: str) -> None:
+        execute(workspace)(command)
+        (workspace / "raw.txt").write_text("meddled\n")
+
+    with pytest.raises(engine.StageChanged, match=r"raw\.txt"):
+        engine.run(planned("source"), meddle)
+    assert "source" in stale(workspace)
+
+
+def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
+    outcomes = {one.name: engine.run(one, execute(workspace)) for one in engine.plan()}
+    again = engine.run(planned("work@b"), execute(workspace))
+    assert again.key == outcomes["work@b"].key != outcomes["work@a"].key
+    assert again.params == {"gain.b": 2}
+    assert again.deps == {"source.txt": outcomes["source"].outs["source.txt"]}
+    assert f"md5: {again.outs['out/b']}" in (workspace / "dvc.lock").read_text()
+
+
+def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
+    """Both work stages are inside their command at once; readers of one file do not end each other's lock."""
+    engine.run(planned("source"), execute(workspace))
+    both = threading.Barrier(2, timeout=60)
+
+    def meet(command: str) -> None:
+        if command.startswith("echo"):
+            both.wait()
+        execute(workspace)(command)
+
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(lambda one: engine.run(one, meet), map(planned, ["work@a", "work@b"])))
+    assert [outcome.status for outcome in outcomes] == ["Executed", "Executed"]
+    assert stale(workspace) == ["total"]
+    assert not any(json.loads((workspace / ".dvc/tmp/rwlock").read_text()).values())
+
+
+def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
+    script = (
+        "from pathlib import Path; from flows import engine, processes\n"
+        "root = Path.cwd()\n"
+        "for one in engine.plan():\n"
+        "    engine.run(one, lambda command: processes.run(command, root, print, {}))\n"
+    )
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 1 && cp raw.txt"))
+    both = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert ran(workspace) == ALL
+    assert stale(workspace) == []
+
+
+def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> None:
+    """Whatever the order of arrival, no command overlaps the one that must run alone."""
+    engine.run(planned("source"), execute(workspace))
+    running: set[str] = set()
+    overlaps: list[set[str]] = []
+
+    def watch(name: str):
+        def watched(command: str) -> None:
+            running.add(name)
+            overlaps.append(set(running))
+            execute(workspace)(command)
+            time.sleep(0.2)
+            running.discard(name)
+
+        return watched
+
+    with ThreadPoolExecutor() as pool:
+        stages = [planned("work@a", alone=True), planned("work@b")]
+        jobs = [pool.submit(engine.run, one, watch(one.name)) for one in stages]
+        for job in jobs:
+            job.result()
+    assert all(len(names) == 1 for names in overlaps)
+
+
+def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
+    """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
+    script = (
+        "from pathlib import Path; from flows import engine, processes\n"
+        "root = Path.cwd()\n"
+        "engine.run(engine.plan()[0], lambda command: processes.run(command, root, print, {}))\n"
+    )
+    flow = subprocess.Popen([sys.executable, "-c", script])
+    while not (workspace / "ran.log").exists():
+        assert flow.poll() is None
+        time.sleep(0.1)
+    flow.send_signal(signal.SIGKILL)
+    flow.wait()
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    ran(workspace)
+    assert run_all(workspace)["source"] == "Executed"
+    assert stale(workspace) == []

@@ -1,0 +1,192 @@
+"""The mirror against a real MLflow database: what is told, once, of whom, and what a failing store costs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from flows.engine import Outcome, Planned
+from flows.tracking import Mirror
+
+CURVE = "reports/finetune/kfac-0.5.jsonl"
+SEARCH = "reports/search/kfac-0.5.jsonl"
+EVALUATION = "reports/evaluate/kfac-0.5.json"
+
+
+def planned(name: str, upstream: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Planned:
+    return Planned(name, upstream, alone=False, reads=(), writes=writes, cached=None)
+
+
+def outcome(name: str, status: str = "Executed", key: str = "k", outs: tuple[str, ...] = ()) -> Outcome:
+    return Outcome(
+        name, status, 1.0, f"{name}-{key}", {"data/splits/train.parquet": "0" * 32}, {}, dict.fromkeys(outs, "1")
+    )
+
+
+def write_curve(root: Path, *losses: float, file: str = CURVE) -> None:
+    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, start=1))
+    write(root, file, "".join(f"{line}\n" for line in lines))
+
+
+def write(root: Path, file: str, text: str) -> None:
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def plan(root: Path) -> list[Planned]:
+    return [
+        planned("teacher"),
+        planned("search@kfac-0.5", ("teacher",), (str(root / "models/ranks/kfac-0.5"), str(root / SEARCH))),
+        planned("finetune@kfac-0.5", ("search@kfac-0.5",), (str(root / CURVE),)),
+        planned("compare", ("finetune@kfac-0.5",)),
+    ]
+
+
+def started(root: Path, plan: list[Planned]) -> Mirror:
+    mirror = Mirror(root, "s", plan, {"prefect.flow_run": "f"})
+    mirror.start({"seed": 0}, "run")
+    assert not mirror.down
+    return mirror
+
+
+def children(root: Path) -> list[Run]:
+    client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("s")
+    return [run for run in client.search_runs([experiment.experiment_id]) if "eckart.candidate" in run.data.tags]
+
+
+def losses(root: Path, run: Run, metric: str = "loss") -> list[tuple[int, float]]:
+    history = MlflowClient(f"sqlite:///{root / 'mlflow.db'}").get_metric_history(run.info.run_id, metric)
+    return [(point.step, point.value) for point in history]
+
+
+def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, plan: list[Planned]) -> None:
+    write_curve(root, 9.0, 8.0)
+    mirror = started(root, plan)
+    mirror.record(outcome("teacher", "Cached"))
+    with mirror.following(plan[1]):
+        pass  # the old curve is still there while the search runs
+    mirror.record(outcome("search@kfac-0.5"))
+    with mirror.following(plan[2]):
+        write_curve(root, 1.0, 0.5)
+    mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
+    (run,) = children(root)
+    assert losses(root, run) == [(1, 1.0), (2, 0.5)]
+    assert not losses(root, run, "search.loss")
+    assert run.info.status == "FINISHED"  # as soon as its last stage is done, not when the study is
+    assert run.data.tags["prefect.flow_run"] == "f"
+
+
+def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: list[Planned]) -> None:
+    mirror = started(root, plan)
+    mirror.record(outcome("teacher", "Cached"))
+    with mirror.following(plan[1]):
+        write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
+    mirror.record(outcome("search@kfac-0.5", outs=("models/ranks/kfac-0.5", SEARCH)))
+    (run,) = children(root)
+    assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]  # before the candidate is done
+    with mirror.following(plan[2]):
+        write_curve(root, 1.0, 0.5)
+    mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
+    (run,) = children(root)
+    assert losses(root, run) == [(1, 1.0), (2, 0.5)]
+    assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]  # and none of them twice
+    assert set(run.data.metrics) == {"loss", "search.loss"}
+
+
+def test_both_curves_are_backfilled(root: Path, plan: list[Planned]) -> None:
+    write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
+    write_curve(root, 1.0)
+    mirror = started(root, plan)
+    mirror.record(outcome("teacher", "Cached"))
+    for one, curve in zip(plan[1:3], (SEARCH, CURVE), strict=True):
+        mirror.record(outcome(one.name, "Cached", outs=(curve,)))
+    assert not mirror.down
+    (run,) = children(root)
+    assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert losses(root, run) == [(1, 1.0)]
+
+
+def test_a_search_without_training_has_no_curve(root: Path, plan: list[Planned]) -> None:
+    write(root, SEARCH, "")
+    write_curve(root, 1.0)
+    mirror = started(root, plan)
+    mirror.record(outcome("teacher", "Cached"))
+    with mirror.following(plan[1]):
+        pass
+    mirror.record(outcome("search@kfac-0.5", outs=(SEARCH,)))
+    mirror.record(outcome("finetune@kfac-0.5", "Restored", outs=(CURVE,)))
+    (run,) = children(root)
+    assert set(run.data.metrics) == {"loss"}
+
+
+def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, plan: list[Planned]) -> None:
+    targets = {f"layer.{number}.query": {"rank": 3 if number else None, "rows": 0} for number in range(100)}
+    evaluation = {"factorized": None, "recovered": {"metric": 0.8}, "targets": targets, "target_parameters": 90}
+    write(root, EVALUATION, json.dumps(evaluation))
+    write(root, "reports/teacher.json", json.dumps({"score": {"metric": 0.9}}))
+    mirror = started(root, plan)
+    mirror.record(outcome("teacher", "Cached", outs=("reports/teacher.json",)))
+    mirror.record(outcome("search@kfac-0.5", "Cached"))
+    mirror.record(outcome("finetune@kfac-0.5", "Cached", outs=(EVALUATION,)))
+    assert not mirror.down
+    (run,) = children(root)
+    assert run.data.metrics == {"recovered.metric": 0.8, "target_parameters": 90, "dense.score.metric": 0.9}
+
+
+def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: Path, plan: list[Planned]) -> None:
+    write_curve(root, 1.0)
+    for _ in range(2):
+        mirror = started(root, plan)
+        for one in plan[:3]:
+            mirror.record(outcome(one.name, "Cached", outs=(CURVE,) if one.writes else ()))
+        mirror.finish(complete=True)
+    (run,) = children(root)
+    assert mirror.lineage == {"kfac-0.5": run.info.run_id}
+    assert run.data.tags["eckart.backfilled"] == "true"
+    assert "prefect.flow_run" not in run.data.tags
+    assert losses(root, run) == [(1, 1.0)]
+
+
+def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> None:
+    write_curve(root, 1.0)
+    for key in ("one", "other"):
+        mirror = started(root, plan)
+        for one in plan[:3]:
+            mirror.record(outcome(one.name, "Cached", key))
+    assert len(children(root)) == 2
+
+
+def test_a_candidate_that_did_not_finish_is_failed(root: Path, plan: list[Planned]) -> None:
+    mirror = started(root, plan)
+    with mirror.following(plan[1]):
+        pass
+    mirror.finish(complete=False)
+    (run,) = children(root)
+    assert run.info.status == "FAILED"
+
+
+def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
+    root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(
+        "MLFLOW_TRACKING_URI",
+        "http://127.0.0.1:9",  # nobody listens there
+    )
+    mirror = Mirror(root, "s", plan, {})
+    mirror.start({"seed": 0}, "run")
+    with mirror.following(plan[2]):
+        write_curve(root, 1.0)
+    mirror.record(outcome("teacher"))
+    mirror.finish(complete=True)
+    assert mirror.down
+    assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1

@@ -1,0 +1,70 @@
+"""A workspace whose stages take no time: what the engine does is seen in dvc.lock and in `ran.log`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PARAMS = """\
+gain: {a: 1, b: 2}
+items: [a, b]
+"""
+
+PIPELINE = """\
+vars: [params.yaml]
+stages:
+  source:
+    cmd: echo source >> ran.log && cp raw.txt source.txt
+    deps: [raw.txt]
+    outs: [source.txt]
+  work:
+    matrix: {item: "${items}"}
+    cmd:
+      - echo work@${item.item} >> ran.log
+      - mkdir -p out && cat source.txt > out/${item.item} && echo ${gain.${item.item}} >> out/${item.item}
+    deps: [source.txt]
+    params: ["gain.${item.item}"]
+    outs: ["out/${item.item}"]
+  total:
+    cmd: echo total >> ran.log && cat out/* > total.txt
+    deps: [out]
+    metrics: [total.txt]
+    meta: {alone: true}
+"""
+PIPELINE = PIPELINE.replace("echo ${gain.${item.item}} >>", "grep gain params.yaml >>")
+
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "DVC_NO_ANALYTICS": "1",
+    "SHELL": "/bin/sh",
+}
+
+
+def toy_workspace(root: Path) -> Path:
+    """A git and DVC repository with the toy pipeline."""
+    root.mkdir(parents=True)
+    call(root, "git", "init", "-q")
+    call(root, "dvc", "init", "-q")
+    (root / "params.yaml").write_text(PARAMS)
+    (root / "dvc.yaml").write_text(PIPELINE)
+    (root / "raw.txt").write_text("raw\n")
+    (root / ".gitignore").write_text("/out\n")  # else DVC lists outputs in out/.gitignore, in the order they are made
+    return root
+
+
+def call(root: Path, *command: str) -> str:
+    """Run a command in `root` and give what it printed; its failure is the test's."""
+    done = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def ran(root: Path) -> list[str]:
+    """The stages that ran since the last call, sorted."""
+    log = root / "ran.log"
+    names = sorted(log.read_text().split()) if log.exists() else []
+    log.unlink(missing_ok=True)
+    return names

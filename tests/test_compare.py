@@ -1,0 +1,469 @@
+"""The compare stage on made-up results: numbers against hand-computed ones, and the laws of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from ruamel.yaml import YAML
+
+from eckart.targets import Target
+from tasks import compare
+from tasks.report import heatmap, names, numbers, plots, results, summary
+from tasks.stage import StageError
+
+HOSTILE = "<script>alert(1)</script> & $x_1$"
+KINDS = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+REPOSITORY = Path(__file__).parents[1]
+
+
+def write(path: str, content: Any) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def target(name: str) -> dict[str, Any]:
+    """100 parameters; each rank costs 20."""
+    return {"name": name, "out_features": 10, "in_features": 10, "input_of": name}
+
+
+def score(metric: float, loss: float = 0.5, rows: int = 400) -> dict[str, Any]:
+    return {"metric": metric, "loss": loss, "rows": rows}
+
+
+def size(parameters: int) -> dict[str, int]:
+    return {"model_parameters": parameters, "macs_per_token": 3 * parameters, "bytes": 4 * parameters}
+
+
+def curve(points: int, first: int = 1, **measures: float) -> str:
+    """Task loss 1 ÷ step where anything is measured; the loss of the method is 100 more then."""
+    lines = []
+    for step in range(first, first + points):
+        point = {"step": step, "loss": 1 / step, "learning_rate": 0.1, "grad_norm": 1.0}
+        lines.append({**point, "loss": 100 + 1 / step, "task_loss": 1 / step, **measures} if measures else point)
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def make_study(
+    recipes: list[str], keeps: list[float], target_names: list[str], metric: str = "accuracy", dense: float = 0.8
+) -> None:
+    """A workspace whose candidates score as `metric_of` says."""
+    regression = metric in ("pearson", "spearman")
+    params = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    part = {"weighting": {"kind": "none"}, "ranks": {"kind": "uniform"}, "recovery": {"kind": "finetune", "steps": 60}}
+    params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps}
+    params["recipes"] = dict.fromkeys(recipes, part)
+    write("params.yaml", params)  # JSON is YAML
+    task = {"kind": "regression" if regression else "classification", "labels": [] if regression else ["no", "yes"]}
+    write("data/splits/task.json", {**task, "metric": metric, "max_length": 8})
+    write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
+    write("reports/teacher.json", {"score": score(dense), "size": size(1000)})
+    write("reports/teacher.jsonl", curve(20))
+    for position, recipe in enumerate(recipes):
+        for keep in keeps:
+            make_candidate(recipe, keep, target_names, metric_of(position, keep))
+
+
+def metric_of(recipe: int, keep: float) -> float:
+    """Later recipes and larger keeps are better."""
+    return round(0.6 + 0.01 * recipe + 0.1 * keep, 6)
+
+
+def make_candidate(
+    recipe: str,
+    keep: float,
+    target_names: list[str],
+    metric: float,
+    rows: int = 0,
+    searched: str = "",
+    average_rank: float | None = None,
+    recovered: str | None = None,
+) -> None:
+    """The first target stays dense; the others have rank 1 or 2 in turn.
+
+    With `rows` they have so many sparse rows beside, and the factorized model has no score; `searched` and `recovered`
+    are curves.
+    """
+    name = f"{recipe}-{keep}"
+    ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
+    sizes = {each: {"rank": rank, "rows": 0 if rank is None else rows} for each, rank in ranks.items()}
+    after = sum(100 if rank is None else 20 * rank for rank in ranks.values())
+    decision = {"recipe": recipe, "keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
+    decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
+    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank}
+    write(f"models/ranks/{name}/ranks.json", decision)
+    write(f"reports/search/{name}.jsonl", searched)
+    scores = {"factorized": None if rows else score(metric - 0.1), "recovered": score(metric)}
+    total = after + sum(10 * each["rows"] for each in sizes.values())
+    write(f"reports/evaluate/{name}.json", {**scores, "size": size(700), "targets": sizes, "target_parameters": total})
+    write(f"reports/benchmark/{name}.json", {"dense_seconds": 0.3, "candidate_seconds": 0.2, "speedup": 1.5})
+    write(f"reports/finetune/{name}.jsonl", curve(10) if recovered is None else recovered)
+
+
+def bert_like(layers: int) -> list[str]:
+    return [f"bert.layer.{layer}.{kind}" for layer in range(layers) for kind in KINDS]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def page() -> str:
+    return plain(Path("reports/comparison.html").read_text())
+
+
+def plain(text: str) -> str:
+    """With every space an ordinary one."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def columns_of(text: str) -> set[int]:
+    """How many cells the rows of the page's first table have."""
+    table = re.search(r"<table.*?</table>", text, re.DOTALL)
+    assert table
+    return {len(re.findall(r"<t[hd][ >]", row)) for row in re.findall(r"<tr.*?</tr>", table[0], re.DOTALL)}
+
+
+def titles(plot: str) -> list[str]:
+    """The words of a plot that are no numbers and no axis' name."""
+    words = [text.text or "" for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text")]
+    return [word for word in words if word != "step" and not re.fullmatch(r"[-−e\d.]+|[\d.]+.[kMGT]", word)]
+
+
+def test_csv_has_the_numbers_of_the_files(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5, 0.25], bert_like(1))
+    compare.compare()
+    # One dense target of 100 and ranks 2, 1, 2 of 20 each: 200. Metrics: 0.6 + 0.01 recipe + 0.1 keep.
+    assert Path("reports/comparison.csv").read_text().splitlines() == [
+        "recipe,keep,metric,dense,factorized,recovered,"
+        "target_parameters,model_parameters,macs_per_token,bytes,speedup,search_steps,average_rank",
+        "svd,0.5,accuracy,0.8,0.55,0.65,200,700,2100,2800,1.5,0,",
+        "svd,0.25,accuracy,0.8,0.525,0.625,200,700,2100,2800,1.5,0,",
+        "kfac,0.5,accuracy,0.8,0.56,0.66,200,700,2100,2800,1.5,0,",
+        "kfac,0.25,accuracy,0.8,0.535,0.635,200,700,2100,2800,1.5,0,",
+    ]
+
+
+def test_csv_of_a_candidate_with_a_residual_and_of_one_that_trained_first(workspace: Path) -> None:
+    make_study(["losparse", "ars"], [0.5], bert_like(1))
+    make_candidate("losparse", 0.5, bert_like(1), 0.7, rows=3)
+    make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(6, R=1.0))
+    compare.compare()
+    # Three rows of 10 beside each of the three factorized targets: 90 more than the factors' 200.
+    assert Path("reports/comparison.csv").read_text().splitlines()[1:] == [
+        "losparse,0.5,accuracy,0.8,,0.7,290,700,2100,2800,1.5,0,",
+        "ars,0.5,accuracy,0.8,0.6,0.7,200,700,2100,2800,1.5,6,",
+    ]
+
+
+def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], bert_like(1))
+    compare.compare()
+    lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    assert "0.660 *" in lines["kfac-0.5"]
+    assert "*" not in lines["svd-0.5"]
+    assert "82.5 %" in lines["kfac-0.5"]  # 0.66 of 0.8
+    assert "1.50 ×" in lines["kfac-0.5"]
+    assert "before" not in compare.TEXT.read_text()
+
+
+def test_tables_have_steps_before_factorization_where_some_were_taken(workspace: Path) -> None:
+    make_study(["svd", "ars"], [0.5], bert_like(1))
+    compare.compare()
+    assert "before factorization" not in page()
+    make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(1200, R=1.0))
+    compare.compare()
+    assert {"steps before", "factorization"} <= {part.strip() for part in re.split(r"\s{2,}", compare.TEXT.read_text())}
+    assert re.search(r"^ *ars-0.5 +1,200 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *svd-0.5 +0 +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert '<th scope="col">steps before factorization</th>' in page()
+    assert '<th scope="row">ars-0.5</th><td>1,200</td><td>0.600</td>' in page()
+    assert columns_of(page()) == {10}
+
+
+def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspace: Path) -> None:
+    make_study(["svd", "losparse"], [0.5, 0.25], bert_like(1))
+    for keep in (0.5, 0.25):
+        make_candidate("losparse", keep, bert_like(1), 0.5, rows=3)
+    compare.compare()
+    lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    assert lines["losparse-0.5"].split()[1:3] == ["–", "0.500"]
+    assert "72.5 %" in lines["losparse-0.5"]  # 290 of 400, after recovery
+    assert '<th scope="row">losparse-0.5</th><td>–</td><td><span>0.500</span></td>' in page()
+    assert "A dash: sparse rows" in page()
+    assert columns_of(page()) == {9}
+    assert "Recovery lowered" not in page()
+
+
+def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5, 0.25], bert_like(2))
+    compare.compare()
+    for name in ("svd-0.5", "svd-0.25", "kfac-0.5", "kfac-0.25"):
+        assert f">{name}</th>" in page()
+    assert page().count('class="best"') == 2
+    assert not re.findall(r"<script|<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", page())
+    ids = re.findall(r'\bid="([^"]+)"', page())
+    assert len(ids) == len(set(ids))
+
+
+def test_inline_plots_are_well_formed(workspace: Path) -> None:
+    make_study(["svd"], [0.5], [HOSTILE])
+    compare.compare()
+    plots = re.findall(r"<svg.*?</svg>", page(), re.DOTALL)
+    assert len(plots) == 3  # trade-off, ranks, training
+    for plot in plots:
+        ElementTree.fromstring(plot)
+
+
+def test_names_from_outside_are_escaped(workspace: Path) -> None:
+    make_study(["svd"], [0.5], [HOSTILE, "other"])
+    compare.compare()
+    assert "<script" not in page()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x_1$: stays dense" in page()
+
+
+def test_two_runs_give_the_same_bytes(workspace: Path) -> None:
+    trained_study()
+    files = [compare.TABLE, compare.PAGE, compare.PICTURE]
+    compare.compare()
+    first = [file.read_bytes() for file in files]
+    # A process of its own: hashes of strings and ids of objects differ there.
+    command = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.compare import compare; compare()"
+    subprocess.run([sys.executable, "-c", command, REPOSITORY], check=True, capture_output=True)
+    assert [file.read_bytes() for file in files] == first
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("reports/search/svd-0.5.jsonl", "search --recipe svd --keep 0.5"),
+        ("data/splits/task.json", "extract"),
+        ("data/importance/targets.json", "importance"),
+        ("reports/teacher.json", "teacher"),
+        ("reports/teacher.jsonl", "teacher"),
+        ("models/ranks/svd-0.5/ranks.json", "search --recipe svd --keep 0.5"),
+        ("reports/finetune/svd-0.5.jsonl", "finetune --recipe svd --keep 0.5"),
+        ("reports/evaluate/svd-0.5.json", "evaluate --recipe svd --keep 0.5"),
+        ("reports/benchmark/svd-0.5.json", "benchmark --recipe svd --keep 0.5"),
+    ],
+)
+def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path, file: str, command: str) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    Path(file).write_text("{}\n")
+    with pytest.raises(StageError, match=f"{re.escape(file)} is malformed .* run `python -m tasks.{command}` again"):
+        compare.compare()
+    Path(file).unlink()
+    with pytest.raises(StageError, match=f"{re.escape(file)} does not exist: run `python -m tasks.{command}`"):
+        compare.compare()
+    assert not compare.PAGE.exists()
+
+
+def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["other"], 0.6)
+    with pytest.raises(StageError, match="ranks other targets"):
+        results.load_results()
+    make_candidate("svd", 0.5, ["map"], 0.6)
+    evaluation = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
+    write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": {"rank": 1, "rows": 0}}})
+    with pytest.raises(StageError, match=r"evaluate/svd-0.5.json measures other targets .* tasks.evaluate"):
+        results.load_results()
+    make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
+    results.load_results()
+    write("reports/teacher.json", {"score": score(0.8, rows=399), "size": size(1000)})
+    with pytest.raises(StageError, match="different test rows"):
+        results.load_results()
+
+
+@pytest.mark.parametrize(
+    ("recipes", "keeps", "target_names", "metric", "dense"),
+    [
+        (1, [1], ["map"], "matthews", 0.0),  # nothing to divide by
+        (9, [0.9, 0.75, 0.5, 0.33, 0.2, 0.1], bert_like(4)[:13], "pearson", 0.9),
+        (2, [0.5], bert_like(75), "f1", 0.9),
+    ],
+    ids=["one", "many candidates", "many targets"],
+)
+def test_any_study_fits(
+    workspace: Path, recipes: int, keeps: list[float], target_names: list[str], metric: str, dense: float
+) -> None:
+    make_study([f"recipe{number}" for number in range(recipes)], keeps, target_names, metric, dense)
+    compare.compare()
+    assert page().count("</title></rect>") == recipes * len(keeps) * len(target_names)
+    assert "standard error" not in page()
+    for picture in heatmap.heat_maps(results.load_results()):
+        assert picture.width <= 1085
+        last = picture.lines[-1].cells[-1]
+        assert last.x + picture.cell <= picture.width
+
+
+def test_a_keep_is_named_as_it_is_written(workspace: Path) -> None:
+    make_study(["svd"], [1], ["map"])
+    assert results.load_results().candidates[0].name == "svd-1"
+
+
+def test_heat_map_has_shares_by_hand(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
+    (picture,) = heatmap.heat_maps(results.load_results())
+    (line,) = picture.lines
+    assert [(cell.text, cell.share) for cell in line.cells] == [("D", 1.0), ("2", 0.4), ("1", 0.2)]
+    assert [label.text for label in picture.layers] == ["0", "1"]
+    assert [label.text for label in picture.kinds] == ["query", "value", "query"]
+
+
+def test_heat_map_shows_the_recovered_model_with_its_sparse_rows(workspace: Path) -> None:
+    make_study(["losparse"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
+    make_candidate("losparse", 0.5, ["h.0.query", "h.0.value", "h.1.query"], 0.6, rows=9)
+    evaluation = json.loads(Path("reports/evaluate/losparse-0.5.json").read_text())
+    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1}
+    write("reports/evaluate/losparse-0.5.json", evaluation)
+    compare.compare()
+    (picture,) = heatmap.heat_maps(results.load_results())
+    cells = picture.lines[0].cells
+    assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("2", 1.3), ("0", 0.1)]  # 40 + 90, 0 + 10
+    assert [plain(cell.title).partition(": ")[2] for cell in cells] == [
+        "stays dense",
+        "rank 2 and 9 sparse rows, 130.0 % of its parameters",
+        "rank 0 and 1 sparse row, 10.0 % of its parameters",
+    ]
+    assert "Sparse rows beside the factors count in the shade." in page()
+    assert set(re.findall(r'fill-opacity="([^"]+)"', page())) == {"1.0", "1", "0.1"}
+
+
+def trained_study() -> None:
+    """One recipe with two measures at both keeps, one that shapes and then searches at one keep, one by formula."""
+    make_study(["svd", "ars", "both"], [0.5, 0.25], bert_like(1))
+    for keep in (0.5, 0.25):
+        make_candidate("ars", keep, bert_like(1), 0.7, searched=curve(5, R=1.0, R_align=1e-6))
+    searched = curve(5, remaining=0.5) + curve(5, first=6, kept=0.4)
+    make_candidate("both", 0.5, bert_like(1), 0.7, searched=searched, average_rank=6.54, recovered=curve(3, rows=0.3))
+
+
+def test_nothing_is_shown_of_searches_and_measures_where_there_are_none(workspace: Path) -> None:
+    make_study(["svd"], [0.5], bert_like(1))
+    compare.compare()
+    assert page().count("<svg") == 3
+    assert not re.search(
+        "Before the factorization|Ranks that shaping left|measured besides|A dash|[Ss]parse row", page()
+    )
+
+
+def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
+    trained_study()
+    made = plots.search_svgs(results.load_results())
+    assert list(made) == ["ars", "both"]
+    assert titles(made["ars"]) == ["task loss", "R", "R_align", "keep 0.5", "keep 0.25"]
+    assert titles(made["both"]) == ["task loss", "remaining", "kept", "keep 0.5"]
+    assert titles(plots.recovery_svgs(results.load_results())["both"]) == ["rows", "keep 0.5"]
+    compare.compare()
+    assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
+        "R",
+        "R_align",
+        "remaining",
+        "kept",
+        "rows",
+    ]
+    assert page().count("<svg") == 7  # trade-off, 2 maps, 2 searches, training, 1 recovery
+    for plot in re.findall(r"<svg.*?</svg>", page(), re.DOTALL):
+        ElementTree.fromstring(plot)
+    ids = re.findall(r'\bid="([^"]+)"', page())
+    assert len(ids) == len(set(ids))
+    assert not re.search("#01020[3-6]", page())  # colours that the page was to fill in
+
+
+def test_losses_are_compared_without_what_methods_add(workspace: Path) -> None:
+    trained_study()
+    both = next(one for one in results.load_results().candidates if one.name == "both-0.5")
+    assert [point.compared_loss for point in both.curve] == [1, 1 / 2, 1 / 3]
+    assert [point.measures for point in both.curve] == [{"rows": 0.3}] * 3
+    svd = results.load_results().candidates[0]
+    assert [point.compared_loss for point in svd.curve[:2]] == [1, 1 / 2]
+    assert svd.curve[0].measures == {}
+
+
+def test_page_has_the_ranks_that_shaping_left(workspace: Path) -> None:
+    trained_study()
+    compare.compare()
+    row = '<tr><th scope="row">both</th><td>0.5</td><td>6.5</td><td>10.0</td></tr>'  # all targets are 10 × 10
+    assert page().count(row) == 1
+    assert page().count('<table class="ranks">') == 1
+
+
+def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
+    make_study(["ars"], [1, 0.5], ["map"])
+    measures = {f"measure_{number}": 10.0**number for number in (-9, -4, 0, 2, 4, 9)}  # with the others, two full rows
+    make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
+    make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
+    compare.compare()
+    shown = titles(plots.search_svgs(results.load_results())["ars"])
+    assert shown == ["task loss", *measures, HOSTILE, "keep 1", "keep 0.5"]
+
+
+def test_page_states_only_the_parts_that_recipes_have(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    content = json.loads(Path("params.yaml").read_text())
+    common = {"shaping": None, "weighting": {"kind": "none"}, "residual": None}
+    ranks = {"kind": "hypernetwork", "hypernetwork": True, "increase": None}
+    distillation = {"layers": 1.0, "logits": 2.0}
+    content["recipes"]["svd"] = {**common, "recovery": {"kind": "finetune", "steps": 60, "distillation": distillation}}
+    content["recipes"]["kfac"] = {**common, "ranks": ranks, "recovery": {"kind": "finetune", "distillation": None}}
+    write("params.yaml", content)
+    compare.compare()
+    heads = ("recipe", "weighting", "recovery", "ranks")
+    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page()
+    assert "<td>finetune, steps 60, distillation (layers 1.0, logits 2.0)</td><td>–</td>" in page()
+    assert "<td>finetune</td><td>hypernetwork, hypernetwork yes</td>" in page()
+
+
+def test_summary_says_what_chance_could_do(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "At keep 0.5, kfac recovers best: accuracy 0.660, 82.5 % of dense" in text
+    assert "70.0 % of the model’s parameters" in text
+    assert "1.50 times as fast; the other recipe lies within one standard error of it" in text
+    assert "about 0.020" in text  # √(0.8 × 0.2 ÷ 400)
+
+
+def test_summary_names_all_winners_and_setbacks(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], metric_of(1, 0.5))
+    evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
+    evaluation |= {"factorized": score(0.7), "recovered": score(0.66, loss=0.4)}
+    write("reports/evaluate/kfac-0.5.json", evaluation)
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "kfac and svd recover best" in text  # the lower loss first
+    assert "Recovery lowered the accuracy of kfac-0.5." in text
+
+
+def test_targets_have_short_names_and_layers() -> None:
+    assert names.short({*KINDS}) == {
+        "attention.self.query": "query",
+        "attention.output.dense": "attention.output",
+        "intermediate.dense": "intermediate",
+        "output.dense": "output",
+    }
+    assert names.place("h.10.mlp.experts.3.w1") == names.Place("h", "10", "mlp.experts.3.w1")
+    assert names.place("0.query") == names.Place("", "0", "query")
+    assert names.place("pooler.dense") == names.Place("", "", "pooler.dense")
+    both = [Target(**target(f"{stack}.layers.0.q")) for stack in ("encoder", "decoder")]
+    assert [layer.label for layer in names.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
+
+
+def test_numbers_are_readable() -> None:
+    assert [plain(numbers.count(value)) for value in (7, 999.6, 22_713_986, 999_960, 1.5e9)] == [
+        "7",
+        "1.00 k",
+        "22.7 M",
+        "1.00 M",
+        "1.50 G",
+    ]
+    assert plain(numbers.size(90_867_952)) == "90.9 MB"
+    assert plain(numbers.size(12)) == "12 B"

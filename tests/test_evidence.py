@@ -1,0 +1,498 @@
+"""Laws of the evidence: per sample, whatever the batches and the padding, and nothing happens to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from eckart.evidence import (
+    KINDS,
+    collect,
+    fisher_sums,
+    load_evidence,
+    mean_loss_times_batch,
+    save_evidence,
+    taylor_sums,
+)
+from eckart.targets import Target, find_targets, weight_of
+
+SAMPLES = tiny.samples(16)
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def double(family: str) -> nn.Module:
+    """A tiny model in float64, so that equal means equal."""
+    return tiny.FAMILIES[family]().double()
+
+
+def targets_of(model: nn.Module) -> tuple[Target, ...]:
+    return find_targets(model, tiny.collate(SAMPLES[:2])).targets
+
+
+def assert_same(some, other, **tolerance) -> None:
+    assert {kind: set(tensors) for kind, tensors in some.items()} == {k: set(tensors) for k, tensors in other.items()}
+    for kind, tensors in some.items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, other[kind][key], msg=f"{kind} of {key}", **(tolerance or CLOSE))
+
+
+# --- the reference: one backward pass per sample ---------------------------------------------------------------------
+
+
+def traced(model: nn.Module, targets: Sequence[Target], batch) -> tuple[Tensor, dict, dict]:
+    """The loss of a batch, and every target's inputs and outputs."""
+    inputs, outputs = {}, {}
+
+    def record(name):
+        def hook(module, args, output):
+            inputs[name], outputs[name] = args[0], output
+
+        return hook
+
+    hooks = [model.get_submodule(t.name).register_forward_hook(record(t.name)) for t in targets]
+    loss = model(**batch).loss
+    for hook in hooks:
+        hook.remove()
+    return loss, inputs, outputs
+
+
+def one_sample(model: nn.Module, targets: Sequence[Target], sample: tiny.Sample) -> dict[tuple[str, str], Tensor]:
+    """The statistics of one sample, from its gradients as autograd gives them."""
+    loss, inputs, outputs = traced(model, targets, tiny.collate([sample]))
+    weights = [model.get_submodule(t.name).weight for t in targets]
+    gradients = torch.autograd.grad(loss, weights + [outputs[t.name] for t in targets])
+    result = {}
+    for target, raw, delta in zip(targets, gradients, gradients[len(targets) :], strict=False):
+        weight = weight_of(model.get_submodule(target.name))
+        gradient = raw if raw.shape == weight.shape and raw.stride() == weight.stride() else raw.T
+        x, delta = inputs[target.name].flatten(0, -2), delta.flatten(0, -2)
+        if target.input_of == target.name:
+            result["inputs", target.name] = x.T @ x
+            result["tokens", target.name] = torch.tensor(len(x)).to(x)
+        result["output_gradients", target.name] = delta.T @ delta
+        for kind, squares in (("fisher", gradient**2), ("taylor", (gradient * weight) ** 2)):
+            result[kind, f"{target.name}.input"] = squares.sum(0)
+            result[kind, f"{target.name}.output"] = squares.sum(1)
+    return {key: tensor.detach() for key, tensor in result.items()}
+
+
+def by_hand(model: nn.Module, targets: Sequence[Target], samples: Sequence[tiny.Sample]):
+    model.eval()
+    each = [one_sample(model, targets, sample) for sample in samples]
+    result: dict[str, dict[str, Tensor]] = {}
+    for kind, key in each[0]:
+        result.setdefault(kind, {})[key] = sum(one[kind, key] for one in each) / len(samples)
+    return result
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("length", [3, 12])
+def test_evidence_is_that_of_autograd_sample_by_sample(family, length):
+    """Short samples take the form that needs no gradient, long ones the gradient itself."""
+    model = double(family)
+    targets = targets_of(model)
+    samples = tiny.samples(6, shortest=length - 2, longest=length)
+    assert_same(collect(model, tiny.batches(samples, 6, length), targets), by_hand(model, targets, samples))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_evidence_does_not_depend_on_batch_size(family, size):
+    model = double(family)
+    targets = targets_of(model)
+    assert_same(
+        collect(model, tiny.batches(SAMPLES, size), targets), collect(model, tiny.batches(SAMPLES, 16), targets)
+    )
+
+
+@pytest.mark.parametrize("length", [8, 11, 20])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_evidence_does_not_depend_on_padding_to_the_right(family, length):
+    model = double(family)
+    targets = targets_of(model)
+    alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
+    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length), targets), alone)
+
+
+@pytest.mark.parametrize("length", [8, 11, 20])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_evidence_does_not_depend_on_padding_to_the_left(family, length):
+    model = double(family)
+    targets = targets_of(model)
+    alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
+    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length, "left"), targets), alone)
+
+
+def test_evidence_does_not_depend_on_what_stands_in_the_padding():
+    model = double("bert")
+    targets = targets_of(model)
+    batch = tiny.collate(SAMPLES[:4], 10)
+    other = dict(batch, input_ids=torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7))
+    assert_same(collect(model, [other], targets), collect(model, [batch], targets))
+
+
+def test_evidence_in_single_precision_is_that_in_double():
+    model = tiny.bert()
+    targets = targets_of(model)
+    single = collect(model, tiny.batches(SAMPLES, 4), targets)
+    assert {tensor.dtype for tensors in single.values() for tensor in tensors.values()} == {torch.float32}
+    exact = collect(model.double(), tiny.batches(SAMPLES, 4), targets)
+    rounded = {kind: {key: value.float() for key, value in tensors.items()} for kind, tensors in exact.items()}
+    assert_same(single, rounded, rtol=1e-3, atol=1e-5)
+
+
+def test_half_precision_is_gathered_in_single():
+    """Sums of squares in bfloat16 would stop growing after 256 terms."""
+    model = tiny.bert().bfloat16()
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
+    assert {tensor.dtype for tensors in gathered.values() for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_alone_is_the_same_as_all_together(kind):
+    model = double("llama")
+    targets = targets_of(model)
+    together = collect(model, tiny.batches(SAMPLES, 4), targets)
+    alone = collect(model, tiny.batches(SAMPLES, 4), targets, kinds=[kind])
+    wanted = {"inputs", "tokens"} if kind == "inputs" else {kind}
+    assert_same(alone, {name: together[name] for name in wanted})
+
+
+def test_a_target_has_the_same_evidence_alone_as_among_others():
+    model = double("bert")
+    targets = targets_of(model)
+    everything = collect(model, tiny.batches(SAMPLES, 4), targets)
+    key = "bert.encoder.layer.1.attention.self.key"
+    (alone,) = find_targets(model, tiny.collate(SAMPLES[:2]), include=[key]).targets
+    some = collect(model, tiny.batches(SAMPLES, 4), [alone])
+    query = key.replace("key", "query")
+    torch.testing.assert_close(some["inputs"][key], everything["inputs"][query], **CLOSE)
+    for kind in ("output_gradients", "fisher", "taylor"):
+        for name, tensor in some[kind].items():
+            torch.testing.assert_close(tensor, everything[kind][name], **CLOSE)
+
+
+def test_squaring_the_gradient_of_a_batch_is_another_number():
+    model = double("bert").eval()
+    targets = targets_of(model)
+    fisher = collect(model, tiny.batches(SAMPLES, 16), targets, kinds=["fisher"])["fisher"]
+    weights = [model.get_submodule(target.name).weight for target in targets]
+    means = torch.autograd.grad(model(**tiny.collate(SAMPLES)).loss, weights)
+    for target, mean in zip(targets, means, strict=True):
+        # Jensen: the mean of squares is larger, and by far where gradients of samples differ
+        assert float((mean**2).sum()) < 0.9 * float(fisher[f"{target.name}.input"].sum())
+
+
+def test_the_two_axes_sum_to_the_same_total():
+    model = double("llama")
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model), kinds=["fisher", "taylor"])
+    for kind, tensors in gathered.items():
+        for key in [key for key in tensors if key.endswith(".input")]:
+            other = key.removesuffix("input") + "output"
+            torch.testing.assert_close(tensors[key].sum(), tensors[other].sum(), msg=f"{kind} of {key}", **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    [
+        ("bert", ["query", "key", "value"]),
+        ("llama", ["q_proj", "k_proj", "v_proj"]),
+        ("llama", ["gate_proj", "up_proj"]),
+    ],
+)
+def test_readers_of_one_tensor_share_one_statistic(family, sharing):
+    model = double(family)
+    targets = targets_of(model)
+    keys = collect(model, [tiny.collate(SAMPLES)], targets, kinds=["inputs"])["inputs"]
+    readers = [target for target in targets if target.name.rpartition(".")[2] in sharing]
+    assert {target.input_of.rpartition(".")[2] for target in readers} == {sharing[0]}
+    assert {target.name for target in readers if target.name in keys} == {target.input_of for target in readers}
+
+
+def test_a_conv1d_target_has_the_evidence_of_the_linear_of_its_transpose():
+    model = double("gpt2")
+    targets = targets_of(model)
+    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
+    for target in targets:
+        parent, _, child = target.name.rpartition(".")
+        convolution = model.get_submodule(target.name)
+        linear = nn.Linear(target.in_features, target.out_features, dtype=torch.float64)
+        linear.weight.data.copy_(convolution.weight.T)
+        linear.bias.data.copy_(convolution.bias)
+        setattr(model.get_submodule(parent), child, linear)
+    assert targets_of(model) == targets
+    assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected)
+
+
+def test_a_loss_of_ones_own_does_not_depend_on_batch_size_either():
+    """Next-token prediction: the mean over the tokens of each sample, summed over samples."""
+
+    def loss(model, batch):
+        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
+        wanted = batch["attention_mask"][:, 1:]
+        losses = nn.functional.cross_entropy(logits.mT, batch["input_ids"][:, 1:], reduction="none") * wanted
+        return (losses.sum(1) / wanted.sum(1)).sum()
+
+    model = tiny.causal_llama().double()
+    targets = targets_of(tiny.llama())
+    assert_same(
+        collect(model, tiny.batches(SAMPLES, 1), targets, loss=loss),
+        collect(model, tiny.batches(SAMPLES, 8, 12), targets, loss=loss),
+    )
+
+
+def test_the_loss_of_a_batch_is_the_sum_over_its_samples():
+    model = double("bert").eval()
+    total = mean_loss_times_batch(model, tiny.collate(SAMPLES))
+    each = [mean_loss_times_batch(model, tiny.collate([sample])) for sample in SAMPLES]
+    torch.testing.assert_close(total, torch.stack(each).sum(), **CLOSE)
+
+
+# --- the sums of squares ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 9, 8), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)])
+def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
+    """Few tokens and many, on either side of where the cheaper form changes."""
+    batch, tokens, rows, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    x, delta, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((batch, tokens, columns), (batch, tokens, rows), (rows, columns))
+    )
+    gradients = torch.einsum("nto,nti->noi", delta, x)
+    for got, squares in (
+        (fisher_sums(x, delta), gradients**2),
+        (taylor_sums(x, delta, weight), (gradients * weight) ** 2),
+    ):
+        torch.testing.assert_close(got[0], squares.sum((0, 1)), **CLOSE)
+        torch.testing.assert_close(got[1], squares.sum((0, 2)), **CLOSE)
+
+
+# --- a case solved by hand -------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """y = x Wᵀ with W = (2, -1); a sample's loss is the sum of y over its tokens, so that every Δ is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(2, 1, bias=False)
+        self.map.weight.data.copy_(torch.tensor([[2.0, -1.0]]))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        y = self.map(x)
+        kept = y if attention_mask is None else y[attention_mask.bool()]
+        return SimpleNamespace(loss=kept.sum() / len(x))
+
+
+MAP = Target(name="map", out_features=1, in_features=2, input_of="map")
+# G = (4, 6) and (1, 1)
+TWO = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[1.0, 0.0], [0.0, 1.0]]])
+
+
+def test_two_samples_solved_by_hand():
+    expected = {
+        "inputs": {"map": [[5.5, 7.0], [7.0, 10.5]]},
+        "tokens": {"map": 2.0},
+        "output_gradients": {"map": [[2.0]]},
+        "fisher": {"map.input": [(16 + 1) / 2, (36 + 1) / 2], "map.output": [27.0]},
+        "taylor": {"map.input": [(64 + 4) / 2, (36 + 1) / 2], "map.output": [52.5]},
+    }
+    got = collect(Sum(), [{"x": TWO}], [MAP])
+    assert_same(got, {kind: {key: torch.tensor(v) for key, v in some.items()} for kind, some in expected.items()})
+
+
+@pytest.mark.parametrize("filling", [0.0, 5.0, float("inf"), float("nan")])
+def test_padding_counts_for_nothing_whatever_it_holds(filling):
+    """A model may leave anything in the rows of padding, as long as nothing reads them."""
+    padded = torch.full((2, 5, 2), filling)
+    padded[:, :2] = TWO
+    mask = torch.tensor([[1, 1, 0, 0, 0]] * 2)
+    assert_same(collect(Sum(), [{"x": padded, "attention_mask": mask}], [MAP]), collect(Sum(), [{"x": TWO}], [MAP]))
+
+
+def test_tokens_are_the_mean_of_real_tokens_per_sample():
+    model = double("bert")
+    tokens = collect(model, tiny.batches(SAMPLES, 4, 12), targets_of(model), kinds=["inputs"])["tokens"]
+    mean = sum(len(ids) for ids, _ in SAMPLES) / len(SAMPLES)
+    assert float(tokens["bert.encoder.layer.0.output.dense"]) == pytest.approx(mean)
+    assert float(tokens["bert.pooler.dense"]) == 1.0
+
+
+# --- the model afterwards --------------------------------------------------------------------------------------------
+
+
+def mixed_model() -> nn.Module:
+    """Some modules in training and some not, some parameters frozen, one with a gradient already."""
+    model = tiny.bert().train()
+    model.bert.encoder.layer[0].eval()
+    model.bert.embeddings.requires_grad_(False)
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    return model
+
+
+def state(model: nn.Module):
+    return (
+        {name: module.training for name, module in model.named_modules()},
+        {name: (p.requires_grad, None if p.grad is None else p.grad.tolist()) for name, p in model.named_parameters()},
+        {name: len(m._forward_hooks) + len(m._backward_hooks or ()) for name, m in model.named_modules()},
+        {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+    )
+
+
+def test_the_model_comes_back_bit_for_bit():
+    model = mixed_model()
+    before = state(model)
+    collect(model, tiny.batches(SAMPLES, 4), targets_of(tiny.bert()))
+    assert state(model) == before
+
+
+def test_the_model_comes_back_when_the_data_end_in_an_error():
+    def broken():
+        yield tiny.collate(SAMPLES)
+        raise OSError("the disk is gone")
+
+    model = mixed_model()
+    before = state(model)
+    with pytest.raises(OSError, match="the disk is gone"):
+        collect(model, broken(), targets_of(tiny.bert()))
+    assert state(model) == before
+
+
+def test_a_model_in_training_gives_the_evidence_of_eval_mode():
+    """No dropout: the same numbers twice, and those of the model in eval mode."""
+    model = double("bert").train()
+    targets = targets_of(model)
+    first, second = (collect(model, tiny.batches(SAMPLES, 4), targets) for _ in range(2))
+    assert_same(first, second, rtol=0, atol=0)
+    assert_same(first, collect(model.eval(), tiny.batches(SAMPLES, 4), targets), rtol=0, atol=0)
+
+
+def test_evidence_is_gathered_where_gradients_are_off():
+    model = double("bert")
+    targets = targets_of(model)
+    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
+    with torch.no_grad():
+        assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected, rtol=0, atol=0)
+
+
+def test_inputs_alone_ask_for_no_gradient():
+    def forward_only(model, batch):
+        assert not torch.is_grad_enabled()
+        return mean_loss_times_batch(model, batch)
+
+    model = tiny.bert()
+    collect(model, tiny.batches(SAMPLES, 4), targets_of(model), kinds=["inputs"], loss=forward_only)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_sample_is_an_error():
+    with pytest.raises(ValueError, match="no calibration sample"):
+        collect(Sum(), [], [MAP])
+
+
+def test_what_is_not_finite_is_an_error_that_names_the_target():
+    model = tiny.bert()
+    targets = targets_of(model)
+    model.bert.encoder.layer[1].intermediate.dense.bias.data[0] = float("inf")
+    with pytest.raises(ValueError, match=r"inputs of bert\.encoder\.layer\.1\.output\.dense is not finite"):
+        collect(model, tiny.batches(SAMPLES, 4), targets)
+
+
+class Reshaped(Sum):
+    """Hands its map something else than `(batch, tokens, features)`."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.map(self.change(x)).sum() / len(x))
+
+
+def test_tokens_that_cannot_be_split_into_samples_are_an_error():
+    model = Reshaped(lambda x: x.flatten(0, 1)[1:])
+    with pytest.raises(ValueError, match=r"map: .* cannot be split into 2 samples; exclude this target"):
+        collect(model, [{"x": TWO}], [MAP])
+
+
+def test_padding_that_cannot_be_told_from_data_is_an_error():
+    model = Reshaped(lambda x: torch.cat([x, x], 1))
+    mask = torch.tensor([[1, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"map: 4 tokens per sample, but attention_mask has 2.*exclude this target"):
+        collect(model, [{"x": TWO, "attention_mask": mask}], [MAP])
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_tokens_before_samples_are_an_error(tokens, padding):
+    """`(tokens, batch, features)` divides by the batch size too, but its rows are not those of samples."""
+    x = torch.arange(4.0 * tokens).reshape(2, tokens, 2)
+    mask = torch.ones(2, tokens, dtype=torch.int64)
+    mask[1, tokens - padding :] = 0
+    with pytest.raises(ValueError, match="map"):
+        collect(Reshaped(lambda x: x.transpose(0, 1)), [{"x": x, "attention_mask": mask}], [MAP])
+
+
+def test_tokens_of_all_samples_in_one_axis_are_told_apart():
+    """Some models flatten to `(batch × tokens, features)` before their linear maps."""
+    flat = collect(Reshaped(lambda x: x.flatten(0, 1)), [{"x": TWO}], [MAP])
+    assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
+
+
+# --- on the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_evidence_survives_the_disk_bit_for_bit(tmp_path):
+    model = tiny.bert()
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
+    folder = tmp_path / "new" / "folder"
+    save_evidence(gathered, folder)
+    assert_same(load_evidence(folder), gathered, rtol=0, atol=0)
+    assert {path.name for path in folder.iterdir()} == {f"{kind}.safetensors" for kind in gathered}
+
+
+def test_what_was_not_gathered_is_a_key_error(tmp_path):
+    save_evidence(collect(Sum(), [{"x": TWO}], [MAP], kinds=["fisher"]), tmp_path)
+    loaded = load_evidence(tmp_path)
+    assert "map.input" in loaded["fisher"]
+    assert len(loaded["fisher"]) == 2
+    for kind, key in (("taylor", "map.input"), ("fisher", "other.input")):
+        with pytest.raises(KeyError):
+            loaded[kind][key]
+
+
+def test_a_target_that_no_gradient_reaches_weighs_nothing():
+    """The pooler runs, but this loss does not read it."""
+    model = tiny.bert()
+    batch = tiny.collate(tiny.samples(2))
+    targets = find_targets(model, batch).targets
+    pooler = next(target for target in targets if target.name == "bert.pooler.dense")
+
+    def loss(model, batch):
+        return model.bert(batch["input_ids"]).last_hidden_state.sum()
+
+    evidence = collect(model, [batch], targets, loss=loss)
+    assert not evidence["output_gradients"][pooler.name].any()
+    assert not evidence["fisher"][f"{pooler.name}.input"].any()
+    assert evidence["taylor"][f"{pooler.name}.output"].shape == (pooler.out_features,)
+
+
+def test_sums_of_squares_are_never_negative():
+    """A channel that is constant over tokens whose gradients cancel: all that the Gram form has left is rounding."""
+    torch.manual_seed(0)
+    x, delta = torch.randn(1, 16, 64), torch.randn(1, 16, 64)
+    x[..., 0] = 30.0
+    delta -= delta.mean(1, keepdim=True)
+    assert all((sums >= 0).all() for sums in fisher_sums(x, delta))

@@ -1,0 +1,221 @@
+"""A compressed model is an ordinary Hugging Face model: what is saved comes back bit for bit, and trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    T5EncoderModel,
+    Trainer,
+    TrainingArguments,
+)
+
+import eckart  # noqa: F401  teaches transformers the format
+from eckart.hub import save
+from eckart.layers import factorize, factorized
+from eckart.svd import decompose
+from eckart.targets import find_targets, weight_of
+from eckart.weighting import Metrics
+
+SAMPLES = tiny.samples(8)
+BATCH = tiny.collate(SAMPLES)
+FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
+
+
+def compress(model: PreTrainedModel, every: int = 1) -> PreTrainedModel:
+    """Factorize every `every`-th target, at ranks that differ."""
+    targets = find_targets(model, BATCH, exclude=["*.left", "*.right"]).targets
+    for index, target in enumerate(targets[::every]):
+        result = decompose(weight_of(model.get_submodule(target.name)), Metrics())
+        factorize(model, target.name, *result.truncate(1 + index % 5))
+    return model
+
+
+def load(folder: Path, **options) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(folder, **options)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**{key: tensor for key, tensor in BATCH.items() if key != "labels"}).logits
+
+
+def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """The same tensors under the same names, and the same logits, bit for bit."""
+    some, others = model.state_dict(), other.state_dict()
+    assert set(some) == set(others)
+    for name, tensor in some.items():
+        assert tensor.dtype == others[name].dtype, name
+        assert torch.equal(tensor, others[name]), name
+    assert torch.equal(logits(model), logits(other))
+
+
+@FAMILIES
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_compressed_model_comes_back_bit_for_bit(family, every, tmp_path):
+    model = compress(tiny.FAMILIES[family](), every)
+    save(model, tmp_path)
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert factorized(loaded) == factorized(model) != {}
+    assert_same(loaded, model)
+
+
+@FAMILIES
+def test_a_dense_model_comes_back_bit_for_bit(family, tmp_path):
+    model = tiny.FAMILIES[family]()
+    save(model, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_same(load(tmp_path), model)
+
+
+def test_a_model_with_shared_layers_comes_back_bit_for_bit(tmp_path):
+    model = compress(tiny.albert())
+    save(model, tmp_path)
+    assert_same(load(tmp_path), model)
+
+
+def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
+    model = tiny.causal_llama()
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        factorize(model, name, *decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(2))
+    save(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same(loaded, model)
+
+
+def test_a_model_that_looks_at_the_weights_of_its_maps_runs_and_comes_back_bit_for_bit(tmp_path):
+    model = tiny.t5().eval()
+    tokens = {key: BATCH[key] for key in ("input_ids", "attention_mask")}
+    for target in find_targets(model, tokens).targets:
+        factorize(model, target.name, *decompose(weight_of(model.get_submodule(target.name)), Metrics()).truncate(2))
+    with torch.no_grad():
+        expected = model(**tokens).last_hidden_state
+        save(model, tmp_path)
+        loaded = T5EncoderModel.from_pretrained(tmp_path).eval()
+        assert torch.equal(loaded(**tokens).last_hidden_state, expected)
+
+
+def test_half_precision_comes_back_bit_for_bit(tmp_path):
+    model = compress(tiny.llama()).bfloat16()
+    save(model, tmp_path)
+    assert_same(load(tmp_path, dtype=torch.bfloat16), model)
+
+
+def test_a_factorized_head_comes_back_bit_for_bit(tmp_path):
+    model = tiny.bert()
+    factorize(model, "classifier", *decompose(model.classifier.weight.detach(), Metrics()).truncate(1))
+    save(model, tmp_path)
+    assert_same(load(tmp_path), model)
+
+
+@FAMILIES
+def test_the_folder_holds_safetensors_and_no_pickles(family, tmp_path):
+    save(compress(tiny.FAMILIES[family]()), tmp_path)
+    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert ".safetensors" in suffixes
+    assert suffixes <= {".safetensors", ".json"}
+
+
+def test_the_configuration_says_what_is_factorized(tmp_path):
+    model = compress(tiny.bert(), every=3)
+    save(model, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "eckart"
+    assert written["ranks"] == factorized(model)
+
+
+def test_the_folder_is_smaller_where_the_model_is(tmp_path):
+    save(tiny.bert(), tmp_path / "dense")
+    save(compress(tiny.bert()), tmp_path / "compressed")
+    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("dense", "compressed")}
+    assert sizes["compressed"] < sizes["dense"]
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def train(model: PreTrainedModel, folder: Path) -> None:
+    """Two steps with the Trainer, as any other model."""
+    examples = [{key: tensor[0] for key, tensor in tiny.collate([sample], 8).items()} for sample in SAMPLES]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=examples).train()
+
+
+@FAMILIES
+def test_a_loaded_model_trains_and_comes_back_bit_for_bit(family, tmp_path):
+    model = compress(tiny.FAMILIES[family](), every=2)
+    save(model, tmp_path / "first")
+    loaded = load(tmp_path / "first")
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    train(loaded, tmp_path / "training")
+    for name in factorized(loaded):
+        for part in ("left", "right"):
+            key = f"{name}.{part}"
+            assert not torch.equal(loaded.get_parameter(key), model.get_parameter(key)), key
+    save(loaded, tmp_path / "second")
+    assert_same(load(tmp_path / "second"), loaded)
+
+
+def test_save_pretrained_keeps_the_format_of_a_loaded_model(tmp_path):
+    """As the Trainer calls it for its checkpoints."""
+    save(compress(tiny.bert()), tmp_path / "first")
+    loaded = load(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert_same(load(tmp_path / "second"), loaded)
+
+
+def test_a_loaded_model_can_be_compressed_further(tmp_path):
+    """What is factorized later joins the ranks in the configuration."""
+    save(compress(tiny.bert(), every=3), tmp_path / "first")
+    loaded = load(tmp_path / "first")
+    before = factorized(loaded)
+    compress(loaded, every=2)
+    save(loaded, tmp_path / "second")
+    assert len(factorized(loaded)) > len(before)
+    assert_same(load(tmp_path / "second"), loaded)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_for_a_module_that_is_not_there_is_an_error(tmp_path):
+    save(compress(tiny.bert()), tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    written["quantization_config"]["ranks"]["bert.no.such.module"] = 2
+    file.write_text(json.dumps(written))
+    with pytest.raises(AttributeError):
+        load(tmp_path)
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path):
+    for name in ("first", "second"):
+        save(compress(tiny.bert()), tmp_path / name)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+
+
+def test_saving_leaves_the_model_as_it_was(tmp_path):
+    model = compress(tiny.bert())
+    expected = logits(model)
+    save(model, tmp_path)
+    assert torch.equal(logits(model), expected)
+    assert factorized(model)

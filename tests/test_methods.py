@@ -1,0 +1,182 @@
+"""Every method, and recombinations of their parts, through the stages of a candidate in a tiny workspace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
+
+import eckart as eckart  # teaches transformers to load the candidates
+from eckart.layers import factorized, residual_rows
+
+KEEP = "0.5"
+FEW = {"steps": 4, "batch_size": 8}
+PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": 0.5, "start": 0.25, "end": 0.25, "learning_rate": 1e-3}
+ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25}
+DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
+
+# Cut down to seconds; steps of the threshold are those that its rate needs to pass every singular value.
+METHODS: dict[str, dict[str, Any]] = {
+    "ars": {"ranks": FEW},
+    "drone_tolerance": {"ranks": {"grid": 3, "rows": 8}},
+    "softlm": {"ranks": {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}},
+    "lpaf": {"shaping": FEW},
+    "losparse": {"residual": {"low_rank": 0.2}},
+}
+RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kfac_ars": ("ars", {"weighting": {"kind": "kfac"}, "ranks": FEW}),
+    "kfac_losparse": ("kfac", {"residual": ROWS}),
+    "kfac_lpaf": ("kfac", {"shaping": {"kind": "pruning", "score": "zero_order", **PRUNING, **FEW}}),
+    "kfac_distilled": ("kfac", {"recovery": DISTILLED}),
+    "pruned_ars": ("lpaf", {"shaping": FEW, "ranks": "ars"}),
+    "elements": ("ars", {"ranks": {"selection": "elements", **FEW}}),
+    "gates": ("ars", {"ranks": {"hypernetwork": False, **FEW}}),
+    "pruning_alone": ("losparse", {"residual": {"low_rank": 0.0}}),
+    "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
+    "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
+    "lpaf_distilled": ("lpaf", {"shaping": FEW, "recovery": DISTILLED}),
+}
+NAMES = [*METHODS, *RECOMBINATIONS]
+OF_LOW_RANK = ["drone_tolerance", "softlm", "elements"]
+WITH_ROWS = ["losparse", "kfac_losparse", "pruning_alone", "factors_alone", "losparse_distilled"]
+PRUNED = ["lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled"]
+
+
+def recipes() -> dict[str, Any]:
+    from ruamel.yaml import YAML
+    from workspace import REPOSITORY, plain
+
+    own = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]
+    made = {name: merged(own[name], changes) for name, changes in METHODS.items()}
+    for name, (origin, changes) in RECOMBINATIONS.items():
+        if changes.get("ranks") == "ars":
+            changes = {**changes, "ranks": made["ars"]["ranks"]}
+        made[name] = merged(own[origin], changes)
+        if changes.get("weighting"):
+            made[name]["weighting"] = changes["weighting"]
+    return {name: merged(parts, {"recovery": FEW}) for name, parts in made.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A workspace after importance, as the working directory."""
+    root = tiny_workspace(tmp_path_factory.mktemp("methods"))
+    params = tiny_params()
+    params["recipes"] = recipes()
+    params["study"]["recipes"] = NAMES
+    write_params(root, params)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
+        for stage in ("extract", "teacher", "importance"):
+            run_stage(stage)
+        yield
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest, _workspace: None) -> str:
+    """A candidate, after all its stages; the teacher is as it was."""
+    before = digests(Path("models/teacher"))
+    for stage in ("search", "factorize", "finetune", "evaluate"):
+        run_stage(stage, request.param, KEEP)
+    assert digests(Path("models/teacher")) == before
+    return f"{request.param}-{KEEP}"
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+def points(path: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def model(folder: str) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(folder).eval()
+
+
+def logits(folder: str) -> torch.Tensor:
+    batch = AutoTokenizer.from_pretrained(folder)(["the plot is dull", "the cast is warm"], return_tensors="pt")
+    with torch.no_grad():
+        return model(folder)(**batch).logits
+
+
+def has(name: str, part: str, kind: str) -> bool:
+    return (recipes()[name.rpartition("-")[0]][part] or {}).get("kind") == kind
+
+
+def test_the_budget_is_met_and_used(name: str) -> None:
+    evaluation, targets = read(f"reports/evaluate/{name}.json"), read("data/importance/targets.json")["targets"]
+    before = sum(target["out_features"] * target["in_features"] for target in targets)
+    assert 0.35 * before < evaluation["target_parameters"] <= 0.5 * before
+    saved = load_file(f"models/finetuned/{name}/model.safetensors")
+    dense = load_file("models/teacher/model.safetensors")
+    floats = [
+        sum(value.numel() for value in weights.values() if value.is_floating_point()) for weights in (saved, dense)
+    ]
+    assert floats[1] - floats[0] == before - evaluation["target_parameters"]
+
+
+def test_it_is_an_ordinary_model(name: str) -> None:
+    small = model(f"models/finetuned/{name}")
+    assert factorized(small)
+    assert torch.isfinite(logits(f"models/finetuned/{name}")).all()
+    evaluation = read(f"reports/evaluate/{name}.json")
+    assert {k: v["rank"] for k, v in evaluation["targets"].items() if v["rank"] is not None} == factorized(small)
+    assert {k: v["rows"] for k, v in evaluation["targets"].items() if v["rows"]} == residual_rows(small)
+
+
+def test_a_search_that_trains_writes_its_curve_and_counts_its_steps(name: str) -> None:
+    decision, curve = read(f"models/ranks/{name}/ranks.json"), points(f"reports/search/{name}.jsonl")
+    assert decision["steps"] == (curve[-1]["step"] if curve else 0)
+    learned = has(name, "shaping", "pruning") or has(name, "ranks", "hypernetwork") or has(name, "ranks", "threshold")
+    assert bool(curve) == learned
+    assert [point["step"] for point in curve] == sorted({point["step"] for point in curve})
+    if has(name, "ranks", "hypernetwork"):
+        assert {"task_loss", "R", "R_align"} <= set(curve[-1])
+    assert (decision["average_rank"] is not None) == has(name, "shaping", "pruning")
+
+
+@pytest.mark.parametrize("name", OF_LOW_RANK, indirect=True)
+def test_factorizing_what_has_low_rank_loses_nothing(name: str) -> None:
+    """Law 12, and the same for the ranks that tolerance found and for selected elements."""
+    torch.testing.assert_close(
+        logits(f"models/factorized/{name}"), logits(f"models/ranks/{name}/shaped"), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", WITH_ROWS, indirect=True)
+def test_before_recovery_a_residual_leaves_nothing_out(name: str) -> None:
+    """Law 11."""
+    torch.testing.assert_close(logits(f"models/factorized/{name}"), logits("models/teacher"), rtol=1e-4, atol=1e-4)
+
+
+def test_a_factorized_model_is_scored_unless_it_is_not_small_yet(name: str) -> None:
+    is_small = not has(name, "residual", "sparse_rows")
+    assert (read(f"reports/evaluate/{name}.json")["factorized"] is not None) == is_small
+
+
+@pytest.mark.parametrize("name", PRUNED, indirect=True)
+def test_pruned_weights_are_what_is_factorized(name: str) -> None:
+    weights = load_file(f"models/ranks/{name}/shaped/model.safetensors")
+    for target in read("data/importance/targets.json")["targets"]:
+        weight = weights[f"{target['name']}.weight"]
+        assert int((weight != 0).sum()) == round(0.5 * weight.numel())
+
+
+@pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
+def test_the_same_seed_gives_the_same_bytes(recipe: str) -> None:
+    folders = ("models/ranks", "models/factorized", "models/finetuned")
+    found = []
+    for _ in range(2):
+        for stage in ("search", "factorize", "finetune"):
+            run_stage(stage, recipe, KEEP)
+        found.append([digests(Path(folder) / f"{recipe}-{KEEP}") for folder in folders])
+    assert found[0] == found[1]

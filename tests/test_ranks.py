@@ -1,0 +1,296 @@
+"""Laws of the rank searches, and waterfill against brute force and against cases solved by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step, total
+from eckart.ranks import RankSearch, search
+from eckart.targets import Target
+
+UNIFORM: RankSearch = TypeAdapter(RankSearch).validate_python({"kind": "uniform"})
+WATERFILL: RankSearch = TypeAdapter(RankSearch).validate_python({"kind": "waterfill"})
+METHODS = pytest.mark.parametrize("method", [UNIFORM, WATERFILL], ids=lambda method: method.kind)
+
+Problem = tuple[list[Target], dict[str, Tensor]]
+keeps = st.floats(0.05, 1)
+
+
+def target(name: str, rows: int, columns: int) -> Target:
+    return Target(name=name, out_features=rows, in_features=columns, input_of=name)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 5, smallest: int = 2, largest: int = 40) -> Problem:
+    """Targets with descending spectra: steep or flat, some with nothing left after a few values."""
+    targets, spectra = [], {}
+    for index in range(draw(st.integers(1, most))):
+        size = st.integers(smallest, largest)
+        some = target(f"map{index}", draw(size), draw(size))
+        count = min(some.out_features, some.in_features)
+        drawn = torch.rand(count, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**20)))).double()
+        values = (drawn ** draw(st.sampled_from([0.1, 1, 4]))).sort(descending=True).values
+        values[draw(st.integers(1, count)) :] *= draw(st.sampled_from([0.0, 1.0]))
+        targets.append(some)
+        spectra[some.name] = values * draw(st.sampled_from([0.1, 1.0, 10.0]))
+    return targets, spectra
+
+
+def possible(method: RankSearch, targets: Sequence[Target], keep: float) -> bool:
+    """Whether keep pays for rank 1: everywhere on its own, or everywhere together."""
+    if keep == 1:
+        return True
+    if method is UNIFORM:
+        return all(allowance([some], keep) >= step(some) for some in targets)
+    return allowance(targets, keep) >= sum(cost(some, choices(some)[0]) for some in targets)
+
+
+def solve(method: RankSearch, problem: Problem, keep: float) -> Ranks:
+    """The ranks, or no example where keep leaves none."""
+    assume(possible(method, problem[0], keep))
+    return search(method, *problem, keep)
+
+
+def lost(problem: Problem, ranks: Mapping[str, Rank]) -> float:
+    """Predicted loss: the tails of the spectra of what is not dense."""
+    targets, spectra = problem
+    return sum(
+        float(spectra[t.name][ranks[t.name] :].double().square().sum()) for t in targets if ranks[t.name] is not None
+    )
+
+
+def choices(some: Target) -> list[Rank]:
+    return [*range(1, largest_rank(some) + 1), None]
+
+
+# --- laws of both ----------------------------------------------------------------------------------------------------
+
+
+@METHODS
+@given(problem=problems(), keep=st.floats(0.001, 0.1))
+def test_there_is_an_error_wherever_keep_leaves_no_rank(method, problem, keep):
+    assume(not possible(method, problem[0], keep))
+    with pytest.raises(ValueError, match="raise keep or exclude"):
+        search(method, *problem, keep)
+
+
+@METHODS
+@given(problem=problems(), keep=keeps)
+def test_parameters_stay_within_the_budget(method, problem, keep):
+    targets, _ = problem
+    ranks = solve(method, problem, keep)
+    assert set(ranks) == {some.name for some in targets}
+    assert total(targets, ranks) <= keep * sum(some.parameters for some in targets) + 1e-6
+
+
+@METHODS
+@given(problem=problems(), keep=keeps)
+def test_a_factorized_target_is_smaller_than_the_dense_one(method, problem, keep):
+    for some in problem[0]:
+        rank = solve(method, problem, keep)[some.name]
+        assert rank is None or (rank >= 1 and cost(some, rank) < some.parameters)
+
+
+@METHODS
+@given(problem=problems(), first=keeps, second=keeps)
+def test_more_keep_never_predicts_more_loss(method, problem, first, second):
+    less, more = (lost(problem, solve(method, problem, keep)) for keep in sorted((first, second)))
+    assert more <= less * (1 + 1e-12) + 1e-12
+
+
+@METHODS
+@given(problem=problems(smallest=1))
+def test_keeping_everything_is_dense(method, problem):
+    assert set(search(method, *problem, 1.0).values()) == {None}
+
+
+@METHODS
+@given(problem=problems(), keep=keeps)
+def test_ranks_do_not_depend_on_the_order_of_targets(method, problem, keep):
+    """As far as parameters and loss go: ties may be broken either way."""
+    targets, spectra = problem
+    ranks, other = solve(method, problem, keep), solve(method, (targets[::-1], spectra), keep)
+    assert lost(problem, other) == pytest.approx(lost(problem, ranks))
+
+
+@METHODS
+@pytest.mark.parametrize("keep", [0, 1.5, float("nan")])
+def test_what_is_no_share_is_refused(method, keep):
+    with pytest.raises(ValueError, match="is no share"):
+        search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, keep)
+
+
+@METHODS
+@pytest.mark.parametrize("keep", [0.001, 0.24])
+def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep):
+    """One rank of an 8 × 8 target is a quarter of it."""
+    with pytest.raises(ValueError, match=rf"keep={keep} leaves .*a.*raise keep or exclude"):
+        search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, keep)
+    assert search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, 0.25) == {"a": 1}
+
+
+@pytest.mark.parametrize("bad", [{"kind": "unifrom"}, {"kind": "waterfill", "axis": "input"}, {}])
+def test_what_is_not_a_rank_search_is_refused(bad):
+    with pytest.raises(ValidationError):
+        TypeAdapter(RankSearch).validate_python(bad)
+
+
+# --- uniform ---------------------------------------------------------------------------------------------------------
+
+
+@given(problems(), st.floats(0.05, 0.999))
+def test_uniform_keeps_its_share_of_every_target_within_one_rank(problem, keep):
+    ranks = solve(UNIFORM, problem, keep)
+    for some in problem[0]:
+        allowed = allowance([some], keep)
+        rank = ranks[some.name]
+        assert cost(some, rank) <= allowed
+        if rank is not None and rank < largest_rank(some):
+            assert cost(some, rank + 1) > allowed
+
+
+@pytest.mark.parametrize(("keep", "rank"), [(0.34, 1), (0.66, 1), (0.67, 2), (0.99, 2), (1.0, None)])
+def test_uniform_solved_by_hand(keep, rank):
+    """6 × 6: a rank costs 12 of 36, and three are no smaller than the whole."""
+    assert search(UNIFORM, [target("a", 6, 6)], {}, keep) == {"a": rank}
+
+
+def test_uniform_names_the_target_that_has_no_rank():
+    with pytest.raises(ValueError, match="leaves small no rank"):
+        search(UNIFORM, [target("large", 100, 100), target("small", 2, 3)], {}, 0.3)
+
+
+# --- waterfill -------------------------------------------------------------------------------------------------------
+
+
+def affordable_moves(targets: Sequence[Target], ranks: Ranks, left: int) -> list[str]:
+    """Targets that could take one rank more, or go dense, with what is left of the budget."""
+    able = []
+    for some in targets:
+        rank = ranks[some.name]
+        if rank is None:
+            continue
+        dense = some.parameters - cost(some, rank)
+        price = min(step(some), dense) if rank < largest_rank(some) else dense
+        able += [some.name] if price <= left else []
+    return able
+
+
+@given(problems(), keeps)
+def test_waterfill_leaves_nothing_that_a_single_move_could_use(problem, keep):
+    targets, _ = problem
+    ranks = solve(WATERFILL, problem, keep)
+    assert affordable_moves(targets, ranks, allowance(targets, keep) - total(targets, ranks)) == []
+
+
+def hull_moves(some: Target, spectrum: Tensor) -> list[tuple[float, int]]:
+    """Steps of the upper hull of savings over cost from rank 1 up, as (saving, price)."""
+    energies = spectrum.double().square()
+    points = [(cost(some, rank), float(energies[:rank].sum())) for rank in choices(some)[:-1]]
+    points.append((some.parameters, float(energies.sum())))
+    moves, at = [], 0
+    while at < len(points) - 1:
+        slopes = [(points[k][1] - points[at][1]) / (points[k][0] - points[at][0]) for k in range(at + 1, len(points))]
+        best = max(range(len(slopes)), key=lambda k: slopes[k]) + at + 1
+        moves.append((points[best][1] - points[at][1], points[best][0] - points[at][0]))
+        at = best
+    return moves
+
+
+@given(problems(most=3, smallest=3, largest=9), st.floats(0.3, 1))
+def test_waterfill_is_optimal_up_to_one_move(problem, keep):
+    """Of all choices within the budget none loses less by more than one move of the hull could save."""
+    targets, spectra = problem
+    ranks = solve(WATERFILL, problem, keep)
+    budget = allowance(targets, keep)
+    names = [some.name for some in targets]
+    candidates = (dict(zip(names, combination, strict=True)) for combination in product(*map(choices, targets)))
+    optimum = min(lost(problem, some) for some in candidates if total(targets, some) <= budget)
+    one_move = max((saving for some in targets for saving, _ in hull_moves(some, spectra[some.name])), default=0.0)
+    assert optimum - 1e-9 <= lost(problem, ranks) <= optimum + one_move + 1e-9
+
+
+@given(problems(most=3, smallest=3, largest=9))
+def test_waterfill_is_optimal_where_the_budget_ends_with_a_move(problem):
+    """The budget after each of the hull's moves, in order of what a parameter saves, is spent as well as can be."""
+    targets, spectra = problem
+    moves = sorted(
+        (move for some in targets for move in hull_moves(some, spectra[some.name])), key=lambda m: -m[0] / m[1]
+    )
+    parameters = sum(some.parameters for some in targets)
+    spent = sum(cost(some, choices(some)[0]) for some in targets)
+    remaining = lost(problem, {some.name: choices(some)[0] for some in targets})
+    for saving, price in moves:
+        spent, remaining = spent + price, remaining - saving
+        ranks = search(WATERFILL, targets, spectra, min(1.0, spent / parameters))
+        assert lost(problem, ranks) == pytest.approx(remaining, rel=1e-9, abs=1e-9)
+
+
+@given(problems(), keeps, st.floats(0.01, 100))
+def test_waterfill_does_not_depend_on_the_unit_of_loss(problem, keep, unit):
+    targets, spectra = problem
+    ranks = solve(WATERFILL, problem, keep)
+    scaled = {name: values * unit for name, values in spectra.items()}
+    assert lost(problem, search(WATERFILL, targets, scaled, keep)) == pytest.approx(lost(problem, ranks))
+
+
+def six(*energies: float) -> Tensor:
+    """Singular values of a 6 × 6 target with these energies: a rank costs 12, dense 36, rank 2 is the largest."""
+    return torch.tensor([*energies, *[0.0] * (6 - len(energies))]).sqrt()
+
+
+TWO = [target("a", 6, 6), target("b", 6, 6)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "parameters", "expected"),
+    [
+        # rank 1 each is all there is
+        (six(1), six(9, 9), 24, {"a": 1, "b": 1}),
+        # one rank more: where it saves more, not where the spectrum is larger
+        (six(100, 2), six(9, 3), 36, {"a": 1, "b": 2}),
+        # b's second rank saves 3/12; then 12 are left and do not pay for a's 24, so a takes a rank
+        (six(1, 1, 1, 1, 1, 1), six(100, 3), 48, {"a": 2, "b": 2}),
+        # going dense saves 5/24 a parameter, more than b's second rank at 2/12, and takes all there is
+        (six(1, 1, 1, 1, 1, 1), six(100, 2), 48, {"a": None, "b": 1}),
+        # after it b has its second rank
+        (six(1, 1, 1, 1, 1, 1), six(100, 2), 60, {"a": None, "b": 2}),
+        # a steep spectrum goes by single ranks first: 4/12 beats (4 + 1)/24
+        (six(9, 4, 1), six(9), 48, {"a": None, "b": 1}),
+        # everything
+        (six(1), six(1), 72, {"a": None, "b": None}),
+    ],
+)
+def test_waterfill_solved_by_hand(a, b, parameters, expected):
+    assert search(WATERFILL, TWO, {"a": a, "b": b}, parameters / 72) == expected
+
+
+def test_waterfill_weighs_savings_by_what_a_rank_costs():
+    """Equal energies: a rank of 10 × 10 costs 20, one of 10 × 90 costs 100, so the small target is served first."""
+    targets = [target("wide", 10, 90), target("square", 10, 10)]
+    spectra = {name: torch.tensor([3.0, 2.0, *[0.0] * 8]) for name in ("wide", "square")}
+    assert search(WATERFILL, targets, spectra, 140 / 1000) == {"wide": 1, "square": 2}
+
+
+def test_waterfill_serves_the_target_that_loses_more():
+    """Two equal targets, one with ten times the energy in its tail: it has more ranks."""
+    flat = torch.linspace(2, 1, 40)
+    ranks = search(WATERFILL, [target("a", 40, 40), target("b", 40, 40)], {"a": flat, "b": flat * 10**0.5}, 0.4)
+    assert ranks["b"] is None or ranks["b"] > ranks["a"]
+
+
+def test_a_target_that_no_factorization_makes_smaller_stays_dense_under_waterfill():
+    """One row: 1 + 7 parameters a rank are more than its 7."""
+    targets = [target("row", 1, 7), target("b", 20, 20)]
+    ranks = search(WATERFILL, targets, {"row": torch.ones(1), "b": torch.linspace(2, 1, 20)}, 0.5)
+    assert ranks["row"] is None
+    assert isinstance(ranks["b"], int)
+    assert total(targets, ranks) <= 0.5 * 407

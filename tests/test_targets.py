@@ -1,0 +1,274 @@
+"""What probing finds: every linear map is a target or has a reason not to be."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from torch import nn
+from transformers import BertModel
+from transformers.pytorch_utils import Conv1D
+
+from eckart.layers import factorize
+from eckart.targets import Targets, find_targets, is_linear, weight_of
+
+BATCH = tiny.collate(tiny.samples(2))
+
+
+def found(model, **options) -> Targets:
+    return find_targets(model, BATCH, **options)
+
+
+def names(result: Targets) -> list[str]:
+    return [target.name for target in result.targets]
+
+
+LLAMA_LAYER = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+BERT_LAYER = [
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+]
+GPT2_LAYER = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+EXPECTED = {
+    "bert": [f"bert.encoder.layer.{i}.{name}" for i in range(2) for name in BERT_LAYER] + ["bert.pooler.dense"],
+    "gpt2": [f"transformer.h.{i}.{name}" for i in range(2) for name in GPT2_LAYER],
+    "llama": [f"model.layers.{i}.{name}" for i in range(2) for name in LLAMA_LAYER],
+}
+HEADS = {"bert": "classifier", "gpt2": "score", "llama": "score"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_all_linear_maps_but_the_head_are_targets_in_order_of_execution(family):
+    result = found(tiny.FAMILIES[family]())
+    assert names(result) == EXPECTED[family]
+    assert result.excluded == {HEADS[family]: "is a head"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_heads_are_targets_on_demand(family):
+    result = found(tiny.FAMILIES[family](), heads=True)
+    assert names(result) == [*EXPECTED[family], HEADS[family]]
+    assert not result.excluded
+
+
+def test_a_model_without_a_head_has_none():
+    model = BertModel(tiny.bert().config)
+    batch = {key: value for key, value in BATCH.items() if key != "labels"}
+    result = find_targets(model, batch)
+    assert names(result) == [name.removeprefix("bert.") for name in EXPECTED["bert"]]
+    assert not result.excluded
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_linear_map_is_a_target_or_has_a_reason(family):
+    model = tiny.FAMILIES[family]()
+    result = found(model, include=["*.1.*"], exclude=["*.mlp.*"])
+    linear = {name for name, module in model.named_modules() if is_linear(module)}
+    assert set(names(result)) | set(result.excluded) == linear
+    assert not set(names(result)) & set(result.excluded)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shapes_are_those_of_y_equals_x_w_transposed(family):
+    model = tiny.FAMILIES[family]()
+    for target in found(model).targets:
+        module = model.get_submodule(target.name)
+        outputs = module(torch.zeros(1, target.in_features))
+        assert outputs.shape == (1, target.out_features)
+        assert weight_of(module).shape == (target.out_features, target.in_features)
+        assert target.parameters == module.weight.numel()
+
+
+def test_grouped_queries_give_keys_and_values_fewer_outputs():
+    by_name = {target.name: target for target in found(tiny.llama()).targets}
+    sizes = {name: by_name[f"model.layers.0.self_attn.{name}_proj"].out_features for name in "qkv"}
+    assert sizes == {"q": 16, "k": 8, "v": 8}
+
+
+def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
+    convolution = Conv1D(3, 5)  # 5 inputs, 3 outputs
+    nn.init.normal_(convolution.bias)
+    linear = nn.Linear(5, 3)
+    with torch.no_grad():
+        linear.weight.copy_(weight_of(convolution))
+        linear.bias.copy_(convolution.bias)
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(convolution(x), linear(x))
+    assert not weight_of(convolution).requires_grad
+
+
+def test_a_subclass_of_linear_is_no_linear_map():
+    """It may use its weight in a way of its own."""
+
+    class Special(nn.Linear):
+        pass
+
+    assert is_linear(nn.Linear(1, 1))
+    assert is_linear(Conv1D(1, 1))
+    assert not is_linear(Special(1, 1))
+    assert not is_linear(nn.Embedding(1, 1))
+
+
+# --- who reads what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "groups"),
+    [
+        (
+            "bert",
+            "bert.encoder.layer.1.",
+            {"attention.self.query": ["attention.self.query", "attention.self.key", "attention.self.value"]},
+        ),
+        (
+            "llama",
+            "model.layers.1.",
+            {
+                "self_attn.q_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                "mlp.gate_proj": ["mlp.gate_proj", "mlp.up_proj"],
+            },
+        ),
+        ("gpt2", "transformer.h.1.", {}),
+    ],
+)
+def test_targets_that_read_one_tensor_share_their_input(family, layer, groups):
+    targets = [t for t in found(tiny.FAMILIES[family]()).targets if t.name.startswith(layer)]
+    expected = {layer + name: layer + first for first, members in groups.items() for name in members}
+    assert {t.name: t.input_of for t in targets} == {t.name: expected.get(t.name, t.name) for t in targets}
+
+
+def test_the_first_reader_is_always_a_target():
+    """Also where the first of the model's own readers is excluded: evidence is gathered for targets alone."""
+    result = found(tiny.bert(), exclude=["*.query"])
+    readers = {target.name: target.input_of for target in result.targets}
+    assert set(readers.values()) <= set(readers)
+    assert readers["bert.encoder.layer.0.attention.self.value"] == "bert.encoder.layer.0.attention.self.key"
+
+
+# --- patterns --------------------------------------------------------------------------------------------------------
+
+
+def test_include_leaves_only_what_matches_one_of_its_patterns():
+    result = found(tiny.bert(), include=["*.query", "*.key"])
+    assert names(result) == [name for name in EXPECTED["bert"] if name.endswith(("query", "key"))]
+    assert result.excluded["bert.pooler.dense"] == "matches no include pattern"
+
+
+def test_exclude_takes_away_what_matches_one_of_its_patterns():
+    result = found(tiny.bert(), exclude=["*.pooler.*", "*.layer.0.*"])
+    assert names(result) == [name for name in EXPECTED["bert"] if ".layer.1." in name]
+    assert result.excluded["bert.pooler.dense"] == "matches an exclude pattern"
+
+
+def test_exclude_wins_over_include():
+    result = found(tiny.bert(), include=["*.query"], exclude=["*.0.*"])
+    assert names(result) == ["bert.encoder.layer.1.attention.self.query"]
+
+
+def test_patterns_match_whole_names():
+    with pytest.raises(ValueError, match="matches no include pattern"):
+        found(tiny.bert(), include=["query"])
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_shares_its_weight():
+    model = tiny.causal_llama()
+    batch = dict(BATCH, labels=BATCH["input_ids"])
+    result = find_targets(model, batch, heads=True)
+    assert result.excluded == {"lm_head": "shares its weight with model.embed_tokens"}
+    assert find_targets(model, batch).excluded == {"lm_head": "is a head"}
+
+
+def test_two_maps_with_one_weight_are_both_excluded():
+    model = tiny.llama()
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
+    excluded = found(model).excluded
+    assert excluded["model.layers.0.mlp.up_proj"] == "shares its weight with model.layers.0.mlp.gate_proj"
+    assert excluded["model.layers.0.mlp.gate_proj"] == "shares its weight with model.layers.0.mlp.up_proj"
+
+
+def test_maps_of_a_shared_layer_run_several_times():
+    result = found(tiny.albert())
+    assert names(result) == ["albert.encoder.embedding_hidden_mapping_in", "albert.pooler"]
+    shared = {name: reason for name, reason in result.excluded.items() if ".albert_layers." in name}
+    assert len(shared) == 6
+    assert set(shared.values()) == {"its forward ran 3 times for one batch"}
+
+
+def test_a_map_that_never_runs_is_excluded():
+    model = tiny.llama()
+    model.model.spare = nn.Linear(2, 2)
+    assert found(model).excluded["model.spare"] == "its forward ran 0 times for one batch"
+
+
+def test_order_is_of_execution_not_of_definition():
+    model = tiny.bert()
+    for layer in model.bert.encoder.layer:
+        layer._modules["attention"] = layer._modules.pop("attention")  # now the last of the layer by definition
+    defined = [name for name, module in model.named_modules() if is_linear(module)]
+    assert defined[:-1] != EXPECTED["bert"]
+    assert names(found(model)) == EXPECTED["bert"]
+
+
+def test_no_targets_is_an_error_that_gives_each_reason():
+    model = tiny.llama()
+    model.model.spare = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="the model has no targets") as error:
+        found(model, exclude=["*.layers.*"])
+    message = str(error.value)
+    assert "model.layers.0.self_attn.q_proj matches an exclude pattern" in message
+    assert "model.spare its forward ran 0 times" in message
+    assert "score is a head" in message
+
+
+# --- the model afterwards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_comes_back_as_it_was(training):
+    model = tiny.bert().train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found(model)
+    assert all(module.training is training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_each_module_keeps_its_own_training_mode():
+    """A frozen block in eval mode inside a model in training is still in eval mode afterwards."""
+    model = tiny.bert().train()
+    model.bert.encoder.layer[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    found(model)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_the_model_comes_back_when_the_batch_does_not_fit():
+    model = tiny.bert().train()
+    with pytest.raises(ValueError, match="input_ids"):
+        find_targets(model, {"nothing_of_the_kind": torch.zeros(1)})
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_factors_of_a_factorized_target_are_no_targets():
+    """A layer inside a layer would have no rank, and no folder could hold it."""
+    model = tiny.bert()
+    name = "bert.encoder.layer.0.output.dense"
+    factorize(model, name, torch.ones(16, 2), torch.ones(2, 40))
+    assert names(found(model)) == [other for other in EXPECTED["bert"] if other != name]
