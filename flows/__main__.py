@@ -1,18 +1,23 @@
-"""The command line: `python -m flows run`, `python -m flows study FILE`, `python -m flows ui`."""
+"""The command line: `python -m flows COMMAND`."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 
 from flows import settings
+
+if TYPE_CHECKING:
+    from flows.gates import Gate
+    from flows.versions import File
 
 app = typer.Typer(help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -28,25 +33,72 @@ def run(
         int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")
     ] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="seconds a stage may take; default: no limit")] = None,
+    task_runner: Annotated[
+        Literal["threads", "dask"], typer.Option(help="dask: each stage in the workspace of a worker")
+    ] = "threads",
+    scheduler: Annotated[
+        str | None, typer.Option(help="address of Dask's; default: workers on this machine, for this run alone")
+    ] = None,
 ) -> None:
     """Run the study that params.yaml describes; what is up to date is not run again."""
     start = time.monotonic()
     settings.use_local_server()
-    from flows import params  # slow imports, not for --help
-    from flows.study import StudyFailed, study
+    import httpx  # slow imports, not for --help
+
+    from flows import params, server
+    from flows.study import UNUSABLE, StudyFailed, study, summary
 
     try:
         params.check(Path())  # before a server is started for the flow
-        outcomes = study(workers=workers, timeout=timeout)
-    except (params.ParamsError, StudyFailed) as error:
+        server.require()
+        outcomes = study(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+    except (*UNUSABLE, server.ServerError, StudyFailed) as error:
         sys.exit(str(error))
-    counts = Counter(outcome.status for outcome in outcomes)
+    except httpx.TransportError as error:
+        print(
+            f"Prefect's server is gone ({error}). What is finished is in DVC: start it and run again.", file=sys.stderr
+        )
+        sys.stderr.flush()
+        os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
     print(Path("reports/comparison.txt").read_text())
-    what = ", ".join(f"{count} {status.lower()}" for status, count in counts.items())
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {what}")
-    if counts["Cached"] == len(outcomes):
-        print("Nothing was recomputed: everything is up to date.")
+    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {summary(outcomes)}")
     print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+@app.command()
+def worker(
+    scheduler: Annotated[str, typer.Argument(help="address of Dask's, such as tcp://10.0.0.1:8786")],
+    stages: Annotated[int, typer.Option(min=1, help="side by side")] = 1,
+) -> None:
+    """Run stages here, in this clone, for the study that uses the scheduler, until that ends."""
+    from flows import cluster
+    from flows.worker import work
+
+    try:
+        cluster.require()
+        work(scheduler, stages)
+    except cluster.ClusterError as error:
+        sys.exit(str(error))
+
+
+@app.command()
+def serve(
+    cron: Annotated[str, typer.Option(help="when: minute, hour, day of month, month, day of week")] = "0 2 * * *",
+    timezone: Annotated[str, typer.Option(help="of the schedule, such as Europe/Berlin")] = "UTC",
+    name: Annotated[str, typer.Option(help="of the deployment")] = "nightly",
+    workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
+    promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
+) -> None:
+    """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
+    settings.use_local_server()
+    from flows import params, schedule, server  # slow imports, not for --help
+
+    try:
+        params.check(Path())
+        schedule.serve(name, cron, timezone, workers, timeout, promote)
+    except (params.ParamsError, schedule.ScheduleError, server.ServerError) as error:
+        sys.exit(str(error))
 
 
 @app.command("study")
@@ -86,6 +138,43 @@ def other_study(
         sys.exit(f"{len(failed)} of {len(study.seeds)} seeds failed; run again to resume them:\n{causes}{missing}")
 
 
+@app.command()
+def promote(
+    again: Annotated[bool, typer.Option("--again", help="take the best even if it was rolled back")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="go back to the version before")] = False,
+) -> None:
+    """Make the study's best candidate the champion of the model registry, if it passes the gates."""
+    if again and rollback:
+        sys.exit("--again and --rollback contradict each other: give one of them")
+    settings.use_local_server()
+    from flows import params, promotion, server  # slow imports, not for --help
+    from flows.gates import Refused
+    from flows.registry import RegistryError
+
+    try:
+        params.check(Path())
+        if rollback:
+            print(promotion.rollback(Path.cwd()))
+            return
+        server.require()
+        decision = promotion.promotion(again=again)
+    except Refused as refusal:
+        _print_gates(refusal.gates)
+        sys.exit(str(refusal))
+    except (params.ParamsError, server.ServerError, RegistryError) as error:
+        sys.exit(str(error))
+    _print_gates(decision.gates)
+    print(decision.message)
+
+
+def _print_gates(gates: Sequence[Gate]) -> None:
+    if gates:
+        table = Table("gate", "value", "limit", "")
+        for gate in gates:
+            table.add_row(*gate.row)
+        Console().print(table)
+
+
 def _command(file: Path, seeds: Sequence[int], table: Path, root: Path) -> str:
     """The command that makes the table again, in the root of any clone."""
     words = ["python -m flows study", str(file), *(f"--seed {one}" for one in seeds)]
@@ -95,12 +184,94 @@ def _command(file: Path, seeds: Sequence[int], table: Path, root: Path) -> str:
 
 
 @app.command()
-def ui() -> None:
-    """Serve Prefect's and MLflow's pages on this machine alone, until Ctrl-C."""
+def export(
+    candidate: Annotated[str, typer.Argument(help="of models/finetuned, or the path of any Hugging Face folder")],
+    file: Annotated[Path, typer.Argument(help="what to write: FILE.onnx")],
+) -> None:
+    """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives."""
+    from flows.export import ExportError, to_onnx  # slow imports, not for --help
+
+    try:
+        print(to_onnx(candidate, file))
+    except ExportError as error:
+        sys.exit(str(error))
+
+
+@app.command()
+def push() -> None:
+    """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
+    from flows import engine  # a slow import, not for --help
+
+    try:
+        engine.push()
+    except engine.TransportFailed as error:
+        sys.exit(str(error))
+    print("The remote has all that dvc.lock and the run cache name.")
+
+
+@app.command()
+def pull() -> None:
+    """Take from the DVC remote what this workspace lacks, and run nothing."""
+    from flows import engine  # a slow import, not for --help
+
+    try:
+        lacking = engine.pull()
+    except engine.TransportFailed as error:
+        sys.exit(str(error))
+    if lacking:
+        sys.exit(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
+    print("Everything is up to date.")
+
+
+@app.command()
+def reproduce(
+    candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
+    rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
+    again: Annotated[bool, typer.Option("--again", help="make it again even where it can be had")] = False,
+) -> None:
+    """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
+    from flows import versions  # a slow import, not for --help
+    from flows.workspaces import WorkspaceError
+
+    root = Path.cwd()
+    try:
+        wanted = versions.record(root, candidate, rev)
+        found = versions.reproduce(root, wanted, again)
+    except (versions.VersionError, WorkspaceError) as error:
+        sys.exit(str(error))
+    _print_files(found.files, f"{wanted.stage} at {wanted.commit[:10]}, {found.origin}")
+    print(f"The files are in {wanted.folder}.")
+    if not found.same:
+        differing = ", ".join(file.path for file in found.files if not file.same)
+        reasons = "\n".join(f"  {reason}" for reason in found.reasons)
+        sys.exit(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
+    print("All are the same, bit for bit.")
+
+
+def _print_files(files: Sequence[File], title: str) -> None:
+    table = Table(Column("file", overflow="fold"), "recorded", "now", "", title=title)
+    for file in files:
+        cells = [digest[:10] if digest else "–" for digest in (file.recorded, file.now)]
+        table.add_row(file.path, *cells, "same" if file.same else "DIFFERS")
+    Console().print(table)
+
+
+@app.command()
+def ui(
+    host: Annotated[str, typer.Option(help="IPv4 address or name to listen at; 0.0.0.0 is all of this machine")] = (
+        settings.LOOPBACK
+    ),
+) -> None:
+    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone unless --host says otherwise."""
+    if ":" in host:
+        sys.exit(f"--host {host}: write an IPv4 address or a name")
     from flows.ui import serve
 
-    serve(Console())
+    serve(Console(), host)
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except SystemExit as end:  # a last message may quote what a library said of an address
+        sys.exit(settings.shown(end.code) if isinstance(end.code, str) else end.code)

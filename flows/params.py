@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from eckart.recipes import Recipe, contradictions
 from eckart.weighting import evidence_needed
@@ -17,6 +17,17 @@ from tasks import params
 from tasks.params import PARAMS, ParamsError
 
 T = TypeVar("T")
+
+
+class Promotion(params.Section):
+    """When a candidate becomes the champion. Typed here, since no stage reads it: a change makes nothing stale."""
+
+    model: Annotated[str, Field(pattern=r"^[\w-]+$")]
+    largest_drop: Annotated[float, Field(ge=0)]
+    keep: params.Share | None
+    least_speedup: Annotated[float, Field(gt=0)] | None
+    least_gain: Annotated[float, Field(gt=-1, lt=1)]
+
 
 SECTIONS: dict[str, Any] = {
     "study": params.Study,
@@ -29,6 +40,7 @@ SECTIONS: dict[str, Any] = {
     "importance": params.Importance,
     "evaluate": params.Evaluate,
     "benchmark": params.Benchmark,
+    "promotion": Promotion,
 }
 _METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("pearson", "spearman")}
 

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO
 
+from flows.settings import shown
+
 # Slow imports only, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
     "torch",
@@ -71,7 +73,7 @@ def run(
             timer.start()
         last = ""
         try:
-            for line in output:
+            for line in map(shown, output):
                 last = line.rstrip() or last
                 log(line.rstrip())
             reaper.join()

@@ -1,21 +1,31 @@
-"""What the tools around the pipeline are told by default; the environment of the user wins.
+"""What the tools around the pipeline are told by default, and what none of them may say; the user's environment wins.
 
 Applied by flows/__init__.py, before prefect, mlflow and dvc are imported and read their settings.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from urllib.error import URLError
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-PREFECT_ADDRESS = "http://127.0.0.1:4200"
-MLFLOW_ADDRESS = "http://127.0.0.1:5000"
+LOOPBACK = "127.0.0.1"
+PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
+MLFLOW_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('MLFLOW_PORT', '5000')}"
 
 _DEFAULTS = {
     "DO_NOT_TRACK": "1",
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
@@ -26,23 +36,65 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
+"""How the name of an environment variable ends that holds a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
+_LEAST = 8  # characters of a secret; what is shorter would hide innocent words
 
 
 def apply() -> None:
-    """Set the defaults."""
+    """Set the defaults, and keep secrets out of all that is logged and of the traceback that ends the process."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    logging.setLogRecordFactory(_Discreet(logging.getLogRecordFactory()))
+    sys.excepthook = _say_end
 
 
 def use_local_server() -> None:
     """Use the Prefect server of `python -m flows ui` where one answers."""
-    if "PREFECT_API_URL" not in os.environ and _answers(f"{PREFECT_ADDRESS}/api/health"):
+    if "PREFECT_API_URL" not in os.environ and answers(f"{PREFECT_ADDRESS}/api/health"):
         os.environ["PREFECT_API_URL"] = f"{PREFECT_ADDRESS}/api"
 
 
-def _answers(url: str) -> bool:
+def shown(text: str) -> str:
+    """An address, or any text, without the user names, passwords and tokens that it may hold."""
+    text = re.sub(r'://[^\s/"<>]*@', "://", text)
+    for name, value in os.environ.items():
+        if name.endswith(_SECRETS) and len(value) >= _LEAST:
+            text = text.replace(value, "***")
+    return text
+
+
+class _Discreet:
+    """Makes log records that hold no secret, whichever library writes them and whatever handles them."""
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self.make = make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = self.make(*args, **kwargs)
+        try:
+            message = record.getMessage()
+        except Exception:  # arguments that do not fit, in whatever way: the handler says so
+            return record
+        if (said := shown(message)) != message:
+            record.msg, record.args = said, None
+        if record.exc_info and record.exc_info[1]:
+            trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
+            if (said := shown(trace)) != trace:
+                record.exc_text, record.exc_info = said, None
+        return record
+
+
+def _say_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers, be it that it asks who is there."""
     try:
-        with urlopen(url, timeout=1) as response:
+        with urlopen(shown(url), timeout=5) as response:
             return response.status == 200
+    except HTTPError as error:
+        return error.code in (401, 403)
     except (URLError, TimeoutError, ConnectionError):
         return False

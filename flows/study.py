@@ -1,15 +1,18 @@
 """The study flow: one Prefect task for each stage of dvc.yaml, and MLflow told of it."""
 
-from __future__ import annotations
+# Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
 
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import httpx
 from prefect import allow_failure, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -19,11 +22,21 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from flows import engine, params, processes
+from flows import cluster, engine, pages, params, processes
 from flows.engine import Outcome, Planned
 from flows.tracking import Mirror
+from flows.workspaces import WorkspaceError
+
+UNUSABLE = (
+    params.ParamsError,
+    engine.WorkspaceUnusable,
+    engine.TransportFailed,
+    cluster.ClusterError,
+    WorkspaceError,
+)
+"""Nothing can be run; the message says what to do."""
 
 # Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
 _THREADS = 256
@@ -47,57 +60,108 @@ def stage(
 
     try:
         outcome = engine.run(planned, execute)
-    except (processes.CommandFailed, engine.StageChanged) as error:
+    except (processes.CommandFailed, engine.StageChanged, OSError) as error:
         return Failed(message=str(error))
     mirror.record(outcome)
     return Completed(name=outcome.status, message=f"DVC: {outcome.status}", data=outcome)
 
 
 @flow(name="study", task_runner=ThreadPoolTaskRunner(max_workers=_THREADS), persist_result=False)  # type: ignore[arg-type]
-def study(root: str = ".", workers: int | None = None, timeout: float | None = None) -> list[Outcome]:
+def study(
+    root: str = ".",
+    workers: Annotated[int | None, Field(ge=1)] = None,
+    timeout: Annotated[float | None, Field(ge=1)] = None,
+    task_runner: Literal["threads", "dask"] = "threads",
+    scheduler: str | None = None,
+    promote: bool = False,
+) -> list[Outcome]:
     """Run the study that params.yaml describes.
 
     Args:
         root: the workspace: a folder with params.yaml and dvc.yaml.
         workers: stages that run side by side; by default as many as the cores have room for.
         timeout: seconds that a stage may take.
+        task_runner: whether stages run in this workspace, or on Dask's workers with a workspace each.
+        scheduler: address of Dask's; by default `workers` are started on this machine, for this run alone.
+        promote: whether the best candidate is to become the champion of the registry, if it passes the gates.
 
     Raises:
         ParamsError: params.yaml has mistakes; nothing was run.
+        ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
     """
     with chdir(root):  # DVC takes its paths from the working directory
-        return _run(Path.cwd(), workers, timeout)  # type: ignore[return-value]  # Prefect raises a failed state
+        try:
+            state = _run(Path.cwd(), workers, timeout, task_runner, scheduler)
+            if promote and state.is_completed():
+                state = _promoted(Path.cwd(), state)
+        except UNUSABLE as error:
+            state = Failed(message=str(error), data=error)  # without a traceback in the log
+    return state  # type: ignore[return-value]  # Prefect gives the caller its data, or raises it
 
 
-def _run(root: Path, workers: int | None, timeout: float | None) -> list[Outcome] | State[Any]:
+def _promoted(root: Path, done: State[Any]) -> State[Any]:
+    """The state of a study after its best candidate was promoted, or was not: a refusal is no failure."""
+    from flows.promotion import Refused, RegistryError, promotion  # a slow import
+
+    try:
+        said = promotion(str(root)).message
+    except Refused as refusal:
+        said = f"Not promoted: {refusal}"
+    except RegistryError as error:
+        return Failed(message=f"{done.message} Not promoted: {error}", data=error)
+    return Completed(message=f"{done.message} {said}", data=done.data)
+
+
+def _run(root: Path, workers: int | None, timeout: float | None, task_runner: str, scheduler: str | None) -> State[Any]:
     typed = params.check(root)
+    if scheduler and task_runner != "dask":
+        raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
-    slots = threading.Semaphore(workers or max(1, _cores() // typed["threads"].candidate))
+    side_by_side = workers or max(1, _cores() // typed["threads"].candidate)
     mirror = Mirror(root, typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start({name: _plain(section) for name, section in typed.items() if name != "recipes"}, str(flow_run.name))
     finished: dict[str, Outcome] = {}
     complete = False
     try:
         with processes.reaping():
-            futures = _submit(planned, root, slots, mirror, timeout)
-            for future in futures.values():
-                future.wait()
-        finished = {name: future.result() for name, future in futures.items() if future.state.is_completed()}
+            slots = threading.Semaphore(side_by_side)
+            submit: Callable[..., Any] = partial(stage.submit, root=root, slots=slots, mirror=mirror, timeout=timeout)
+            if task_runner == "dask" and any(not one.cached for one in planned):
+                states = cluster.run(planned, submit, mirror, scheduler, side_by_side, timeout)
+            else:
+                states = _by_threads(planned, submit)
+        finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        _await_records(str(flow_run.id), len(planned))
+        _tell_prefect(typed["study"].name if complete else None, root, mirror, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
-        failure = StudyFailed(_report(futures, finished))
+        failure = StudyFailed(_report(states, finished, len(planned)))
         return Failed(message=str(failure), data=failure)  # raised to the caller, without a traceback in the log
-    return list(finished.values())
+    return Completed(message=summary(list(finished.values())), data=list(finished.values()))
 
 
-def _submit(
-    planned: Sequence[Planned], root: Path, slots: threading.Semaphore, mirror: Mirror, timeout: float | None
-) -> dict[str, PrefectFuture[Outcome]]:
-    """Submit every stage; those that need the machine alone come last and one after the other."""
+def _tell_prefect(study: str | None, root: Path, mirror: Mirror, tasks: int) -> None:
+    """Show the comparison of a complete `study` on the run's page, and let the records arrive."""
+    try:
+        if study:
+            pages.comparison(study, root, mirror)
+        _await_records(str(flow_run.id), tasks)
+    except httpx.TransportError as error:  # what the stages did is in DVC, and MLflow may be there
+        get_run_logger().warning("Prefect's server is gone (%s): its page of this run is not complete", error)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """What became of the stages, in a sentence."""
+    if all(outcome.status == "Cached" for outcome in outcomes):
+        return "Nothing was recomputed: everything is up to date."
+    counts = Counter(outcome.status for outcome in outcomes)
+    return ", ".join(f"{count} {status.lower()}" for status, count in counts.items())
+
+
+def _by_threads(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
+    """Run every stage in this workspace; those that need the machine alone come last and one after the other."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     phases = _phases(planned)
     order = sorted(planned, key=lambda one: phases[one.name])
@@ -105,8 +169,10 @@ def _submit(
         waits: list[object] = [futures[name] for name in one.upstream]
         if one.alone:
             waits += [allow_failure(futures[before.name]) for before in order[:position]]
-        futures[one.name] = stage.submit(one, root, slots, mirror, timeout, wait_for=waits)  # type: ignore[call-overload]
-    return futures
+        futures[one.name] = submit(one, wait_for=waits)
+    for future in futures.values():
+        future.wait()
+    return {name: future.state for name, future in futures.items()}
 
 
 def _phases(planned: Sequence[Planned]) -> dict[str, int]:
@@ -141,13 +207,12 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
             time.sleep(0.2)
 
 
-def _report(futures: Mapping[str, PrefectFuture[Outcome]], finished: Mapping[str, Outcome]) -> str:
-    states = {name: future.state for name, future in futures.items()}
+def _report(states: Mapping[str, State[Outcome]], finished: Mapping[str, Outcome], total: int) -> str:
     failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
     # a stage says its own name, a shell command does not
     messages = {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
     causes = "\n".join(f"  {name}: {message}" for name, message in messages.items())
-    waiting = len(futures) - len(finished) - len(failures)
+    waiting = total - len(finished) - len(failures)
     return (
         f"{len(failures)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
         f"{causes}\nMend the cause and run again: only what is not finished will run."

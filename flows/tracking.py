@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import subprocess
 import threading
 import time
@@ -20,6 +21,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+import psutil
 from mlflow import MlflowClient
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
@@ -28,11 +30,13 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 
 from flows.engine import Outcome, Planned
+from flows.settings import MLFLOW_ADDRESS, shown
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _POLL = 1.0  # seconds between two looks at a growing training curve
+_PROCESS = "eckart.process"
 _SEARCH_CURVES = "search"  # the folder of the curves of shaping and rank search
 
 
@@ -58,8 +62,8 @@ class Mirror:
     def __init__(self, root: Path, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.root = root
         self.study = study
-        self.tags = {"eckart.study": study}
-        self.origin = {**tags, **_git(root)}
+        self.tags = {"eckart.study": study, _PROCESS: _process(psutil.Process())}
+        self.origin = {**tags, **git(root)}
         """What made the results: of the parent, and of candidates for which something ran."""
         self.down = False
         self.lineage: dict[str, str] = {}
@@ -79,22 +83,20 @@ class Mirror:
         """Open the parent run."""
         default = f"sqlite:///{self.root / 'mlflow.db'}"
         self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        self.experiment = self._experiment(local="MLFLOW_TRACKING_URI" not in os.environ)
+        own = "MLFLOW_TRACKING_URI" not in os.environ
+        self.experiment = experiment(self.client, self.study, self.root if own else None)
+        self._end_abandoned()
         self.parent = self.client.create_run(
             self.experiment, run_name=name, tags={**self.tags, **self.origin}
         ).info.run_id
         self.client.log_batch(self.parent, params=_params(parameters))
 
-    def _experiment(self, local: bool) -> str:
-        location = (self.root / "mlruns").as_uri() if local else None
-        if found := self.client.get_experiment_by_name(self.study):
-            return found.experiment_id
-        try:
-            return self.client.create_experiment(self.study, location)
-        except MlflowException:
-            if found := self.client.get_experiment_by_name(self.study):  # another flow was faster
-                return found.experiment_id
-            raise
+    def _end_abandoned(self) -> None:
+        """Runs whose flow was killed, or lost MLflow, would stay RUNNING for ever."""
+        for run in self.client.search_runs([self.experiment], "attributes.status = 'RUNNING'"):
+            process = run.data.tags.get(_PROCESS)
+            if process and _is_gone(process):
+                self.client.set_terminated(run.info.run_id, "KILLED")
 
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:
@@ -154,12 +156,18 @@ class Mirror:
             if candidate and all(name in self._outcomes for name in self._stages[candidate]):
                 self._complete(candidate)
 
+    def page(self, run: str | None = None) -> str:
+        """The address of a run's page, by default the parent's; the experiment's must have been found."""
+        address = os.environ.get("MLFLOW_TRACKING_URI", "")
+        server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
+        return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
+
     def _complete(self, candidate: str) -> None:
         outcomes = [self._outcomes[name] for name in self._stages[candidate]]
         shared = [self._outcomes[name] for name in self._shared(candidate)]
-        key = _digest({outcome.stage: outcome.key for outcome in outcomes})
+        key = key_of(outcomes)
         if candidate not in self._children:
-            if found := self._find(key):
+            if found := find(self.client, self.experiment, key):
                 self.lineage[candidate] = found
                 return
             # Made before this study run, by `dvc repro` or while MLflow was away: by which code is not known here.
@@ -171,7 +179,7 @@ class Mirror:
             run,
             metrics=_metrics(self.root, [*shared, *outcomes]),
             params=_params(_parameters(candidate, [*shared, *outcomes])),
-            tags=[RunTag(name, value) for name, value in _trace(key, outcomes).items()],
+            tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
         self.client.log_inputs(run, _datasets([*shared, *outcomes]))
         self.client.set_terminated(run, "FINISHED")
@@ -184,12 +192,6 @@ class Mirror:
             if one.name in before:
                 before |= set(one.upstream)
         return [one.name for one in self._planned if one.name in before and not _candidate(one.name)]
-
-    def _find(self, key: str) -> str | None:
-        found = self.client.search_runs(
-            [self.experiment], f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'", max_results=1
-        )
-        return found[0].info.run_id if found else None
 
     @_mirrored
     def finish(self, complete: bool) -> None:
@@ -212,11 +214,32 @@ def _candidate(stage: str) -> str:
     return stage.partition("@")[2]
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+def experiment(client: MlflowClient, study: str, root: Path | None) -> str:
+    """The id of the study's experiment; a new one keeps its artifacts in the workspace `root`, if there is one."""
+    if found := client.get_experiment_by_name(study):
+        return found.experiment_id
+    try:
+        return client.create_experiment(study, (root / "mlruns").as_uri() if root else None)
+    except MlflowException:
+        if found := client.get_experiment_by_name(study):  # another flow was faster
+            return found.experiment_id
+        raise
 
 
-def _git(root: Path) -> dict[str, str]:
+def find(client: MlflowClient, experiment: str, key: str) -> str | None:
+    """The finished run of the candidate whose stages have this key."""
+    query = f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'"
+    found = client.search_runs([experiment], query, max_results=1)
+    return found[0].info.run_id if found else None
+
+
+def key_of(outcomes: Sequence[Outcome]) -> str:
+    """Digest of what a candidate's stages computed: two runs with one key are the same computation."""
+    content = json.dumps({outcome.stage: outcome.key for outcome in outcomes}, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def git(root: Path) -> dict[str, str]:
     """The revision of the code, and whether it was edited since."""
     git = ["git", "-C", str(root)]
     revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -226,10 +249,10 @@ def _git(root: Path) -> dict[str, str]:
     return {MLFLOW_GIT_COMMIT: revision.stdout.strip(), "git.edited": str(bool(edited)).lower()}
 
 
-def _trace(key: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
+def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """What leads back to DVC: the stages' entries in dvc.lock, and the digests of what they wrote."""
     return {
-        "dvc.key": key,
+        "dvc.key": key_of(outcomes),
         "dvc.stages": json.dumps({outcome.stage: outcome.key for outcome in outcomes}),
         "dvc.outs": json.dumps({path: md5 for outcome in outcomes for path, md5 in outcome.outs.items()}),
     }
@@ -280,6 +303,22 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
         )
         for path, md5 in read.items()
     ]
+
+
+def _process(process: psutil.Process) -> str:
+    """A name that no other process ever had: numbers are given again, and on every machine."""
+    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
+
+
+def _is_gone(name: str) -> bool:
+    """Whether a process of this machine is no more; of other machines nothing is known."""
+    node, number, _ = name.rsplit(" ", 2)
+    if node != platform.node():
+        return False
+    try:
+        return _process(psutil.Process(int(number))) != name
+    except psutil.NoSuchProcess:
+        return True
 
 
 def flatten(content: Any, prefix: str = "") -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 from ruamel.yaml import YAML
 
+from flows import engine
 from flows import params as whole
 from tasks import params
 from tasks.params import PARAMS, ParamsError, Seed
@@ -38,8 +39,8 @@ CARRIED = (Path("data/raw"), Path("models/base"))
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", ".dvcignore", str(PARAMS))
 """What a workspace takes from the commit, so that edits of it would not be used."""
 
-_LOCK = Path("dvc.lock")
-_PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+LOCK = Path("dvc.lock")
+PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Set inside a git hook, where they would lead every git command to the main workspace."""
 
 
@@ -145,16 +146,39 @@ def check_committed(root: Path, study: StudyFile) -> None:
     Raises:
         WorkspaceError: files are edited or new, and not committed; it names them.
     """
-    if Path(_git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root.resolve():
-        raise WorkspaceError("this is not the root of a git repository: run this where params.yaml is")
     file = str(study.path)
-    status = _git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *CODE, file)
-    edited = {line[3:] for line in status.split("\0") if line}
-    if not _git(root, "ls-files", "--", file):  # git may ignore it
+    edited = _edited(root, *CODE, file)
+    if not git(root, "ls-files", "--", file):  # git may ignore it
         edited.add(file)
+    _refuse(edited, "A study runs")
+
+
+def check_code(root: Path) -> None:
+    """See to it that a workspace made from the commit has the code of this one, whatever its parameters.
+
+    Raises:
+        WorkspaceError: files are edited or new, and not committed; it names them.
+    """
+    _refuse(_edited(root, *(path for path in CODE if path != str(PARAMS))), "Workers run")
+
+
+def check_root(root: Path) -> None:
+    """See to it that git takes `root` for the root of a repository; if it does not, raise a WorkspaceError."""
+    if Path(git(root, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != root.resolve():
+        raise WorkspaceError("this is not the root of a git repository: run this where params.yaml is")
+
+
+def _edited(root: Path, *paths: str) -> set[str]:
+    """What of `paths` is not as in the last commit."""
+    check_root(root)
+    status = git(root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *paths)
+    return {line[3:] for line in status.split("\0") if line}
+
+
+def _refuse(edited: set[str], who: str) -> None:
     if edited:
         names = "\n".join(f"  {name}" for name in sorted(edited))
-        raise WorkspaceError(f"A study runs the code of the last commit. Commit these, or undo the edits:\n{names}")
+        raise WorkspaceError(f"{who} the code of the last commit. Commit these, or undo the edits:\n{names}")
 
 
 def run_all(root: Path, study: StudyFile, workers: int | None = None, timeout: float | None = None) -> dict[int, str]:
@@ -180,7 +204,7 @@ def run(root: Path, study: StudyFile, seed: int, workers: int | None = None, tim
     command = [sys.executable, "-m", "flows", "run"]
     command += ["--workers", str(workers)] if workers else []
     command += ["--timeout", str(timeout)] if timeout else []
-    with _held(folder) as lock:
+    with held(folder) as lock:
         prepare(root, study, seed)
         environment = _environment() | {"MLFLOW_TRACKING_URI": _tracking(root, study.params["study"]["name"])}
         # The study keeps the lock should this process be killed.
@@ -189,31 +213,41 @@ def run(root: Path, study: StudyFile, seed: int, workers: int | None = None, tim
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[IO[str]]:
-    """No two studies in one workspace: the second would change the code under the first."""
+def held(folder: Path) -> Iterator[IO[str]]:
+    """No two users of one workspace: the second would change the code under the first.
+
+    Raises:
+        WorkspaceError: it is in use.
+    """
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise WorkspaceError(f"a study runs in {folder.name} already: wait for its end") from error
+            raise WorkspaceError(f"something runs in {folder.name} already: wait for its end") from error
         yield file
 
 
 @contextmanager
 def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """What ends this process ends the study, too. Ctrl-C reaches both by itself."""
+    with terminable(), process:
+        try:
+            yield process
+        except SystemExit:
+            process.terminate()
+            raise
+        except KeyboardInterrupt:
+            process.wait()  # for its clean-up
+            raise
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with process:
-            try:
-                yield process
-            except SystemExit:
-                process.terminate()
-                raise
-            except KeyboardInterrupt:
-                process.wait()  # for its clean-up
-                raise
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -225,34 +259,41 @@ def prepare(root: Path, study: StudyFile, seed: int) -> Path:
         WorkspaceError: git or DVC refuse, or the folder is something else.
     """
     folder = root / study.folder(seed)
-    _check_out(root, folder)
+    recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
+    check_out(root, folder, "HEAD")
+    if recorded is not None:  # it belongs to the outputs there
+        (folder / LOCK).write_bytes(recorded)
     for part in CARRIED:
         carry(root / part, folder / part)
-    cache = root / _dvc(root, "cache", "dir").strip()
-    _dvc(folder, "cache", "dir", "--local", str(cache))
     comment = f"# Made from {PARAMS} and {study.path} with seed {seed}; edits are overwritten.\n"
     _write(study.content(seed), folder / PARAMS, comment)
     return folder
 
 
-def _check_out(root: Path, folder: Path) -> None:
-    """`folder` as a worktree at HEAD. What its stages have recorded is kept: it belongs to the outputs there."""
-    revision = _git(root, "rev-parse", "HEAD").strip()
-    if not folder.exists():
-        _git(root, "worktree", "add", "--force", "--detach", str(folder), revision)
-        return
+def check_out(root: Path, folder: Path, revision: str) -> None:
+    """Make `folder` a worktree at `revision` with the cache and the remotes of the workspace `root`.
+
+    Raises:
+        WorkspaceError: git refuses, or the folder is something else.
+    """
+    commit = git(root, "rev-parse", revision).strip()
+    if folder.exists():
+        _check_own(root, folder)
+        git(folder, "checkout", "--force", "--detach", commit)
+    else:
+        git(root, "worktree", "add", "--force", "--detach", str(folder), commit)
+    engine.share_settings(root, folder)
+
+
+def _check_own(root: Path, folder: Path) -> None:
     # Else git would go up to the main workspace and change that one.
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    own = Path(_git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
-    if not own or _git(folder, *where) != _git(root, *where):
+    own = Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
+    if not own or git(folder, *where) != git(root, *where):
         name = folder.relative_to(root)
         raise WorkspaceError(
             f"{name} is no worktree of this repository: remove it, or try `git worktree repair {name}`"
         )
-    recorded = (folder / _LOCK).read_bytes() if (folder / _LOCK).exists() else None
-    _git(folder, "checkout", "--force", "--detach", revision)
-    if recorded is not None:
-        (folder / _LOCK).write_bytes(recorded)
 
 
 def carry(source: Path, target: Path) -> None:
@@ -319,15 +360,15 @@ def _tracking(root: Path, experiment: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _PLACES}
+    return {name: value for name, value in os.environ.items() if name not in PLACES}
 
 
-def _git(root: Path, *words: str) -> str:
+def git(root: Path, *words: str) -> str:
     # Hooks would run here for a switch that is not the user's: DVC's checks outputs out.
     return _called(root, ["git", "-c", f"core.hooksPath={os.devnull}", *words], f"git {words[0]}")
 
 
-def _dvc(root: Path, *words: str) -> str:
+def dvc(root: Path, *words: str) -> str:
     return _called(root, [sys.executable, "-m", "dvc", *words], f"dvc {words[0]}")
 
 

@@ -13,16 +13,25 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from tasks import packages
 from tasks.dataset import Task
+from tasks.models import only_tensors
 from tasks.params import Model
 from tasks.stage import StageError
 
 BASE = Path("models/base")
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "weights = torch.load('pytorch_model.bin', weights_only=True, map_location='cpu'); "
+    "save_file({name: value.contiguous().clone() for name, value in weights.items()}, "
+    "'model.safetensors', {'format': 'pt'})\""
+)
+"""What makes safetensors of a pickle, of which it reads tensors alone."""
 
 
 def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -36,13 +45,18 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     with ExitStack() as stack:
         source = _source(params.base, stack)
         try:
-            found = AutoConfig.from_pretrained(source, revision=params.revision)
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=params.revision)
+            stack.enter_context(only_tensors())
+            options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False}
+            found = AutoConfig.from_pretrained(source, **options)
+            _check_code(found)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
             model = AutoModelForSequenceClassification.from_pretrained(
-                source, revision=params.revision, dtype=torch.float32, **_head(task)
+                source, use_safetensors=True, dtype=torch.float32, **options, **_head(task)
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise StageError(f"model.base {params.base} cannot be loaded for this task: {error}") from error
+            raise StageError(
+                f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
+            ) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise StageError(f"model.base {params.base} has no tokenizer: put its files beside the model")
     if tokenizer.pad_token is None:  # decoders are trained without padding; any masked token serves
@@ -52,6 +66,24 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     model.config.pad_token_id = tokenizer.pad_token_id
     _order_outputs(model, found.id2label, task.labels)
     return model, tokenizer
+
+
+def _check_code(config: PreTrainedConfig) -> None:
+    """A model may ask for an attention kernel of the hub: code that transformers would fetch and run unasked."""
+    if "/" in (asked := str(config._attn_implementation)):
+        raise ValueError(f"it asks for the kernel {asked}, which is code: remove _attn_implementation from config.json")
+
+
+def _reason(error: str) -> str:
+    """Why a model cannot be loaded, and what to do where it is for safety."""
+    if "trust_remote_code" in error:
+        return "it needs code of its own, and Eckart runs none: name a model that transformers itself knows"
+    if "file named model.safetensors" in error:
+        return (
+            "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "
+            f"Convert it under {BASE}; in its folder: {_CONVERT}"
+        )
+    return error
 
 
 def _source(base: str, stack: ExitStack) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,10 +18,32 @@ from tasks.stage import StageError
 TEACHER = Path("models/teacher")
 
 
-def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that a stage wrote, with its tokenizer."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    return model, AutoTokenizer.from_pretrained(folder)
+def load(
+    folder: Path, dtype: torch.dtype | Literal["auto"] = "auto"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model that a stage wrote, with its tokenizer; by default in the type that it was saved in."""
+    with only_tensors():
+        model = AutoModelForSequenceClassification.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
+        )
+        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+@contextmanager
+def only_tensors() -> Iterator[None]:
+    """While models are loaded: whatever names a pickle, which could run code, is an OSError.
+
+    `use_safetensors` alone does not hold for a file that a model's own config or index names.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("its weights are a pickle, and there is no file named model.safetensors")
+
+    before, torch.load = torch.load, refuse
+    try:
+        yield
+    finally:
+        torch.load = before
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:

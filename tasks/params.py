@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, overload
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -22,6 +23,17 @@ T = TypeVar("T")
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, le=1)]
+
+
+def _without_password(address: str) -> str:
+    if re.search(r"://[^\s/]*@", address):
+        raise PydanticCustomError(
+            "password", "holds a user name or password, and this file is shared; give it by the environment instead"
+        )
+    return address
+
+
+Address = Annotated[str, AfterValidator(_without_password)]
 
 
 class ParamsError(ValueError):
@@ -56,7 +68,7 @@ class Sizes(Section):
 
 
 class Data(Section):
-    source: str
+    source: Address
     config: str | None
     revision: str | None
     splits: Splits
@@ -69,7 +81,7 @@ class Data(Section):
 
 
 class Model(Section):
-    base: str
+    base: Address
     revision: str | None
 
 
@@ -215,4 +227,6 @@ def _advice(details: ErrorDetails, missing: list[str]) -> str:
         return "has no kind; add it"
     if kind == "too_short":
         return "is empty; add an item"
+    if kind == "password":
+        return message  # without what stands there
     return f"is {json.dumps(details['input'], default=str)}; write {message.removeprefix('Input should be ')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import shutil
@@ -82,6 +83,10 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         work()
     except (StageError, ParamsError) as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) in str(error):  # libraries wrap it in errors of their own
+            sys.exit(f"{stage}: the disk is full: make room and run again ({' '.join(str(error).split())})")
+        raise
 
 
 def quiet() -> None:

@@ -1,6 +1,7 @@
 """The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows import engine, processes
-from tests.flows.toy import PARAMS, PIPELINE, call, ran, toy_workspace
+from flows import cache, engine, processes
+from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, toy_workspace
+from tests.workspace import REPOSITORY
 
 ALL = ["source", "total", "work@a", "work@b"]
 
@@ -213,3 +215,97 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
     ran(workspace)
     assert run_all(workspace)["source"] == "Executed"
     assert stale(workspace) == []
+
+
+def objects(root: Path) -> list[Path]:
+    return [path for path in (root / ".dvc/cache/files/md5").rglob("*") if path.is_file()]
+
+
+FOLDER = """\
+stages:
+  folder:
+    cmd: echo folder >> ran.log && mkdir -p made && cp raw.txt made/one && echo two > made/two
+    deps: [raw.txt]
+    outs: [made]
+"""
+
+
+@pytest.mark.parametrize("pipeline", [PIPELINE, FOLDER], ids=["files", "folder"])
+def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, pipeline: str) -> None:
+    """Every object in turn. DVC itself checks a read-only object out as it is."""
+    (workspace / "dvc.yaml").write_text(pipeline)
+    run_all(workspace)
+    ran(workspace)
+    outs = [Path(path) for one in engine.plan() for path in one.writes]
+    before = {path: cache.measured(path) for path in outs}
+    for path in objects(workspace):
+        whole = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        path.chmod(0o444)
+        for out in outs:
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+        statuses = run_all(workspace)
+        assert sorted(name for name, status in statuses.items() if status == "Executed") == ran(workspace)
+        assert "Executed" in statuses.values()
+        assert {path: cache.measured(path) for path in outs} == before
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["", "schema: '2.0'\nstages:\n  source:\n    cmd: [ec", "schema: '2.0'\nsta"])
+def test_a_lock_file_that_was_cut_off_costs_nothing(workspace: Path, content: str) -> None:
+    run_all(workspace)
+    ran(workspace)
+    before = entries(workspace)
+    (workspace / "dvc.lock").write_text(content)
+    assert set(run_all(workspace).values()) == {"Restored"}
+    assert ran(workspace) == []
+    assert entries(workspace) == before
+    assert (workspace / "dvc.lock.damaged").read_text() == content
+
+
+def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path) -> None:
+    run_all(workspace)
+    (workspace / ".dvc/tmp/rwlock").write_text('{"read": {"/so')
+    assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_what_changed_since_the_run_began_is_not_run(workspace: Path) -> None:
+    """Neither with the old parameters nor with the new ones; the stages that it does not concern go on."""
+    stages = {one.name: one for one in engine.plan()}
+    engine.run(stages["source"], execute(workspace))
+    (workspace / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 3"))
+    with pytest.raises(engine.StageChanged, match=r"params.yaml or dvc.yaml changed what work@a is"):
+        engine.run(stages["work@a"], execute(workspace))
+    assert engine.run(stages["work@b"], execute(workspace)).status == "Executed"
+    (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[a]"))
+    with pytest.raises(engine.StageChanged, match="work@b"):
+        engine.run(stages["work@b"], execute(workspace))
+    assert ran(workspace) == ["source", "work@b"]
+
+
+def test_a_comment_in_the_params_file_changes_nothing(workspace: Path) -> None:
+    stages = {one.name: one for one in engine.plan()}
+    (workspace / "params.yaml").write_text(f"# a comment\n{PARAMS}")
+    assert [engine.run(one, execute(workspace)).status for one in stages.values()] == ["Executed"] * 4
+
+
+def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None:
+    """Whatever write of DVC's is the first that fails, the next run has the results."""
+    run_all(workspace)
+    expected = entries(workspace)
+    script = (
+        "import resource, sys\nfrom flows import engine, processes\n"
+        "stages = engine.plan()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+        "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"
+    )
+    for size in (0, 40, 400, 1200):
+        call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")
+        command = [sys.executable, "-c", script, str(size)]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+        full = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert full.returncode
+        run_all(workspace)
+        assert entries(workspace) == expected
+        assert stale(workspace) == []

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from tests.flows.toy import ENVIRONMENT, call
+from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 from tests.workspace import tiny_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -40,17 +39,7 @@ Flow = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone of the code with tiny parameters, before anything ran."""
-    root = tmp_path_factory.mktemp("study")
-    for name in ("eckart", "tasks", "flows"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
-        shutil.copy(ROOT / name, root / name)
-    tiny_workspace(root)
-    call(root, "git", "init", "-q")
-    call(root, "dvc", "init", "-q")
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "tiny")
-    return root
+    return tiny_repository(tmp_path_factory.mktemp("study"))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,9 @@
 """The mirror against a real MLflow database: what is told, once, of whom, and what a failing store costs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from mlflow.entities import Run
 
 from flows.engine import Outcome, Planned
 from flows.tracking import Mirror
+from tests.workspace import REPOSITORY
 
 CURVE = "reports/finetune/kfac-0.5.jsonl"
 SEARCH = "reports/search/kfac-0.5.jsonl"
@@ -16,7 +20,7 @@ EVALUATION = "reports/evaluate/kfac-0.5.json"
 
 
 def planned(name: str, upstream: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> Planned:
-    return Planned(name, upstream, alone=False, reads=(), writes=writes, cached=None)
+    return Planned(name, upstream, alone=False, reads=(), writes=writes, definition="d", cached=None)
 
 
 def outcome(name: str, status: str = "Executed", key: str = "k", outs: tuple[str, ...] = ()) -> Outcome:
@@ -190,3 +194,28 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
+ABANDON = """
+import os, sys
+from pathlib import Path
+from flows.tracking import Mirror
+from tests.flows.test_tracking import planned
+mirror = Mirror(Path(sys.argv[1]), "s", [planned("finetune@kfac-0.5")], {})
+mirror.start({}, "killed")
+with mirror.following(planned("finetune@kfac-0.5")):
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_runs_of_a_flow_that_was_killed_are_ended_and_those_of_others_go_on(root: Path, plan: list[Planned]) -> None:
+    living = started(root, plan)
+    command = [sys.executable, "-c", ABANDON, str(root)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    assert killed.returncode == -9
+    client = living.client
+    assert sorted(run.info.status for run in client.search_runs([living.experiment])) == ["RUNNING"] * 3
+    started(root, plan)
+    statuses = [run.info.status for run in client.search_runs([living.experiment])]
+    assert sorted(statuses) == ["KILLED", "KILLED", "RUNNING", "RUNNING"]
+    assert client.get_run(living.parent).info.status == "RUNNING"

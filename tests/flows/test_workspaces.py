@@ -339,7 +339,7 @@ class TestRunning:
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
-        with workspaces._held(repository / "workspaces/toy-seed0"):
+        with workspaces.held(repository / "workspaces/toy-seed0"):
             failed = workspaces.run_all(repository, toy(0))
         assert "already" in failed[0]
         assert not workspaces.run_all(repository, toy(0))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from tests.workspace import REPOSITORY, tiny_workspace
 
 PARAMS = """\
 gain: {a: 1, b: 2}
@@ -68,3 +72,17 @@ def ran(root: Path) -> list[str]:
     names = sorted(log.read_text().split()) if log.exists() else []
     log.unlink(missing_ok=True)
     return names
+
+
+def tiny_repository(root: Path, **changes: Any) -> Path:
+    """A clone of the code with the tiny parameters, before anything ran."""
+    for name in ("eckart", "tasks", "flows"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
+        shutil.copy(REPOSITORY / name, root / name)
+    tiny_workspace(root, **changes)
+    call(root, "git", "init", "-q")
+    call(root, "dvc", "init", "-q")
+    call(root, "git", "add", "-A")
+    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "tiny")
+    return root

@@ -1,0 +1,203 @@
+"""A model as ONNX, once onnxruntime gives the answers that torch gives. Needs the extra `onnx`.
+
+A low-rank layer stays two products, so the file has the parameters of the factors, not those of the dense map.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eckart.batch import Batch
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""
+
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_LONGEST = 64  # tokens of the rows that are made up
+
+
+class ExportError(RuntimeError):
+    """There is no ONNX file, or the one before; the message says why."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how well it answers."""
+
+    parameters: int
+    """Floating-point numbers in the file."""
+    bytes: int
+    rows: int
+    """That were answered by both."""
+    difference: float
+    """The largest of a logit."""
+
+
+def export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path | str, batches: Iterable[Batch] = ()
+) -> Exported:
+    """Write `model` as ONNX: `logits` of the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
+
+    The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
+    rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
+
+    Args:
+        model: in float32, with a head that gives logits.
+        batches: more inputs to compare on, each `(batch, tokens)`; names that are no input are ignored.
+
+    Raises:
+        ExportError: a package is missing, the model cannot be exported, or the answers differ.
+    """
+    if missing := [name for name in _PACKAGES if not find_spec(name)]:
+        raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")
+    if model.dtype != torch.float32:
+        raise ExportError(f"the model is in {model.dtype}, which few runtimes know: load it with dtype=torch.float32")
+    file = Path(file)
+    model.eval()
+    first, *others = _made_up(model, tokenizer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
+        written = Path(folder) / file.name
+        parameters = _write(model, first, written)
+        rows, difference = _compare(model, written, list(first), chain([first], others, batches))
+        size = sum(part.stat().st_size for part in Path(folder).iterdir())
+        _put(written, file)
+    return Exported(parameters, size, rows, difference)
+
+
+class _Logits(nn.Module):
+    """A model as a function of tensors in a fixed order."""
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.names = names
+
+    def forward(self, *values: Tensor) -> Tensor:
+        return self.model(**dict(zip(self.names, values, strict=True))).logits
+
+
+def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
+    """Batches of random texts: a padded one, single rows down to one word, and a larger padded one."""
+    positions = getattr(model.config, "max_position_embeddings", None) or 2 * _LONGEST
+    longest = min(_LONGEST, positions // 2)  # half, as some models count theirs from another number than 0
+    accepted = inspect.signature(model.forward).parameters
+    words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
+    generator = torch.Generator().manual_seed(0)
+    for lengths in ((longest, longest // 2), (longest // 3,), (1,), (longest // 4, 2, longest, 1, 5)):
+        draws = [torch.randint(len(words), (length,), generator=generator).tolist() for length in lengths]
+        texts = [tokenizer.decode([words[draw] for draw in row]) for row in draws]
+        inputs = tokenizer(texts, padding=True, truncation=True, max_length=longest, return_tensors="pt")
+        yield {name: values.to(model.device) for name, values in inputs.items() if name in accepted}
+
+
+def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
+    """Write the graph that `model` runs for `sample`; how many floating-point numbers it holds."""
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                _Logits(model, list(sample)).eval(),
+                tuple(sample.values()),
+                dynamo=True,
+                input_names=list(sample),
+                output_names=["logits"],
+                dynamic_shapes=(tuple({0: "batch", 1: "tokens"} for _ in sample),),
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+            raise ExportError(f"torch cannot export a {type(model).__name__}: {reason}") from error
+    assert program
+    _strip(program.model)
+    program.save(file)
+    initializers = [value.const_value for value in program.model.graph.initializers.values()]
+    return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter warns of what is no concern of its user: absent packages, deprecations of its own."""
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        exporter.setLevel(level)
+
+
+def _strip(model: Any) -> None:
+    """Take out what the exporter notes of its work: stack traces with paths of this machine, larger than the graph."""
+    nodes = list(model.graph.all_nodes())
+    values = [value for node in nodes for value in node.outputs]
+    for part in (model, model.graph, *nodes, *values, *model.graph.inputs, *model.graph.initializers.values()):
+        part.metadata_props.clear()
+
+
+def _compare(model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch]) -> tuple[int, float]:
+    """Rows, and the largest difference of a logit."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    with _explained():
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    rows, largest = 0, 0.0
+    for batch in batches:
+        inputs = {name: batch[name].to(model.device) for name in names}
+        with torch.no_grad():
+            expected = model(**inputs).logits.cpu()
+        with _explained():
+            (found,) = session.run(None, {name: values.cpu().numpy() for name, values in inputs.items()})
+        largest = max(largest, _difference(expected, torch.from_numpy(found), file.name))
+        rows += len(found)
+    return rows, largest
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # onnxruntime's errors have no class in common
+        raise ExportError(f"onnxruntime cannot run what torch exported: {error}") from error
+
+
+def _difference(expected: Tensor, found: Tensor, name: str) -> float:
+    """The largest difference of logits `(batch, labels)`."""
+    difference = float((expected - found).abs().max())
+    allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
+    if not difference <= allowed:  # nor where it is no number
+        raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
+    if expected.shape[-1] > 1 and not torch.equal(expected.argmax(-1), found.argmax(-1)):
+        raise ExportError(f"onnxruntime gives other labels than torch: {name} was not written")
+    return difference
+
+
+def _put(written: Path, file: Path) -> None:
+    """Move the file, and its weights where they are apart, to where they belong.
+
+    Two files cannot be replaced at once: in between there is none, rather than one with the weights of another.
+    """
+    weights, old = (path.with_name(f"{path.name}.data") for path in (written, file))
+    if weights.exists() or old.exists():
+        file.unlink(missing_ok=True)
+        old.unlink(missing_ok=True)
+    if weights.exists():
+        weights.replace(old)
+    written.replace(file)

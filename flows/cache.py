@@ -1,0 +1,113 @@
+"""The objects of DVC's cache, as plain files: do their bytes have the digest that is their name?
+
+DVC takes a read-only object for whole and never reads it again: what a disk damages goes on into every workspace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+_FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
+
+
+class Unknown(LookupError):
+    """The cache has no readable list of a folder's files."""
+
+
+def corrupted(cache_dir: Path, digest: str) -> list[Path]:
+    """The objects of an output whose bytes have another digest than their name says. All bytes are read.
+
+    Objects that are missing are none of these. Where a folder's list of files is corrupt it is the only one named,
+    for what it lists cannot be trusted.
+
+    Args:
+        cache_dir: as `dvc cache dir` names it.
+        digest: of the output, as in dvc.lock; that of a folder ends with `.dir`.
+    """
+    wanted = {digest} if digest else set()
+    if digest.endswith(_FOLDER):
+        path = object_path(cache_dir, digest)
+        if path.exists() and not _whole(path, digest):
+            return [path]
+        wanted = set(_listing(path).values()) if path.exists() else set()
+    objects = {each: object_path(cache_dir, each) for each in wanted}
+    return sorted(path for each, path in objects.items() if path.exists() and not _whole(path, each))
+
+
+def missing(cache_dir: Path, digest: str) -> set[str]:
+    """Digests of the objects of an output that are not there; of a folder without its list, that of the list alone."""
+    try:
+        wanted = {digest, *files(cache_dir, digest).values()}
+    except Unknown:
+        return {digest}
+    return {each for each in wanted if not object_path(cache_dir, each).exists()}
+
+
+def copy(cache_dir: Path, digest: str, target: Path) -> None:
+    """Make `target` the output; all its objects must be there."""
+    remove(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if digest.endswith(_FOLDER):
+        target.mkdir()
+    for name, each in files(cache_dir, digest).items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(object_path(cache_dir, each), target / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder or a link, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def files(cache_dir: Path, digest: str) -> dict[str, str]:
+    """Path within an output → digest, as `measured` gives them.
+
+    Raises:
+        Unknown: it is a folder whose list is missing or corrupt.
+    """
+    if not digest.endswith(_FOLDER):
+        return {"": digest}
+    path = object_path(cache_dir, digest)
+    if not path.exists() or not _whole(path, digest):
+        raise Unknown(f"the cache has no list of the files of {digest}")
+    return _listing(path)
+
+
+def measured(path: Path) -> dict[str, str]:
+    """Path within `path` → digest of the bytes there now; a file's own path within itself is empty."""
+    if path.is_file():
+        return {"": _md5(path)}
+    found = (file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): _md5(file) for file in found}
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """The digest of an output that `measured` gave, as DVC would write it down."""
+    if set(files) == {""}:
+        return files[""]
+    listing = [{"md5": files[name], "relpath": name} for name in sorted(files)]
+    return hashlib.md5(json.dumps(listing).encode(), usedforsecurity=False).hexdigest() + _FOLDER
+
+
+def object_path(cache_dir: Path, digest: str) -> Path:
+    return cache_dir / "files" / "md5" / digest[:2] / digest[2:]
+
+
+def _whole(path: Path, digest: str) -> bool:
+    return _md5(path) == digest.removesuffix(_FOLDER)
+
+
+def _listing(path: Path) -> dict[str, str]:
+    return {entry["relpath"]: entry["md5"] for entry in json.loads(path.read_text())}
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -1,0 +1,66 @@
+"""A candidate as ONNX, compared with torch on the rows it was tested on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from eckart import onnx
+from eckart.batch import Batch
+from eckart.onnx import ExportError
+from tasks.batches import batches
+from tasks.candidates import FINETUNED
+from tasks.dataset import SPLITS, tokenized
+from tasks.models import load
+from tasks.stage import quiet
+
+_ROWS = 256  # of the test split, at most
+_BATCH = 32  # rows
+
+
+def to_onnx(name: str, file: Path) -> str:
+    """Write the candidate `name`, or the Hugging Face folder at the path `name`; what was written, in a sentence.
+
+    Raises:
+        ExportError: there is none such, or it cannot be exported; an older `file` stays.
+    """
+    if file.suffix != ".onnx" or file.is_dir():
+        raise ExportError(f"{file}: write a file name that ends with .onnx")
+    folder = _folder(name)
+    quiet()
+    try:
+        model, tokenizer = load(folder, torch.float32)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ExportError(f"{folder} cannot be loaded: {error}") from error
+    if type(model).__name__ not in (model.config.architectures or ()):
+        raise ExportError(f"{folder} has no head for classification or regression: train it first")
+    rows = _test_rows(tokenizer) if folder.parent == FINETUNED else ()
+    try:
+        made = onnx.export(model, tokenizer, file, rows)
+    except OSError as error:
+        raise ExportError(f"{file} cannot be written: {error}") from error
+    return (
+        f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. onnxruntime answers {made.rows} rows as "
+        f"torch does (logits within {made.difference:.1g}). Its tokenizer is that of {folder}."
+    )
+
+
+def _folder(name: str) -> Path:
+    candidate, path = FINETUNED / name, Path(name)
+    if (candidate / "config.json").exists():
+        return candidate
+    if (path / "config.json").exists():
+        return path
+    there = sorted(folder.parent.name for folder in FINETUNED.glob("*/config.json"))
+    known = f"write one of {', '.join(there)}" if there else f"{FINETUNED} has none: run `python -m flows run` first"
+    raise ExportError(f"{name} is no candidate and no Hugging Face folder: {known}")
+
+
+def _test_rows(tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
+    if (SPLITS / "test.parquet").exists():
+        data = tokenized("test", tokenizer)
+        yield from batches(data.select(range(min(_ROWS, len(data)))), tokenizer, _BATCH, "cpu")

@@ -1,0 +1,282 @@
+"""The gates of a promotion: a candidate measured anew, beside the champion, and each number held against its limit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from flows import cache
+from flows.engine import Outcome
+from flows.params import Promotion
+from tasks.batches import batches
+from tasks.dataset import SPLITS, Task, load_split, load_task, tokenized
+from tasks.models import check_length, load
+from tasks.scores import score
+from tasks.stage import StageError, quiet
+
+TEST = SPLITS / "test.parquet"
+SMOKED = 8
+"""Test rows to which a version must answer as the model that was scored does."""
+
+_ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A number that was held against its limit."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool
+    """Whether the limit is the largest value that passes; else it is the least."""
+    words: str
+    """Both in a sentence."""
+    lacking: str
+    """What a value beyond the limit is: `too low`."""
+
+    @property
+    def excess(self) -> float:
+        """How far the value is beyond the limit; negative if it keeps it."""
+        return self.value - self.limit if self.at_most else self.limit - self.value
+
+    @property
+    def passed(self) -> bool:
+        return self.excess <= _ROUNDING
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.words}: {self.lacking} by {short(self.excess)}"
+
+    @property
+    def plain(self) -> dict[str, str | float | bool]:
+        """For a program."""
+        limit = {"at_most" if self.at_most else "at_least": self.limit}
+        return {"name": self.name, "value": self.value, **limit, "passed": self.passed}
+
+    @property
+    def row(self) -> tuple[str, str, str, str]:
+        """For a table: the name, the value, the limit, and what came of it."""
+        limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
+        return (
+            self.name,
+            short(self.value),
+            limit,
+            "passed" if self.passed else f"{self.lacking} by {short(self.excess)}",
+        )
+
+
+class Refused(RuntimeError):
+    """Nothing was promoted; the message says which number failed by how much, or what else stands against it."""
+
+    def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:
+        super().__init__(message)
+        self.gates = tuple(gates)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a promotion reads of params.yaml."""
+
+    root: Path
+    study: str
+    metric: str
+    threads: int
+    batch_size: int
+    wanted: Promotion
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate as the study has recorded it."""
+
+    name: str
+    content: str
+    """DVC's digest of its folder."""
+    test: str
+    """DVC's digest of the test rows."""
+    metric: float
+    teacher: float
+    """The teacher's metric."""
+    parameters: int
+    """Of its targets."""
+    keep: float
+    """The same ÷ those of the teacher's targets."""
+    speedup: float
+    outcomes: tuple[Outcome, ...]
+    """Of its own stages."""
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The files of the model that is to be replaced, and what to call it."""
+
+    files: Path
+    name: str
+
+
+def limits(candidate: Candidate, metric: float, setting: Setting) -> list[Gate]:
+    """What params.yaml asks of any candidate; `metric` is what it reaches."""
+    wanted, drop = setting.wanted, candidate.teacher - metric
+    words = f"{setting.metric} {short(metric)} is {short(drop)} below the teacher's {short(candidate.teacher)}"
+    words += f"; {short(wanted.largest_drop)} are allowed"
+    found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too low")]
+    if wanted.keep is not None:
+        words = f"keep is {short(candidate.keep)}; {short(wanted.keep)} are allowed"
+        found.append(Gate("keep", candidate.keep, wanted.keep, True, words, "too large"))
+    if wanted.least_speedup is not None:
+        words = f"{short(candidate.speedup)} times as fast as the teacher; {short(wanted.least_speedup)} are asked for"
+        found.append(Gate("speed-up", candidate.speedup, wanted.least_speedup, False, words, "too slow"))
+    return found
+
+
+def measure(
+    files: Path, candidate: Candidate, champion: Champion | None, setting: Setting
+) -> tuple[list[Gate], list[Any]]:
+    """Score the candidate and the champion on the test rows, as the stages do.
+
+    Args:
+        files: the candidate as the registry has it.
+
+    Returns:
+        All gates, and what the candidate answers to the first test rows: labels, or numbers of a regression.
+
+    Raises:
+        Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
+    """
+    unchanged(TEST, candidate.test)
+    task, rows = load_task(), len(load_split("test"))
+    gates = [_same_files(files, candidate)]
+    if not gates[0].passed:
+        raise Refused(gates[0].words, gates)
+    with _as_stages(setting.threads):
+        model, tokenizer = load(files)
+        metric = _scored(model, tokenizer, task, setting)
+        gates += [_as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
+        if champion:
+            gates.append(_gain(metric, _champions(champion, task, setting), champion, setting))
+        return gates, _answers(model, tokenizer, task)
+
+
+def unchanged(path: Path, content: str) -> None:
+    """See to it that a file is the one that DVC has recorded.
+
+    Raises:
+        Refused: something has changed it since.
+    """
+    if digest(path) != content:
+        raise Refused(f"{path} has changed since the study was found up to date: run `python -m flows run` first")
+
+
+def _same_files(files: Path, candidate: Candidate) -> Gate:
+    found = digest(files) if files.is_dir() else "nothing"
+    words = (
+        f"the registry has {found} where the study has measured {candidate.content} ({candidate.name}): "
+        "delete that version and run `promote` again"
+    )
+    return Gate("files other than measured", float(found != candidate.content), 0.0, True, words, "too many")
+
+
+def _as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> Gate:
+    """The files are the same to the byte; this shows that what runs them is, too.
+
+    On another processor sums are rounded otherwise, which may move a row whose two likeliest classes are even. A row
+    moves an accuracy by 1 ÷ rows, and an F1 by about twice that.
+    """
+    difference, allowed = abs(metric - recorded), 2 / rows
+    words = f"{setting.metric} is {short(metric)} here, but the study recorded {short(recorded)}"
+    words += f"; a difference of {short(allowed)} is allowed"
+    return Gate("difference from the record", difference, allowed, True, words, "too far off")
+
+
+def _gain(metric: float, theirs: float, champion: Champion, setting: Setting) -> Gate:
+    gain, least = metric - theirs, setting.wanted.least_gain
+    words = f"{setting.metric} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
+    words += f"is a gain of {short(gain)}; {short(least)} is asked for"
+    return Gate("gain over the champion", gain, least, False, words, "too low")
+
+
+def _champions(champion: Champion, task: Task, setting: Setting) -> float:
+    """What the champion reaches on the test rows of this study; it may come from another one."""
+    what = f"the champion ({champion.name})"
+    advice = "name another model in promotion.model, or remove the alias champion"
+    if not champion.files.is_dir():
+        raise Refused(f"{what} was not registered by `promote` and cannot be compared with: {advice}")
+    try:
+        model, tokenizer = load(champion.files)
+        check_length(model, task.max_length, "data.max_length")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
+    theirs, ours = _meaning(model), ", ".join(task.labels) or _NUMBER
+    if theirs != ours:
+        raise Refused(f"{what} answers {theirs}, and this study {ours}; they cannot be compared: {advice}")
+    return _scored(model, tokenizer, task, setting)
+
+
+_NUMBER = "a number"
+
+
+def _meaning(model: PreTrainedModel) -> str:
+    """What the outputs of `model` stand for."""
+    names = dict(model.config.id2label or {}).values()
+    return _NUMBER if model.config.problem_type == "regression" else ", ".join(map(str, names))
+
+
+def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, setting: Setting) -> float:
+    try:
+        return score(model, tokenizer, tokenized("test", tokenizer), task, setting.batch_size).metric
+    except StageError as error:
+        raise Refused(str(error)) from error
+
+
+def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Any]:
+    rows = tokenized("test", tokenizer)
+    rows = rows.select(range(min(SMOKED, len(rows))))
+    (batch,) = batches(rows, tokenizer, len(rows), str(model.device))
+    with torch.inference_mode():
+        outputs = model.eval()(**batch).logits
+    if task.kind == "regression":
+        return outputs.squeeze(-1).tolist()
+    return [task.labels[label] for label in outputs.argmax(-1).tolist()]
+
+
+@contextmanager
+def _as_stages(threads: int) -> Iterator[None]:
+    """Compute as the stages do, whose number of threads decides the last bits; torch is left as it was."""
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    quiet()
+    try:
+        with torch.random.fork_rng(devices=[]):  # the Trainer sets the seed
+            yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
+
+
+def short(number: float) -> str:
+    """Four digits; what is nothing but rounding is 0."""
+    return f"{0.0 if abs(number) < _ROUNDING else number:.4g}"
+
+
+def digest(path: Path) -> str:
+    """What DVC calls the content of a file or folder."""
+    files = cache.measured(path)
+    if path.is_file():
+        return files[""]
+    listing = [{"md5": files[name], "relpath": name} for name in sorted(files)]
+    return hashlib.md5(json.dumps(listing).encode(), usedforsecurity=False).hexdigest() + ".dir"

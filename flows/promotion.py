@@ -1,0 +1,327 @@
+"""The promotion flow: the study's best candidate becomes the champion of the registry, if it passes the gates."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from mlflow.entities.model_registry import ModelVersion
+from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, State
+from pydantic import BaseModel
+
+from flows import engine, gates, params, registry, tracking
+from flows.engine import Outcome
+from flows.gates import Candidate, Champion, Gate, Refused, Setting
+from flows.registry import NothingBefore, Registry, RegistryError, SmokeFailed, now
+from tasks.calibration import load_targets
+from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.dataset import load_split, load_task
+from tasks.params import ParamsError
+from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Report = TypeVar("Report", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What came of a promotion that was not refused."""
+
+    candidate: str
+    version: str
+    message: str
+    gates: tuple[Gate, ...]
+    """Empty where the candidate was the champion before."""
+
+
+def _said(step: Callable[P, T]) -> Callable[P, T]:
+    """A step whose state says why it failed, without a traceback in the log."""
+
+    @wraps(step)
+    def saying(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return step(*args, **kwargs)
+        except (Refused, RegistryError) as error:
+            return _failed(error)  # type: ignore[return-value]  # Prefect raises it to the caller
+
+    return saying
+
+
+def _failed(error: Exception) -> State[Any]:
+    return Failed(name="Refused" if isinstance(error, Refused) else "Failed", message=str(error), data=error)
+
+
+@flow(name="promotion", persist_result=False)
+def promotion(root: str = ".", again: bool = False) -> Decision:
+    """Promote the best candidate of the study that params.yaml describes.
+
+    Args:
+        root: the workspace: a folder with params.yaml, whose study is finished.
+        again: take it even if someone went back from it.
+
+    Raises:
+        Refused: nothing was promoted; the champion is the one before.
+        RegistryError: the registry failed; what was begun is finished or undone by the next promotion.
+        ParamsError: params.yaml has mistakes.
+    """
+    with chdir(root):  # DVC takes its paths from the working directory
+        try:
+            decision = _promote(_setting(Path.cwd()), again)
+        except (Refused, RegistryError, ParamsError) as error:
+            return _failed(error)  # type: ignore[return-value]
+        return Completed(message=decision.message, data=decision)  # type: ignore[return-value]
+
+
+def rollback(root: Path) -> str:
+    """Go back to the version that the champion replaced; what was done.
+
+    Raises:
+        Refused: there is none, or it does not answer; the champion stays.
+        RegistryError: the registry failed.
+        ParamsError: params.yaml has mistakes.
+    """
+    with registry.connected(root, _setting(root).wanted.model) as models:
+        try:
+            models.settle()
+            before, after = models.roll_back()
+        except (NothingBefore, SmokeFailed) as error:
+            raise Refused(str(error)) from error
+    return (
+        f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
+        "only `promote --again` takes it once more."
+    )
+
+
+def _setting(root: Path) -> Setting:
+    typed = params.check(root)
+    return Setting(
+        root=root,
+        study=typed["study"].name,
+        metric=typed["data"].metric,
+        threads=typed["threads"].candidate,
+        batch_size=typed["evaluate"].batch_size,
+        wanted=typed["promotion"],
+    )
+
+
+def _promote(setting: Setting, again: bool) -> Decision:
+    with registry.connected(setting.root, setting.wanted.model) as models:
+        try:
+            models.settle()
+        except SmokeFailed as error:
+            get_run_logger().warning("left by an earlier promotion: %s", error)
+        candidate = choose(setting)
+        if found := _champion_already(candidate, models.champion()):
+            return found
+        version = register(models, setting, candidate, again)
+        return _challenge(models, setting, candidate, version)
+
+
+def _champion_already(candidate: Candidate, champion: ModelVersion | None) -> Decision | None:
+    if not champion or champion.tags.get(registry.CONTENT) != candidate.content:
+        return None
+    number = str(champion.version)
+    return Decision(candidate.name, number, f"{candidate.name} is the champion already (version {number})", ())
+
+
+def _challenge(models: Registry, setting: Setting, candidate: Candidate, version: str) -> Decision:
+    """Gate the version against the champion, and make it the champion; what came of it is written on it."""
+    passed: tuple[Gate, ...] = ()
+    try:
+        while True:
+            champion = models.champion()
+            if found := _champion_already(candidate, champion):
+                return found
+            passed = gate(models, setting, candidate, version, champion)
+            _record(models, setting, candidate, version, passed, "All gates are passed.")
+            if move(models, version, champion):
+                break
+            get_run_logger().warning("someone else changed the champion meanwhile: going through the gates again")
+    except Refused as refusal:
+        _record(models, setting, candidate, version, refusal.gates or passed, f"Refused: {refusal}")
+        raise
+    message = f"{candidate.name} is the champion now: version {version} of {models.name}"
+    message += f", in place of version {champion.version}" if champion else ""
+    _record(models, setting, candidate, version, passed, f"Promoted: {message}.")
+    return Decision(candidate.name, version, message, passed)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+@_said
+def choose(setting: Setting) -> Candidate:
+    """The candidate with the highest metric among those within the limits; of equal ones the smallest.
+
+    Raises:
+        Refused: stages are not up to date, or no candidate is within the limits.
+    """
+    refusals: dict[str, list[str]] = {}
+    fitting = []
+    for one in _candidates():
+        refusals[one.name] = [gate.refusal for gate in gates.limits(one, one.metric, setting) if not gate.passed]
+        if not refusals[one.name]:
+            fitting.append(one)
+    if not fitting:
+        lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
+        raise Refused(f"No candidate is within the limits of promotion in params.yaml:\n{lines}")
+    return max(fitting, key=lambda one: (one.metric, -one.parameters))
+
+
+def _candidates() -> list[Candidate]:
+    """Those of the study, with the numbers that its stages wrote."""
+    planned = engine.plan()
+    if stale := [one.name for one in planned if not one.cached]:
+        some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
+        raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
+    outcomes = {one.name: one.cached for one in planned if one.cached}
+    names = [name.partition("@")[2] for name in outcomes if name.startswith("finetune@")]
+    return [_candidate(name, outcomes) for name in names]
+
+
+def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
+    evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
+    benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
+    teacher = _report(outcomes["teacher"], TEACHER_METRICS, TeacherReport)
+    return Candidate(
+        name=name,
+        content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
+        test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
+        metric=evaluation.recovered.metric,
+        teacher=teacher.score.metric,
+        parameters=evaluation.target_parameters,
+        keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
+        speedup=benchmark.speedup,
+        outcomes=tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name),
+    )
+
+
+def _report(outcome: Outcome, path: Path, kind: type[Report]) -> Report:
+    gates.unchanged(path, outcome.outs[str(path)])
+    return kind.model_validate_json(path.read_text())
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+@_said
+def register(models: Registry, setting: Setting, candidate: Candidate, again: bool) -> str:
+    """The version with the candidate's files, made if there is none yet, as the challenger.
+
+    Raises:
+        Refused: someone went back from it, and it is not to be taken `again`.
+    """
+    run, experiment = models.origin(setting.root, setting.study, tracking.key_of(candidate.outcomes))
+    version = models.with_content(candidate.content)
+    if version and registry.ROLLED_BACK in version.tags and not again:
+        raise Refused(
+            f"{candidate.name} is the best, but it is version {version.version} of {models.name}, which was "
+            f"rolled back at {version.tags[registry.ROLLED_BACK]}: `promote --again` takes it nevertheless"
+        )
+    if not version:
+        pairs = "text_pair" in load_split("test")
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Path(folder) / "saved"
+            registry.save(FINETUNED / candidate.name, saved, load_task(), pairs, setting.batch_size)
+            version = models.add(saved, candidate.name, candidate.content, experiment, run)
+    number = str(version.version)
+    models.mark(number, _lineage(setting, candidate, run))
+    models.challenge(number)
+    return number
+
+
+def _lineage(setting: Setting, candidate: Candidate, run: str | None) -> dict[str, str]:
+    """Where a version comes from: the study, MLflow's run, the test rows, DVC and git."""
+    return {
+        "eckart.study": setting.study,
+        "eckart.candidate": candidate.name,
+        "eckart.run": run or "",
+        "eckart.test": candidate.test,
+        **tracking.trace(candidate.outcomes),
+        **tracking.git(setting.root),
+    }
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+@_said
+def gate(
+    models: Registry, setting: Setting, candidate: Candidate, version: str, champion: ModelVersion | None
+) -> tuple[Gate, ...]:
+    """Measure the version, and the champion beside it, with the files that the registry has.
+
+    Raises:
+        Refused: a gate is closed, the champion cannot be compared with, or the version does not answer.
+    """
+    name = f"{candidate.name} (version {version})"
+    with tempfile.TemporaryDirectory() as folder:
+        files = models.fetch(version, Path(folder) / "challenger")
+        theirs = None
+        if champion:
+            number = str(champion.version)
+            theirs = Champion(models.fetch(number, Path(folder) / "champion"), f"version {number}")
+        found, answers = gates.measure(files, candidate, theirs, setting)
+    if closed := [one.refusal for one in found if not one.passed]:
+        raise Refused("\n  ".join([f"{name} is refused:", *closed]), found)
+    try:
+        _smoke(models, version, answers)
+    except SmokeFailed as error:
+        raise Refused(f"{name} cannot be served: {error}", found) from error
+    return tuple(found)
+
+
+def _smoke(models: Registry, version: str, expected: Sequence[Any]) -> None:
+    """Ask the version what the model that was scored has answered."""
+    answers = models.smoke(f"/{version}", load_split("test").drop(columns="label").head(len(expected)))
+    if not all(_same(row, wanted) for row, wanted in zip(answers, expected, strict=True)):
+        raise SmokeFailed(f"it answers {answers}, where the model that was scored answers {list(expected)}")
+
+
+def _same(answer: Mapping[str, Any], wanted: Any) -> bool:
+    if "label" in answer:
+        return bool(answer["label"] == wanted)
+    return math.isclose(answer["value"], wanted, rel_tol=1e-3, abs_tol=1e-3)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+@_said
+def move(models: Registry, version: str, champion: ModelVersion | None) -> bool:
+    """Make the version the champion; False if `champion` is the champion no more, and nothing was moved.
+
+    Raises:
+        Refused: it does not answer as the champion; the one before is the champion again.
+    """
+    try:
+        return models.promote(version, champion)
+    except SmokeFailed as error:
+        back = f"version {champion.version} is the champion again" if champion else "there is no champion, as before"
+        raise Refused(f"{error}; {back}") from error
+
+
+def _record(
+    models: Registry, setting: Setting, candidate: Candidate, version: str, found: Sequence[Gate], decision: str
+) -> None:
+    """Write on the version what was checked, and what came of it, for programs and for people."""
+    numbers = {
+        "metric": setting.metric,
+        "recorded": candidate.metric,
+        "teacher": candidate.teacher,
+        "target_parameters": candidate.parameters,
+        "keep": candidate.keep,
+        "speedup": candidate.speedup,
+    }
+    tags = {
+        "eckart.decision": decision,
+        "eckart.numbers": json.dumps(numbers),
+        "eckart.gates": json.dumps([one.plain for one in found]),
+        "prefect.flow_run": str(flow_run.id),
+    }
+    rows = ["| gate | value | limit | |", "|---|---|---|---|", *(f"| {' | '.join(one.row)} |" for one in found)]
+    models.mark(version, tags)
+    models.describe(version, "\n".join([f"**{candidate.name}**, {now()}", "", decision, "", *rows]))

@@ -1,0 +1,73 @@
+"""A Prefect server to talk to, which schedules and workers need: a temporary one serves a single run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+from flows import settings
+
+_PATIENCE = 120  # seconds until a server must answer; a first start builds its database
+
+
+class ServerError(RuntimeError):
+    """No Prefect server can be used; the message says why."""
+
+
+@contextmanager
+def prefect_server() -> Iterator[str]:
+    """The address of the API: the one Prefect was told of, or one of its own on loopback for as long as this lasts.
+
+    Raises:
+        ServerError: the user's does not answer, or none can be started.
+    """
+    if address := require():
+        yield address
+        return
+    # Errors go to stderr. In a session of its own, as Ctrl-C ends it only after what needs it.
+    server = subprocess.Popen(command(), stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        address = f"{settings.PREFECT_ADDRESS}/api"
+        _await(server, address)
+        with temporary_settings({PREFECT_API_URL: address}):
+            yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def command(host: str = settings.LOOPBACK) -> list[str]:
+    """What starts Prefect's server on the port of `settings.PREFECT_ADDRESS`."""
+    port = settings.PREFECT_ADDRESS.rpartition(":")[2]
+    prefect = Path(sys.executable).parent / "prefect"
+    return [str(prefect), "server", "start", "--host", host, "--port", port]
+
+
+def require() -> str | None:
+    """The address of the API that Prefect was told to use, by the environment or a profile, if there is one.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    address = get_current_settings().api.url
+    if address and not settings.answers(f"{address.rstrip('/')}/health"):
+        raise ServerError(
+            f"Prefect's server at {settings.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
+        )
+    return address
+
+
+def _await(server: subprocess.Popen[bytes], address: str) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not settings.answers(f"{address}/health"):
+        if server.poll() is not None:
+            raise ServerError(f"Prefect's server ended: is {settings.PREFECT_ADDRESS} in use? Its message is above")
+        if time.monotonic() > end:
+            raise ServerError(f"Prefect's server did not answer within {_PATIENCE} s")
+        time.sleep(0.2)

@@ -1,0 +1,88 @@
+"""The cache's objects against their names, in a cache that DVC itself filled."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from flows import cache
+from tests.flows.toy import call
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with a file and a folder in DVC."""
+    root = tmp_path_factory.mktemp("cache")
+    call(root, "dvc", "init", "-q", "--no-scm")
+    (root / "folder/inner").mkdir(parents=True)
+    for name, text in {"file": "one", "folder/a": "two", "folder/inner/b": "three", "folder/empty": ""}.items():
+        (root / name).write_text(text)
+    call(root, "dvc", "add", "-q", "file", "folder")
+    return root
+
+
+def digest(root: Path, out: str) -> str:
+    """As DVC wrote it down."""
+    found = re.search(r"md5: (\w+(\.dir)?)", (root / f"{out}.dvc").read_text())
+    assert found
+    return found[1]
+
+
+@pytest.fixture
+def damage(filled: Path):
+    """Change an object's bytes but not its size, and leave it read-only, so that DVC takes it for whole."""
+    changed: dict[Path, bytes] = {}
+
+    def damage(name: str) -> Path:
+        path = cache.object_path(filled / ".dvc/cache", name)
+        changed[path] = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(bytes([changed[path][0] ^ 1]) + changed[path][1:])
+        path.chmod(0o444)
+        return path
+
+    yield damage
+    for path, content in changed.items():
+        path.chmod(0o644)
+        path.write_bytes(content)
+        path.chmod(0o444)
+
+
+@pytest.mark.parametrize("out", ["file", "folder"])
+def test_what_dvc_wrote_is_whole(filled: Path, out: str) -> None:
+    assert cache.corrupted(filled / ".dvc/cache", digest(filled, out)) == []
+
+
+@pytest.mark.parametrize("out", ["file", "folder"])
+def test_digests_of_files_are_those_of_dvc(filled: Path, out: str) -> None:
+    recorded = cache.files(filled / ".dvc/cache", digest(filled, out))
+    assert cache.measured(filled / out) == recorded
+    assert set(recorded) == ({""} if out == "file" else {"a", "inner/b", "empty"})
+
+
+def test_a_damaged_file_is_found_alone_and_within_a_folder(filled: Path, damage) -> None:
+    paths = [damage(digest(filled, "file")), damage(cache.measured(filled / "folder")["inner/b"])]
+    assert [cache.corrupted(filled / ".dvc/cache", digest(filled, out)) for out in ("file", "folder")] == [
+        [paths[0]],
+        [paths[1]],
+    ]
+
+
+def test_of_a_damaged_list_only_the_list_is_named(filled: Path, damage) -> None:
+    damage(cache.measured(filled / "folder")["a"])
+    listing = damage(digest(filled, "folder"))
+    assert cache.corrupted(filled / ".dvc/cache", digest(filled, "folder")) == [listing]
+    with pytest.raises(cache.Unknown):
+        cache.files(filled / ".dvc/cache", digest(filled, "folder"))
+
+
+def test_what_is_missing_is_not_corrupt(tmp_path: Path) -> None:
+    assert cache.corrupted(tmp_path, "0" * 32) == cache.corrupted(tmp_path, "0" * 32 + ".dir") == []
+    listing = json.dumps([{"md5": "1" * 32, "relpath": "gone"}])
+    (tmp_path / "list").write_text(listing)
+    name = cache.measured(tmp_path / "list")[""] + ".dir"
+    path = cache.object_path(tmp_path, name)
+    path.parent.mkdir(parents=True)
+    path.write_text(listing)
+    assert cache.corrupted(tmp_path, name) == []

@@ -1,0 +1,214 @@
+"""The gates: what is held against what limit, in which words, and which champions cannot be compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from flows.gates import TEST, Candidate, Champion, Gate, Refused, Setting, digest, limits, measure, short
+from flows.params import Promotion
+from tasks.dataset import SPLITS, Task
+from tests.flows.toy import call
+from tests.workspace import bert, reviews, tiny_config, tiny_tokenizer
+
+LABELS = ("negative", "positive")
+WANTED = Promotion(model="m", largest_drop=0.01, keep=0.5, least_speedup=1.2, least_gain=0.0)
+SETTING = Setting(Path(), "s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
+CANDIDATE = Candidate(
+    name="kfac-0.5",
+    content="",
+    test="",
+    metric=0.84,
+    teacher=0.842,
+    parameters=5,
+    keep=0.5,
+    speedup=1.5,
+    outcomes=(),
+)
+
+
+def wanting(**changes: Any) -> Setting:
+    return dataclasses.replace(SETTING, wanted=WANTED.model_copy(update=changes))
+
+
+def refusals(setting: Setting = SETTING, metric: float = 0.84, **changes: Any) -> list[str]:
+    found = limits(dataclasses.replace(CANDIDATE, **changes), metric, setting)
+    return [gate.refusal for gate in found if not gate.passed]
+
+
+class TestLimits:
+    def test_a_candidate_within_all_limits_passes_each(self) -> None:
+        gates = limits(CANDIDATE, 0.84, SETTING)
+        assert [gate.name for gate in gates] == ["drop from the teacher", "keep", "speed-up"]
+        assert all(gate.passed for gate in gates)
+
+    def test_a_limit_itself_passes_however_it_was_rounded(self) -> None:
+        assert 0.842 - 0.832 > 0.01
+        assert not refusals(metric=0.832, speedup=1.2)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            (
+                {"metric": 0.801},
+                "accuracy 0.801 is 0.041 below the teacher's 0.842; 0.01 are allowed: too low by 0.031",
+            ),
+            ({"keep": 0.62}, "keep is 0.62; 0.5 are allowed: too large by 0.12"),
+            ({"speedup": 1.1}, "1.1 times as fast as the teacher; 1.2 are asked for: too slow by 0.1"),
+        ],
+    )
+    def test_a_refusal_says_which_number_failed_by_how_much(self, changes: dict[str, float], words: str) -> None:
+        assert refusals(**changes) == [words]
+
+    def test_every_number_that_failed_is_named(self) -> None:
+        assert len(refusals(metric=0.1, keep=0.9, speedup=0.5)) == 3
+
+    def test_what_is_null_is_not_asked_for(self) -> None:
+        assert not refusals(wanting(keep=None, least_speedup=None), keep=0.9, speedup=0.5)
+
+
+def test_a_gate_as_a_row_of_a_table() -> None:
+    assert Gate("keep", 0.4853, 0.5, True, "", "too large").row == ("keep", "0.4853", "at most 0.5", "passed")
+    assert Gate("speed-up", 1.1, 1.2, False, "", "too slow").row == (
+        "speed-up",
+        "1.1",
+        "at least 1.2",
+        "too slow by 0.1",
+    )
+
+
+def test_what_is_nothing_but_rounding_is_said_to_be_0() -> None:
+    assert short(0.3 - 0.1 * 3) == "0"
+    assert short(-1e-3) == "-0.001"
+
+
+def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
+    files = {"b.txt": "b", "a/é.txt": "é", "a.txt": "", "a/b/c d.txt": "c"}
+    for name, text in files.items():
+        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / name).write_text(text)
+    (tmp_path / "file").write_text("content")
+    call(tmp_path, "dvc", "init", "-q", "--no-scm")
+    call(tmp_path, "dvc", "add", "-q", "folder", "file")
+    for name in ("folder", "file"):
+        assert f"md5: {digest(tmp_path / name)}\n" in (tmp_path / f"{name}.dvc").read_text()
+
+
+class TestMeasure:
+    """A tiny classifier on twenty reviews, in a folder with nothing of a study but the test split."""
+
+    @pytest.fixture(autouse=True)
+    def split(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        rows = reviews().iloc[::3]
+        SPLITS.mkdir(parents=True)
+        labels = [LABELS.index(label) for label in rows["label"]]
+        pd.DataFrame({"text": rows["text"], "label": labels}).to_parquet(TEST)
+        task = Task(kind="classification", labels=LABELS, metric="accuracy", max_length=16)
+        (SPLITS / "task.json").write_text(task.model_dump_json())
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        return written(tmp_path / "challenger", bert())
+
+    @pytest.fixture
+    def candidate(self, files: Path) -> Candidate:
+        """One of which the study has recorded what is true; half of the rows are positive, and it says one class."""
+        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=0.5, teacher=0.5)
+
+    def test_what_is_served_is_measured_anew(self, files: Path, candidate: Candidate) -> None:
+        gates, answers = measure(files, candidate, None, SETTING)
+        assert all(gate.passed for gate in gates)
+        assert {gate.name: gate.value for gate in gates} == {
+            "files other than measured": 0,
+            "difference from the record": 0,
+            "drop from the teacher": 0,
+            "keep": 0.5,
+            "speed-up": 1.5,
+        }
+        assert len(answers) == 8
+        assert set(answers) <= set(LABELS)
+
+    def test_torch_is_left_as_it_was(self, files: Path, candidate: Candidate) -> None:
+        torch.manual_seed(7)
+        wanted = torch.rand(1)
+        torch.manual_seed(7)
+        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        measure(files, candidate, None, dataclasses.replace(SETTING, threads=before[0] + 1))
+        assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+        assert torch.rand(1) == wanted
+
+    def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Candidate) -> None:
+        gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, SETTING)
+        assert [gate.refusal for gate in gates if not gate.passed] == [
+            "accuracy is 0.5 here, but the study recorded 0.7; a difference of 0.1 is allowed: too far off by 0.1",
+            "accuracy 0.5 is 0.2 below the teacher's 0.7; 0.01 are allowed: too low by 0.19",
+        ]
+
+    def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Candidate) -> None:
+        (files / "config.json").write_text((files / "config.json").read_text() + "\n")
+        with pytest.raises(Refused, match="where the study has measured") as refused:
+            measure(files, candidate, None, SETTING)
+        assert [gate.passed for gate in refused.value.gates] == [False]
+
+    def test_other_test_rows_than_those_of_the_study_are_refused(self, files: Path, candidate: Candidate) -> None:
+        with pytest.raises(Refused, match=r"test\.parquet has changed since"):
+            measure(files, dataclasses.replace(candidate, test="0" * 32), None, SETTING)
+
+    @pytest.mark.parametrize(("least", "passes"), [(0.0, True), (-0.1, True), (0.01, False)])
+    def test_the_champion_is_measured_on_the_same_rows(
+        self, files: Path, candidate: Candidate, tmp_path: Path, least: float, passes: bool
+    ) -> None:
+        champion = Champion(written(tmp_path / "champion", bert()), "version 3")
+        gates, _ = measure(files, candidate, champion, wanting(least_gain=least))
+        assert (gates[-1].name, gates[-1].value, gates[-1].passed) == ("gain over the champion", 0, passes)
+        assert gates[-1].words == (
+            f"accuracy 0.5 against 0.5 of the champion (version 3) is a gain of 0; {least:g} is asked for"
+        )
+
+    def test_a_champion_with_other_labels_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        champion = Champion(written(tmp_path / "champion", bert(), ("bad", "good")), "version 3")
+        with pytest.raises(Refused) as refused:
+            measure(files, candidate, champion, SETTING)
+        assert "the champion (version 3) answers bad, good, and this study negative, positive" in str(refused.value)
+        assert "name another model in promotion.model" in str(refused.value)
+
+    def test_a_champion_of_another_task_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        model = type(bert())(tiny_config(num_labels=1, problem_type="regression"))
+        champion = Champion(written(tmp_path / "champion", model, ("LABEL_0",)), "version 3")
+        with pytest.raises(Refused, match="answers a number, and this study negative, positive"):
+            measure(files, candidate, champion, SETTING)
+
+    def test_a_champion_with_too_few_positions_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        champion = Champion(
+            written(tmp_path / "champion", type(bert())(tiny_config(max_position_embeddings=8))), "version 3"
+        )
+        with pytest.raises(Refused, match=r"cannot be loaded for these test rows .*has 8 positions"):
+            measure(files, candidate, champion, SETTING)
+
+    def test_a_champion_that_was_registered_otherwise_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        with pytest.raises(Refused, match=r"version 3\) was not registered by `promote`"):
+            measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), SETTING)
+
+
+def written(folder: Path, model: PreTrainedModel, labels: tuple[str, ...] = LABELS) -> Path:
+    model.config.id2label = dict(enumerate(labels))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["architectures"]
+    return folder

@@ -1,0 +1,140 @@
+"""The study as a deployment: a real Prefect server, a real runner, and the tiny study of one candidate."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows import schedule, settings
+from tests.flows.toy import ENVIRONMENT, tiny_repository
+from tests.workspace import REVIEWS
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_repository(tmp_path_factory.mktemp("scheduled"), study={"recipes": ["svd"]})
+
+
+@pytest.fixture(scope="module")
+def served(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+    """`python -m flows serve` in the workspace, with a server of its own; at the end Ctrl-C stops both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    places = {"PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")), "PREFECT_SERVER_API_PORT": str(port)}
+    command = [sys.executable, "-m", "flows", "serve", "--cron", "0 2 1 1 *", "--workers", "2"]
+    process = subprocess.Popen(command, cwd=workspace, env=ENVIRONMENT | places, start_new_session=True)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        with temporary_settings({PREFECT_API_URL: f"{address}/api"}), get_client(sync_client=True) as client:
+            _until(lambda: settings.answers(f"{address}/api/health") and client.read_deployments())
+            yield client
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(60)
+    assert not settings.answers(f"{address}/api/health")
+
+
+def _until(holds: object, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.5)
+
+
+def submit(client: SyncPrefectClient, **parameters: object) -> UUID:
+    deployment = client.read_deployment_by_name("study/nightly")
+    return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+
+def ended(client: SyncPrefectClient, run: UUID) -> FlowRun:
+    def over() -> bool:
+        state = client.read_flow_run(run).state
+        return state is not None and state.is_final()
+
+    _until(over)
+    return client.read_flow_run(run)
+
+
+def began(run: FlowRun) -> datetime:
+    assert run.start_time
+    return run.start_time
+
+
+def said(run: FlowRun) -> str | None:
+    return run.state.message if run.state else None
+
+
+def test_the_schedule_stands_at_the_server(served: SyncPrefectClient) -> None:
+    (one,) = served.read_deployment_by_name("study/nightly").schedules
+    assert one.schedule.cron == "0 2 1 1 *"  # type: ignore[union-attr]
+    assert one.active
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}])
+def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClient, wrong: dict[str, object]) -> None:
+    with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
+        submit(served, **wrong)
+
+
+def test_runs_come_one_after_the_other_and_do_what_changed(workspace: Path, served: SyncPrefectClient) -> None:
+    first, second = sorted((ended(served, run) for run in [submit(served), submit(served)]), key=began)
+    assert first.state_name == second.state_name == "Completed"
+    assert first.end_time
+    assert first.end_time <= began(second)
+    assert [said(first), said(second)] == ["9 executed", "Nothing was recomputed: everything is up to date."]
+
+    reviews = workspace / REVIEWS
+    reviews.write_text(reviews.read_text().replace("brilliant", "splendid"))
+    third = ended(served, submit(served, promote=True))
+    assert str(said(third)).startswith("9 executed Not promoted: ")  # no candidate is fast enough
+    assert third.state_name == "Completed"
+
+    artifact = served.read_artifacts(
+        artifact_filter=ArtifactFilter.model_validate({"key": {"any_": ["comparison-tiny"]}})
+    )
+    assert {one.flow_run_id for one in artifact} == {first.id, second.id, third.id}
+    assert all("svd-0.5" in str(one.data) for one in artifact)
+    assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
+
+
+@pytest.mark.parametrize(
+    ("cron", "timezone", "advice"),
+    [
+        ("0 2 *", "UTC", "write minute, hour"),
+        ("61 2 * * *", "UTC", "write minute"),
+        ("0 2 * * *", "Mars", "Europe/Berlin"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(cron: str, timezone: str, advice: str) -> None:
+    with pytest.raises(schedule.ScheduleError, match=advice):
+        schedule.serve("nightly", cron, timezone, None, None, promote=False)
+
+
+def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[2] / "params.yaml", tmp_path)
+    places = {"PREFECT_API_URL": "http://me:topsecret@127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path / "home")}
+    environment = ENVIRONMENT | places | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for command in ("run", "serve"):
+        done = subprocess.run(
+            [sys.executable, "-m", "flows", command], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("Prefect's server at http://127.0.0.1:9/api does not answer")
+        assert "topsecret" not in done.stdout + done.stderr

@@ -1,0 +1,200 @@
+"""A model as ONNX: onnxruntime answers as torch does, at any shape, from as many numbers as the factors have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import tiny
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from workspace import REPOSITORY, run_stage, tiny_tokenizer, tiny_workspace
+from workspace import bert as classifier
+
+import eckart.onnx
+from eckart.hub import save
+from eckart.layers import factorize
+from eckart.onnx import TOLERANCE, ExportError, export
+from eckart.svd import decompose
+from eckart.targets import find_targets, weight_of
+from eckart.weighting import Metrics
+from flows.export import to_onnx
+from tasks.dataset import load_split
+from tasks.models import load
+
+SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
+MADE_UP = 9  # rows that are compared besides those of the test split
+
+
+def words() -> PreTrainedTokenizerBase:
+    """A word for each id of the tiny models; two inputs, as decoders have."""
+    vocabulary = {"<pad>": tiny.PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, tiny.VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names
+    )
+
+
+def compress(model: PreTrainedModel, residual: bool = False) -> PreTrainedModel:
+    """Factorize every target but the last; with a residual, every third row of what the factors leave."""
+    for number, target in enumerate(find_targets(model, tiny.collate(tiny.samples(8))).targets[:-1]):
+        weight = weight_of(model.get_submodule(target.name))
+        left, right = (factor.float() for factor in decompose(weight, Metrics()).truncate(1 + number % 3))
+        layer = factorize(model, target.name, left, right, weight - left @ right if residual else None)
+        if layer.residual is not None and layer.rows is not None:
+            layer.rows = layer.rows[::3]
+            layer.residual = nn.Parameter(layer.residual.detach()[::3])
+    return model.eval()
+
+
+def numbers(file: Path) -> int:
+    """Floating-point numbers that the file holds, but for single constants."""
+    held = onnx.load(file).graph.initializer
+    return sum(int(np.prod(part.dims)) for part in held if part.data_type == onnx.TensorProto.FLOAT and part.dims)
+
+
+def batch(count: int, longest: int) -> dict[str, torch.Tensor]:
+    """Rows of differing lengths, padded to `longest`."""
+    inputs = tiny.collate(tiny.samples(count, 1, longest, seed=longest), length=longest)
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def answers(file: Path, **inputs: torch.Tensor) -> torch.Tensor:
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {name: values.numpy() for name, values in inputs.items()})
+    return torch.from_numpy(found)
+
+
+@pytest.mark.parametrize(("family", "residual"), [("bert", False), ("gpt2", True)])
+def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, residual: bool, tmp_path: Path) -> None:
+    model, file = compress(tiny.FAMILIES[family](), residual), tmp_path / "model.onnx"
+    made = export(model, words(), file)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
+    buffers = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
+    assert 0 <= numbers(file) - model.num_parameters() <= buffers
+    assert 0 <= made.parameters - numbers(file) < 100  # constants of the graph
+    assert made.bytes == file.stat().st_size
+    assert made.difference < TOLERANCE
+    for told in (str(REPOSITORY), "site-packages", sys.prefix, ".py"):  # of the machine that made it
+        assert told.encode() not in file.read_bytes(), told
+
+
+def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = compress(tiny.bert()), tmp_path / "new" / "model.onnx"
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+        made = export(model, words(), file)
+    assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
+    inputs = batch(3, 7)
+    torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
+    export(model, words(), file)
+    assert [path.name for path in file.parent.iterdir()] == [
+        "model.onnx"
+    ]  # the weights went with the file they were of
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(torch.log, "differ"), (lambda logits: logits.flip(-1), "other labels")])
+def test_other_answers_are_an_error_and_the_older_file_stays(
+    wrong: Callable[[torch.Tensor], torch.Tensor], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an exporter that went wrong: what is no number, and labels that change where logits hardly do."""
+    file, model = tmp_path / "model.onnx", classifier()
+    file.write_text("older")
+    model.classifier.weight.data *= 1e-6
+    right = eckart.onnx._Logits.forward
+    monkeypatch.setattr(eckart.onnx._Logits, "forward", lambda *values: wrong(right(*values)))
+    with pytest.raises(ExportError, match=said):
+        export(model, tiny_tokenizer(), file)
+    assert file.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
+        export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
+    monkeypatch.setattr("eckart.onnx.find_spec", lambda name: name != "onnxscript")
+    with pytest.raises(ExportError, match=re.escape("onnxscript not installed: pip install 'eckart[onnx]'")):
+        export(classifier(), tiny_tokenizer(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With test rows and one candidate."""
+    monkeypatch.chdir(tiny_workspace(tmp_path))
+    run_stage("extract")
+    model = classifier()
+    inputs = tiny_tokenizer()(["the plot is dull", "the cast"], padding=True, return_tensors="pt")
+    for target in find_targets(model, inputs).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        factorize(model, target.name, *decompose(weight, Metrics()).truncate(4))
+    save(model, Path("models/finetuned/svd-0.5"))
+    tiny_tokenizer().save_pretrained("models/finetuned/svd-0.5")
+    return tmp_path
+
+
+def test_the_command_writes_a_candidate_and_says_what_there_is(workspace: Path) -> None:
+    done = command(workspace, "svd-0.5", "served/model.onnx")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    model, tokenizer = load(Path("models/finetuned/svd-0.5"))
+    size = (workspace / "served/model.onnx").stat().st_size / 1e6
+    assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
+    assert f"{size:.1f} MB" in done.stdout
+    assert f"answers {20 + MADE_UP} rows" in done.stdout  # all of the test split
+    graph = onnx.load(workspace / "served/model.onnx").graph
+    shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
+    assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
+    assert [value.name for value in graph.output] == ["logits"]
+    inputs = tokenizer(load_split("test")["text"].tolist(), padding=True, return_tensors="pt")
+    torch.testing.assert_close(
+        answers(workspace / "served/model.onnx", **inputs), logits(model, inputs), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "said"),
+    [
+        ("svd-0.6", "model.onnx", "svd-0.6 is no candidate and no Hugging Face folder: write one of svd-0.5"),
+        ("models/base/tiny", "model.onnx", "models/base/tiny has no head"),
+        ("svd-0.5", "model.pt", "model.pt: write a file name that ends with .onnx"),
+        ("svd-0.5", "params.yaml/model.onnx", "params.yaml/model.onnx cannot be written"),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_a_mistake_is_named(name: str, file: str, said: str) -> None:
+    with pytest.raises(ExportError, match=re.escape(said)):
+        to_onnx(name, Path(file))
+
+
+def command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flows", "export", *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )

@@ -1,0 +1,409 @@
+"""What docs/safety.md promises: no pickle, no code of a model's, no open port, no secret in anything written."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import logging
+import os
+import pickle
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from mlflow.exceptions import MlflowException
+from mlflow.pyfunc import PythonModel, load_model, save_model
+from rich.console import Console
+from ruamel.yaml import YAML
+from safetensors.torch import load_file
+from workspace import BASE, REPOSITORY, bert, rows, tiny_params, tiny_tokenizer, tiny_workspace, write_params
+
+from eckart.rules import Rule
+from flows import params, settings, ui
+from flows.tracking import Mirror
+from tasks.base import load_base
+from tasks.checkpoints import CHECKPOINTS, SECONDS
+from tasks.dataset import Task
+from tasks.extract import load as load_data
+from tasks.params import Data, Model, ParamsError
+from tasks.stage import StageError
+from tasks.training import train
+
+MARKER = Path("marker")
+TASK = Task(kind="classification", labels=("negative", "positive"), metric="accuracy", max_length=16)
+SECRET = "topsecret"
+URL = f"http://user:{SECRET}@127.0.0.1:9"  # nobody listens there
+
+
+class Evil:
+    """Whose unpickling leaves a marker."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(MARKER.absolute()),)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In which nothing may run that comes with a model or with data."""
+    root = tiny_workspace(tmp_path / "workspace")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    yield root
+    assert not (root / MARKER).exists()
+
+
+def refusal(base: str = BASE) -> str:
+    with pytest.raises(StageError) as caught:
+        load_base(Model(base=base, revision=None), TASK)
+    return str(caught.value)
+
+
+def configure(**changes: Any) -> None:
+    file = Path(BASE, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def pickle_weights(name: str, **more: Any) -> dict[str, torch.Tensor]:
+    """Put the weights of the base model into a pickle; what they were."""
+    safe = Path(BASE, "model.safetensors")
+    weights = load_file(safe)
+    torch.save({**weights, **more}, Path(BASE, name))
+    safe.unlink()
+    return weights
+
+
+def index_of_a_pickle() -> None:
+    weights = pickle_weights("shard.bin")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "shard.bin")}
+    Path(BASE, "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def config_of_a_pickle() -> None:
+    pickle_weights("adapter_model.bin")
+    configure(transformers_weights="adapter_model.bin")
+
+
+@pytest.mark.usefixtures("workspace")
+class TestModels:
+    @pytest.mark.parametrize(
+        "arrange", [lambda: pickle_weights("pytorch_model.bin", evil=Evil()), index_of_a_pickle, config_of_a_pickle]
+    )
+    def test_a_pickle_is_refused_wherever_it_is_named(self, arrange: Callable[[], object]) -> None:
+        before = torch.load
+        arrange()
+        said = refusal()
+        assert BASE in said
+        assert "no model.safetensors" in said
+        assert torch.load is before
+
+    def test_the_advice_makes_the_same_model_of_it(self) -> None:
+        weights = pickle_weights("pytorch_model.bin")
+        command = shlex.split(refusal().partition("in its folder: ")[2])
+        assert command[0] == "python"
+        subprocess.run([sys.executable, *command[1:]], cwd=BASE, check=True)
+        model, _ = load_base(Model(base=BASE, revision=None), TASK)
+        state = model.bert.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in weights.items())
+
+    def test_the_advice_runs_nothing_that_the_pickle_brings(self) -> None:
+        pickle_weights("pytorch_model.bin", evil=Evil())
+        command = shlex.split(refusal().partition("in its folder: ")[2])
+        done = subprocess.run([sys.executable, *command[1:]], cwd=BASE, capture_output=True, text=True)
+        assert "Weights only load failed" in done.stderr
+
+    @pytest.mark.parametrize("part", ["AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer"])
+    def test_a_model_that_brings_code_is_refused_and_asks_nobody(
+        self, part: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+        Path(BASE, "evil.py").write_text(f"import os\nos.mkdir({str(MARKER.absolute())!r})\n")
+        configure(model_type="evil", auto_map={part: "evil.Evil"})
+        if part == "AutoTokenizer":
+            file = Path(BASE, "tokenizer_config.json")
+            tokenizer = {"tokenizer_class": "Evil", "auto_map": {part: ["evil.Evil", "evil.Evil"]}}
+            file.write_text(json.dumps({**json.loads(file.read_text()), **tokenizer}))
+        said = refusal()
+        assert said.startswith(f"model.base {BASE} cannot be loaded")
+        assert part != "AutoConfig" or "Eckart runs none: name a model that transformers itself knows" in said
+
+    @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+    def test_a_kernel_of_the_hub_is_code_too(self, key: str) -> None:
+        configure(**{key: "somebody/kernel"})
+        assert "kernel somebody/kernel" in refusal()
+
+
+@pytest.mark.parametrize("source", ["data/raw/rows.pkl", "data/raw/rows.py", "data/raw/folder", "somebody/loader"])
+@pytest.mark.usefixtures("workspace")
+def test_data_that_is_code_is_refused(source: str) -> None:
+    code = f"import os\nos.mkdir({str(MARKER.absolute())!r})\n"
+    for name in ("data/raw/rows.py", "data/raw/folder/folder.py", "somebody/loader/loader.py"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(code)
+    for name in ("data/raw/rows.pkl", "data/raw/folder/train.pkl"):
+        torch.save(Evil(), name)
+    with pytest.raises(StageError, match=source):
+        load_data(Data(**{**tiny_params()["data"], "source": source}))
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Rule):
+    def __init__(self, step: int | None = None) -> None:
+        self.step = step
+
+    def after_update(self, step: int) -> None:
+        if step == self.step:
+            raise Killed
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
+@pytest.mark.usefixtures("workspace")
+def test_a_checkpoint_that_was_tampered_with_runs_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer reads tensors alone of what it pickled, and its own arguments not at all."""
+    monkeypatch.setenv(SECONDS, "0")
+    options = {"steps": 10, "batch_size": 8, "learning_rate": 1e-3, "warmup": 0.0, "weight_decay": 0.0, "seed": 0}
+    with pytest.raises(Killed):
+        train(bert(), tiny_tokenizer(), rows(), Path("curve.jsonl"), rules=[Kill(4)], **options)
+    found = list(CHECKPOINTS.rglob(file))
+    assert found
+    for each in found:
+        torch.save({"state": Evil()}, each)
+    expected = contextlib.nullcontext() if file == "training_args.bin" else pytest.raises(pickle.UnpicklingError)
+    with expected:
+        train(bert(), tiny_tokenizer(), rows(), Path("curve.jsonl"), rules=[Kill()], **options)
+
+
+class EvilModel(Evil, PythonModel):
+    def predict(self, context: object, model_input: list[str], params: object = None) -> list[str]:
+        return model_input
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("workspace")
+def test_a_version_that_was_pickled_is_not_loaded() -> None:
+    """By MLflow in any process of ours: importing flows told it so."""
+    save_model(Path("version"), python_model=EvilModel())
+    with pytest.raises(MlflowException, match="pickle is disallowed"):
+        load_model("version")
+
+
+def test_the_code_has_no_way_to_read_a_pickle() -> None:
+    """But for the one that the Trainer has, and the command that is advised to a user."""
+    readers = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    for file in [path for folder in ("eckart", "tasks", "flows") for path in (REPOSITORY / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+                assert not readers & {name.partition(".")[0] for name in names}, file
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("torch.load", "eval", "exec"), file
+                assert not {"allow_pickle", "weights_only"} & {keyword.arg for keyword in node.keywords}, file
+                told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if called.endswith(".from_pretrained") and None not in told:  # else its options are a mapping
+                    assert told.get("trust_remote_code") == "False", f"{file}: {ast.unparse(node)}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Prefect, whose first start takes long."""
+    return tmp_path_factory.mktemp("home")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """A process's own: no settings of the user's, and the code of this repository."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(home), **more}
+
+
+def listening(root: psutil.Process) -> set[tuple[str, int]]:
+    """Address and port of every socket at which the process or one that it started can be reached."""
+    found = set()
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            sockets = process.net_connections(kind="inet")
+            found |= {(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+class TestServers:
+    def test_both_pages_listen_at_loopback_alone(self, home: Path, tmp_path: Path) -> None:
+        ports = {free_port(), free_port()}
+        prefect, mlflow = ports
+        quick = {"MLFLOW_WORKERS": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        told = environment(home, PREFECT_SERVER_API_PORT=str(prefect), MLFLOW_PORT=str(mlflow), **quick)
+        with subprocess.Popen(
+            [sys.executable, "-m", "flows", "ui"], cwd=tmp_path, env=told, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                found: set[tuple[str, int]] = set()
+                end = time.monotonic() + 120
+                while {port for _, port in found} < ports and process.poll() is None and time.monotonic() < end:
+                    time.sleep(0.2)
+                    found = listening(psutil.Process(process.pid))
+            finally:
+                process.terminate()
+            said = process.communicate()[0]
+        assert found == {("127.0.0.1", port) for port in ports}
+        assert f"Prefect: http://127.0.0.1:{prefect}" in said
+        assert f"MLflow:  http://127.0.0.1:{mlflow}" in said
+
+    @pytest.fixture
+    def started(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, tuple[list[str], Any]]]]:
+        """What `serve` says, and command and environment of each server that it would start."""
+
+        def serve(*host: str, **variables: str) -> tuple[str, dict[str, tuple[list[str], Any]]]:
+            for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+                monkeypatch.delenv(name, raising=False)
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            commands = {}
+
+            class Started:
+                def __init__(self, words: list[str], env: dict[str, str]) -> None:
+                    commands[Path(words[0]).name] = (list(words), env)
+
+                def terminate(self) -> None: ...
+
+                def wait(self) -> None: ...
+
+            monkeypatch.setattr(ui.subprocess, "Popen", Started)
+            monkeypatch.setattr(ui.os, "wait", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+            monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
+            console = Console(width=200, record=True)
+            ui.serve(console, *host)
+            return console.export_text(), commands
+
+        return serve
+
+    def test_another_host_is_told_to_both_and_to_what_guards_them(self, started: Any) -> None:
+        said, commands = started("0.0.0.0", MLFLOW_SERVER_CORS_ALLOWED_ORIGINS="https://mine.example")
+        for words, _ in commands.values():
+            assert words[words.index("--host") + 1] == "0.0.0.0"
+        name = socket.gethostname()
+        assert f"http://{name}:5000" in said
+        assert "0.0.0.0" not in said  # no browser can go there
+        assert "Both answer anyone who reaches this machine" in said
+        environment = commands["mlflow"][1]
+        assert {f"{name}:5000", "127.0.0.1:5000"} <= set(environment["MLFLOW_SERVER_ALLOWED_HOSTS"].split(","))
+        assert "*" not in environment["MLFLOW_SERVER_ALLOWED_HOSTS"]
+        assert environment["MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"] == "https://mine.example"  # the user's own
+
+    def test_a_store_s_password_is_in_no_command_line_and_no_page(self, started: Any) -> None:
+        store = f"postgresql://user:{SECRET}@db/mlflow"
+        said, commands = started(MLFLOW_TRACKING_URI=store, PREFECT_API_URL=f"{URL}/api")
+        assert SECRET not in said + str([words for words, _ in commands.values()])
+        assert commands["mlflow"][1]["MLFLOW_BACKEND_STORE_URI"] == store
+        assert SECRET not in commands["prefect"][1]["PREFECT_UI_API_URL"]  # which every visitor is told
+        said, commands = started(MLFLOW_TRACKING_URI=URL)
+        assert set(commands) == {"prefect"}
+        assert "MLflow:  http://127.0.0.1:9\n" in said
+
+
+class TestSecrets:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            (URL, "http://127.0.0.1:9"),
+            ("postgresql+psycopg://u:p@ss@db:5432/x", "postgresql+psycopg://db:5432/x"),
+            ("sqlite:////home/me@work/mlflow.db", "sqlite:////home/me@work/mlflow.db"),
+            (f"API request to {URL}/api/2.0 failed; mail me@example.org", "API request to http://127.0.0.1:9/api/2.0"),
+            ('{"a": "http://a.b", "c": "x@y"}', '{"a": "http://a.b", "c": "x@y"}'),
+            ("token=hf_0123456789", "token=***"),
+        ],
+    )
+    def test_shown(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+        monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
+        assert settings.shown(text).startswith(expected)
+        assert settings.shown(settings.shown(text)) == settings.shown(text)
+
+    def test_no_log_record_holds_one(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Of any library, in its arguments or in its exception."""
+        log = logging.getLogger("somebody.else")
+        log.warning("%s of %s", {"address": URL}, 3)
+        try:
+            raise ConnectionError(f"no route to {URL}")
+        except ConnectionError as error:
+            log.exception("failed: %s", error)
+        log.error("plain %s", "words")
+        assert SECRET not in caplog.text
+        assert "http://127.0.0.1:9" in caplog.text
+        assert "ConnectionError: no route to http://127.0.0.1:9" in caplog.text
+        assert caplog.records[-1].args == ("words",)  # untouched where there is nothing to hide
+
+    def test_a_link_to_mlflow_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", URL)
+        mirror = Mirror(tmp_path, "s", [], {})
+        mirror.experiment, mirror.parent = "1", "run"
+        assert mirror.page() == "http://127.0.0.1:9/#/experiments/1/runs/run"
+
+    @pytest.mark.parametrize(("section", "key"), [("data", "source"), ("model", "base")])
+    def test_an_address_with_a_password_is_a_mistake_that_is_not_quoted(
+        self, section: str, key: str, tmp_path: Path
+    ) -> None:
+        write_params(tmp_path, tiny_params(**{section: {key: f"https://user:{SECRET}@example.org/rows.csv"}}))
+        with pytest.raises(ParamsError) as caught:
+            params.check(tmp_path)
+        (line,) = str(caught.value).splitlines()[1:]
+        assert line.strip().startswith(f"{section}.{key}: holds a user name or password")
+        assert SECRET not in line
+
+    def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(self, home: Path, tmp_path: Path) -> None:
+        """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
+        root = study(tmp_path / "workspace")
+        told = environment(home, MLFLOW_TRACKING_URI=URL, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0", HF_TOKEN=f"hf_{SECRET}")
+        done = flows(root, told, "run")
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said
+        assert "MLflow cannot be used" in said
+        assert "connected to http://127.0.0.1:9 with ***" in said  # what the stage printed
+        assert SECRET not in said
+        written = [file for folder in (root, home) for file in folder.rglob("*") if file.is_file()]
+        assert any(file.name == "prefect.db" for file in written)
+        assert [file for file in written if SECRET.encode() in file.read_bytes()] == []
+
+        refused = flows(root, {**told, "PREFECT_API_URL": f"{URL}/api"}, "run")
+        assert refused.returncode == 1
+        assert "Prefect's server at http://127.0.0.1:9/api does not answer" in refused.stderr
+        assert SECRET not in refused.stdout + refused.stderr
+
+
+def study(root: Path) -> Path:
+    """A workspace whose only stage tells what it was told."""
+    write_params(root, tiny_params())
+    commands = [
+        "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
+        "mkdir -p reports && echo done > reports/comparison.txt",
+        "printf 'recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup\\n"
+        "svd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\\n' > reports/comparison.csv",
+    ]
+    outs = ["reports/comparison.txt", "reports/comparison.csv"]
+    with (root / "dvc.yaml").open("w") as file:
+        YAML().dump({"stages": {"compare": {"cmd": commands, "outs": outs}}}, file)
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, cwd=root, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
+    return root
+
+
+def flows(root: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows", *words]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
