@@ -71,13 +71,13 @@ def worker(
     stages: Annotated[int, typer.Option(min=1, help="side by side")] = 1,
 ) -> None:
     """Run stages here, in this clone, for the study that uses the scheduler, until that ends."""
-    from flows import cluster
+    from flows import cluster, engine
     from flows.worker import work
 
     try:
         cluster.require()
         work(scheduler, stages)
-    except cluster.ClusterError as error:
+    except (cluster.ClusterError, engine.WorkspaceUnusable) as error:
         sys.exit(str(error))
 
 

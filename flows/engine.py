@@ -101,9 +101,9 @@ def plan() -> list[Planned]:
     All are compared with the workspace here, in one go: reading dvc.lock anew for each would take a minute.
 
     Raises:
-        WorkspaceUnusable: it cannot be written, or is none of DVC's.
+        WorkspaceUnusable: it is no workspace, or cannot be written.
     """
-    _check_writable()
+    check_workspace()
     planned: dict[str, Planned] = {}
     with _repo() as repo, _bookkeeping(repo):
         _heal(repo)
@@ -323,7 +323,14 @@ def _definition(stage: PipelineStage) -> str:
     return hashlib.sha256(json.dumps([stage.cmd, params, paths], sort_keys=True).encode()).hexdigest()
 
 
-def _check_writable() -> None:
+def check_workspace() -> None:
+    """See to it that stages can be run in the working directory.
+
+    Raises:
+        WorkspaceUnusable: it is no workspace, or cannot be written.
+    """
+    if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
+        raise WorkspaceUnusable(f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace")
     for folder in (Path.cwd(), Path(".dvc"), Path(".dvc/tmp")):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise WorkspaceUnusable(f"{folder.resolve()} cannot be written: a run needs a workspace of its own")

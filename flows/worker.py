@@ -38,7 +38,13 @@ def stage(order: Order, timeout: float | None) -> State[tuple[Outcome, Entry]]:
 
 
 def work(scheduler: str, stages: int) -> None:
-    """Run stages, as many side by side, until the scheduler at this address ends or a signal ends this process."""
+    """Run stages, as many side by side, until the scheduler at this address ends or a signal ends this process.
+
+    Raises:
+        WorkspaceUnusable: the working directory is none, or cannot be written.
+    """
+    engine.check_workspace()
+    print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
     with processes.reaping():
         asyncio.run(_work(scheduler, stages))
     os._exit(0)  # the thread of a stage that was just killed would report it as failed
@@ -54,7 +60,9 @@ async def _work(scheduler: str, stages: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     host = get_ip(get_address_host(scheduler))  # not on every network of this machine
-    worker = await Worker(scheduler, nthreads=stages, name=f"{gethostname()}:{Path.cwd()}", host=host)
+    worker = Worker(scheduler, nthreads=stages, name=f"{gethostname()}:{Path.cwd()}", host=host)
+    started, asked_to_end = asyncio.ensure_future(worker), asyncio.create_task(stopped.wait())
+    await asyncio.wait([started, asked_to_end], return_when=asyncio.FIRST_COMPLETED)
     while not stopped.is_set() and worker.status in (Status.running, Status.paused):
         await asyncio.sleep(_POLL)
     # Before its stages are killed: the scheduler is to give them to other workers.

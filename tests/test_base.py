@@ -20,12 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from workspace import BASE, tiny_config, tiny_tokenizer, write_base
 
 from tasks.base import load_base
 from tasks.dataset import Task
 from tasks.params import Model
 from tasks.stage import StageError
+from tests.workspace import BASE, tiny_config, tiny_tokenizer, write_base
 
 LABELS = ("negative", "positive")
 SENTIMENT = Task(kind="classification", labels=LABELS, metric="accuracy", max_length=16)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 
 import eckart as eckart  # teaches transformers to load the candidates
+from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 
 CANDIDATES = ("svd-0.5", "kfac-0.5")
 STEPS = ("search", "factorize", "finetune", "evaluate", "benchmark")

@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save
 from torch import Tensor
-from workspace import bert, rows, tiny_tokenizer
 
 from eckart.layers import factorize, low_rank_layers
 from eckart.recovery.distillation import Distillation, DistillationRule
@@ -23,6 +22,7 @@ from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.training import train
+from tests.workspace import bert, rows, tiny_tokenizer
 
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0, "steps": 40}
 CURVE = Path("curve.jsonl")

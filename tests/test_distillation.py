@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -19,6 +18,7 @@ from eckart.recovery.distillation import Distillation, DistillationRule, hidden_
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
+from tests import tiny
 
 SAMPLES = tiny.samples(6)
 BATCH = tiny.collate(SAMPLES)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from eckart.evidence import (
     taylor_sums,
 )
 from eckart.targets import Target, find_targets, weight_of
+from tests import tiny
 
 SAMPLES = tiny.samples(16)
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}

@@ -11,11 +11,11 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
-from workspace import digests, reviews, tiny_params, tiny_tokenizer, write_params
 
 from tasks.dataset import SPLITS, load_split, load_task, tokenized
 from tasks.extract import extract
 from tasks.stage import StageError
+from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer, write_params
 
 WRITERS: dict[str, Callable[[pd.DataFrame, str], Any]] = {
     ".csv": lambda frame, file: frame.to_csv(file, index=False),

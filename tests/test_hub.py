@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +22,7 @@ from eckart.layers import factorize, factorized
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
+from tests import tiny
 
 SAMPLES = tiny.samples(8)
 BATCH = tiny.collate(SAMPLES)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from workspace import bert, rows, tiny_tokenizer
 
 from eckart.budget import Ranks, allowance, cost, largest_rank, step, total
 from eckart.layers import LowRankLinear, factorized, low_rank_layers
@@ -28,6 +26,8 @@ from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
+from tests import tiny
+from tests.workspace import bert, rows, tiny_tokenizer
 
 VALUES: dict[str, Any] = {
     "kind": "hypernetwork",

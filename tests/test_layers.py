@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from eckart.layers import LowRankLinear, factorize, factorized, low_rank_like, r
 from eckart.svd import decompose
 from eckart.targets import find_targets, is_linear, weight_of
 from eckart.weighting import Metrics
+from tests import tiny
 
 BATCH = tiny.collate(tiny.samples(4))
 

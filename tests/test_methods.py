@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
-from workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
 
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.layers import factorized, residual_rows
+from tests.workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
 
 KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
@@ -51,7 +51,8 @@ PRUNED = ["lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled"]
 
 def recipes() -> dict[str, Any]:
     from ruamel.yaml import YAML
-    from workspace import REPOSITORY, plain
+
+    from tests.workspace import REPOSITORY, plain
 
     own = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]
     made = {name: merged(own[name], changes) for name, changes in METHODS.items()}

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax, mse_loss
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
-from workspace import rows, tiny_config, tiny_tokenizer
 
 from eckart import hub
 from eckart.layers import LowRankLinear, factorize, factorized
@@ -28,6 +26,8 @@ from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
+from tests import tiny
+from tests.workspace import rows, tiny_config, tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(5))
 CURVE = Path("curve.jsonl")

@@ -13,15 +13,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import tiny
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from workspace import REPOSITORY, run_stage, tiny_tokenizer, tiny_workspace
-from workspace import bert as classifier
 
 import eckart.onnx
 from eckart.hub import save
@@ -33,6 +30,9 @@ from eckart.weighting import Metrics
 from flows.export import to_onnx
 from tasks.dataset import load_split
 from tasks.models import load
+from tests import tiny
+from tests.workspace import REPOSITORY, run_stage, tiny_tokenizer, tiny_workspace
+from tests.workspace import bert as classifier
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
 MADE_UP = 9  # rows that are compared besides those of the test split

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from workspace import merged, tiny_params, write_params
 
 from tasks.params import Benchmark, Data, ParamsError, Seed, Sizes, Study, Training, parse, read, section
+from tests.workspace import merged, tiny_params, write_params
 
 PATH = Path("params.yaml")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from datasets import Dataset
 from hypothesis import given
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from workspace import tiny_tokenizer
 
 from eckart.hub import save
 from eckart.layers import LowRankLinear, factorize, factorized, low_rank_layers, merge, residual_rows
@@ -26,6 +24,8 @@ from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.training import train
+from tests import tiny
+from tests.workspace import tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(8))
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)

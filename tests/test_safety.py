@@ -25,7 +25,6 @@ from mlflow.pyfunc import PythonModel, load_model, save_model
 from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
-from workspace import BASE, REPOSITORY, bert, rows, tiny_params, tiny_tokenizer, tiny_workspace, write_params
 
 from eckart.rules import Rule
 from flows import params, settings, ui
@@ -37,6 +36,8 @@ from tasks.extract import load as load_data
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
+from tests.flows.servers import free_port
+from tests.workspace import BASE, REPOSITORY, bert, rows, tiny_params, tiny_tokenizer, tiny_workspace, write_params
 
 MARKER = Path("marker")
 TASK = Task(kind="classification", labels=("negative", "positive"), metric="accuracy", max_length=16)
@@ -219,12 +220,6 @@ def test_the_code_has_no_way_to_read_a_pickle() -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of Prefect, whose first start takes long."""
     return tmp_path_factory.mktemp("home")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def environment(home: Path, **more: str) -> dict[str, str]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import BertForSequenceClassification, PreTrainedModel
-from workspace import reviews, tiny_config, tiny_tokenizer
 
 from tasks.dataset import Task
 from tasks.scores import Score, metric, score
 from tasks.stage import StageError
+from tests.workspace import reviews, tiny_config, tiny_tokenizer
 
 # pairs of positives and negatives, outputs of one row each: true positive, false negative, two false positives
 LABELS, GUESSES = [1, 1, 0, 0], [1, 0, 1, 1]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from workspace import bert, rows, tiny_tokenizer
 
 from eckart.evidence import load_evidence, save_evidence
 from eckart.rules import Rule
@@ -26,6 +24,8 @@ from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics, Movement, weigh
 from tasks.checkpoints import SECONDS
 from tasks.training import train
+from tests import tiny
+from tests.workspace import bert, rows, tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(6))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 from tasks.stage import StageError, candidate, explained, output
+from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from torch import nn
 from transformers import BertModel
@@ -11,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import factorize
 from eckart.targets import Targets, find_targets, is_linear, weight_of
+from tests import tiny
 
 BATCH = tiny.collate(tiny.samples(2))
 

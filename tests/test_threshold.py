@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -17,7 +16,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from workspace import rows, tiny_config, tiny_tokenizer
 
 from eckart.budget import allowance, largest_rank, step, total
 from eckart.layers import LowRankLinear, factorized
@@ -28,6 +26,8 @@ from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
+from tests import tiny
+from tests.workspace import rows, tiny_config, tiny_tokenizer
 
 VALUES: dict[str, Any] = {
     "kind": "threshold",

@@ -7,7 +7,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from eckart.ranks.tolerance import Tolerance, allowed_increases, grid_ranks, mod
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from tests import tiny
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
 INPUTS, KFAC, NONE = (WEIGHTING.validate_python({"kind": kind}) for kind in ("inputs", "kfac", "none"))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save
 from transformers import PreTrainedModel
-from workspace import bert, rows, tiny_tokenizer
 
 from tasks.stage import StageError
 from tasks.training import train
+from tests.workspace import bert, rows, tiny_tokenizer
 
 POINTS = 20
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0}

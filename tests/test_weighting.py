@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from eckart.evidence import collect, fisher_sums
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from tests import tiny
 
 ADAPTER: TypeAdapter[Weighting] = TypeAdapter(Weighting)
 WRITTEN = [

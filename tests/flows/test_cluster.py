@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from ruamel.yaml import YAML
 
 from flows import cluster, engine, processes, workspaces
 from flows.engine import NotTheSame, Planned, TransportFailed
+from tests.flows.servers import until
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, tiny_repository, toy_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -286,13 +286,6 @@ class Driver:
         return found
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def driver(tmp_path: Path) -> Iterator[Driver]:
     root = toy_workspace(tmp_path / "toy")
@@ -316,7 +309,7 @@ def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_pa
     """Another worker takes over, siblings finish, the rerun does the rest; and no worker outlives its run."""
     root = tmp_path / "toy"
     driver.begin()
-    wait_for((tmp_path / "hung").exists)
+    until((tmp_path / "hung").exists)
     folder = Path((tmp_path / "hung").read_text().strip())
     killed = driver.worker(folder)
     stage = killed.children(recursive=True)
@@ -348,11 +341,11 @@ def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_pa
     (tmp_path / "hung").unlink()
     (root / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 5"))
     driver.begin()
-    wait_for((tmp_path / "hung").exists)
+    until((tmp_path / "hung").exists)
     workers = [one for one in driver.family() if "worker" in one.cmdline()]
     assert len(workers) == 2
     driver.process.kill()
-    wait_for(lambda: not any(one.is_running() for one in workers), 60)
+    until(lambda: not any(one.is_running() for one in workers), 60)
     assert outs(root) == outs(alone)
 
 

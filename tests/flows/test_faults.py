@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from flows import cache, settings
+from flows import cache
+from tests.flows.servers import mlflow_server, prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 
 STAGES = ("extract", "teacher", "importance", "search", "factorize", "finetune", "evaluate", "benchmark", "compare")
@@ -28,23 +26,8 @@ STAGES = ("extract", "teacher", "importance", "search", "factorize", "finetune",
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server for all flows here, which then need none of their own; the environment that leads to it."""
-    with _server(tmp_path_factory.mktemp("prefect")) as (places, _):
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as (places, _):
         yield places
-
-
-@contextmanager
-def _server(home: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    port = free_port()
-    address = f"http://127.0.0.1:{port}/api"
-    places = {"PREFECT_HOME": str(home), "PREFECT_API_URL": address}
-    command = ["prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    process = subprocess.Popen(command, env=ENVIRONMENT | {"PREFECT_HOME": str(home)}, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: settings.answers(f"{address}/health"))
-        yield places, process
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +82,6 @@ def run(root: Path, places: dict[str, str], *before: str, code: int = 0) -> str:
     said = process.communicate(timeout=240)[0]
     assert process.returncode == code, said
     return said
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def until(holds: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def await_begin(root: Path, stage: str, flow: subprocess.Popen[str]) -> None:
@@ -205,7 +175,7 @@ class TestAfterAFinishedRun:
     def test_prefect_gone_in_the_middle(self, workspace: Path, prefect: dict[str, str], tmp_path: Path) -> None:
         change(workspace, 7.0e-5)
         (workspace / "hold-finetune").touch()
-        with _server(tmp_path) as (places, server):
+        with prefect_server(tmp_path) as (places, server):
             flow = start(workspace, places)
             await_begin(workspace, "finetune", flow)
             server.send_signal(signal.SIGKILL)
@@ -236,22 +206,6 @@ class TestAfterAFinishedRun:
         (backfilled,) = [run for run in runs(tmp_path) if "dvc.key" in run.data.tags]
         assert backfilled.data.tags["eckart.backfilled"] == "true"
         assert backfilled.info.status == "FINISHED"
-
-
-@contextmanager
-def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = free_port()
-    store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--default-artifact-root", str(folder)]
-    command = ["mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **quiet)
-    try:
-        until(lambda: settings.answers(f"http://127.0.0.1:{port}/health"))
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def runs(folder: Path) -> list[Run]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +20,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import schedule, settings
+from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, tiny_repository
 from tests.workspace import REVIEWS
 
@@ -34,28 +33,19 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
     """`python -m flows serve` in the workspace, with a server of its own; at the end Ctrl-C stops both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     places = {"PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")), "PREFECT_SERVER_API_PORT": str(port)}
     command = [sys.executable, "-m", "flows", "serve", "--cron", "0 2 1 1 *", "--workers", "2"]
     process = subprocess.Popen(command, cwd=workspace, env=ENVIRONMENT | places, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
     try:
         with temporary_settings({PREFECT_API_URL: f"{address}/api"}), get_client(sync_client=True) as client:
-            _until(lambda: settings.answers(f"{address}/api/health") and client.read_deployments())
+            until(lambda: settings.answers(f"{address}/api/health") and client.read_deployments())
             yield client
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(60)
     assert not settings.answers(f"{address}/api/health")
-
-
-def _until(holds: object, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.5)
 
 
 def submit(client: SyncPrefectClient, **parameters: object) -> UUID:
@@ -68,7 +58,7 @@ def ended(client: SyncPrefectClient, run: UUID) -> FlowRun:
         state = client.read_flow_run(run).state
         return state is not None and state.is_final()
 
-    _until(over)
+    until(over)
     return client.read_flow_run(run)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from flows.registry import CHAMPION, connected, save
 from flows.served import Served
 from flows.settings import answers
 from tasks.dataset import Task
+from tests.flows.servers import free_port
 from tests.workspace import bert, tiny_config, tiny_tokenizer
 
 TASK = Task(kind="classification", labels=("bad", "good"), metric="accuracy", max_length=6)
@@ -186,9 +186,7 @@ print(json.dumps({"answers": answers.to_dict("records"), "logits": logits.tolist
 @contextmanager
 def server(environment: dict[str, str], folder: Path) -> Iterator[str]:
     """The address of `mlflow models serve` of the champion, started in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/tiny@champion"]
     process = subprocess.Popen(
         [*command, "--env-manager", "local", "--host", "127.0.0.1", "--port", port],

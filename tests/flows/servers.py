@@ -1,0 +1,63 @@
+"""Servers on free ports of loopback, each for as long as a `with` lasts, and waiting for what goes on elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flows import settings
+from tests.flows.toy import ENVIRONMENT
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((settings.LOOPBACK, 0))
+        return int(free.getsockname()[1])
+
+
+def until(holds: Callable[[], object], seconds: float = 120) -> None:
+    """Wait until a condition holds; that it never does is the test's failure."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@contextmanager
+def prefect_server(home: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
+    """A server with its database in `home`: the environment that leads flows to it, and its process."""
+    port = str(free_port())
+    address = f"http://{settings.LOOPBACK}:{port}/api"
+    places = {"PREFECT_HOME": str(home), "PREFECT_API_URL": address}
+    command = ["prefect", "server", "start", "--host", settings.LOOPBACK, "--port", port]
+    process = subprocess.Popen(command, env=ENVIRONMENT | {"PREFECT_HOME": str(home)}, stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: settings.answers(f"{address}/health"))
+        yield places, process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The address of a tracking server that keeps all in `folder`, and the leader of its process group."""
+    port = str(free_port())
+    store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--default-artifact-root", str(folder)]
+    command = ["mlflow", "server", *store, "--host", settings.LOOPBACK, "--port", port, "--workers", "1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **quiet)
+    address = f"http://{settings.LOOPBACK}:{port}"
+    try:
+        until(lambda: settings.answers(f"{address}/health"))
+        yield address, process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,223 @@
+"""Promotion from end to end: a finished tiny study, the command line, Prefect, and a registry in a database."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from ruamel.yaml import YAML
+
+from flows import engine, processes, promotion
+from flows.gates import Refused
+from tests.flows.servers import prefect_server, until
+from tests.flows.toy import ENVIRONMENT, call, tiny_repository
+
+MODEL = "tiny-reviews"
+ANYTHING = {"model": MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -1.0}
+
+
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with prefect_server(tmp_path_factory.mktemp("prefect")) as (places, _):
+        yield places
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both recipes were run; the study that params.yaml describes is svd's."""
+    root = tiny_repository(tmp_path_factory.mktemp("finished"), promotion=ANYTHING)
+    bring_up_to_date(root)
+    choose(root, "svd")
+    return root
+
+
+@pytest.fixture
+def workspace(finished: Path, tmp_path: Path) -> Path:
+    """A copy that has promoted nothing yet."""
+    return Path(shutil.copytree(finished, tmp_path / "workspace", symlinks=True))
+
+
+def bring_up_to_date(root: Path) -> None:
+    with chdir(root):
+        for one in engine.plan():
+            engine.run(one, lambda command: processes.run(command, root, print, {}))
+
+
+def change(root: Path, section: str, **values: object) -> None:
+    yaml = YAML(typ="safe")
+    content = yaml.load((root / "params.yaml").read_text())
+    content[section].update(values)
+    with (root / "params.yaml").open("w") as file:
+        yaml.dump(content, file)
+
+
+def choose(root: Path, *recipes: str) -> None:
+    """Make the study one of these recipes alone."""
+    change(root, "study", recipes=list(recipes))
+    bring_up_to_date(root)
+
+
+def start(root: Path, prefect: dict[str, str], *words: str, **variables: str) -> subprocess.Popen[str]:
+    """`python -m flows promote` in `root`."""
+    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("MLFLOW_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows", "promote", *words],
+        cwd=root,
+        env=environment | prefect | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def said(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What it prints; it ends with `code`."""
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == code, printed
+    return str(printed)
+
+
+def client(root: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+
+
+def aliases(root: Path) -> dict[str, str]:
+    try:
+        found = client(root).get_registered_model(MODEL).aliases
+    except MlflowException:  # there is no database yet, or no model in it
+        return {}
+    return {alias: str(number) for alias, number in found.items()}
+
+
+def versions(root: Path) -> list[ModelVersion]:
+    return list(client(root).search_model_versions(f"name = '{MODEL}'"))
+
+
+def entry(root: Path, stage: str) -> dict[str, Any]:
+    content: dict[str, Any] = YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"][stage]
+    return content
+
+
+def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str]) -> None:
+    """The first, the same again, one in its place, one that is refused, back by hand, and never by itself again."""
+    assert f"svd-0.5 is the champion now: version 1 of {MODEL}" in said(start(workspace, prefect))
+    assert aliases(workspace) == {"champion": "1"}
+    written(workspace)
+    assert "svd-0.5 is the champion already (version 1)" in said(start(workspace, prefect))
+
+    choose(workspace, "kfac")
+    assert f"version 2 of {MODEL}, in place of version 1" in said(start(workspace, prefect))
+    assert aliases(workspace) == {"champion": "2", "previous": "1"}
+
+    choose(workspace, "svd")
+    change(workspace, "promotion", least_gain=1.5)
+    refusal = said(start(workspace, prefect), code=1)
+    assert "svd-0.5 (version 1) is refused:\n  accuracy" in refusal
+    assert "of the champion (version 2) is a gain of" in refusal
+    assert "1.5 is asked for: too low by" in refusal
+    assert aliases(workspace) == {"champion": "2", "previous": "1", "challenger": "1"}
+    (first,) = [one for one in versions(workspace) if str(one.version) == "1"]
+    assert first.tags["eckart.decision"].startswith("Refused: svd-0.5 (version 1)")
+
+    assert "Version 1 of tiny-reviews is the champion again" in said(start(workspace, prefect, "--rollback"))
+    assert aliases(workspace)["champion"] == "1"
+    assert "replaced none: there is nothing to go back to" in said(start(workspace, prefect, "--rollback"), code=1)
+    choose(workspace, "kfac")
+    change(workspace, "promotion", least_gain=-1.0)
+    assert "which was rolled back at" in said(start(workspace, prefect), code=1)
+    assert aliases(workspace)["champion"] == "1"
+    assert "kfac-0.5 is the champion now: version 2" in said(start(workspace, prefect, "--again"))
+    assert aliases(workspace) == {"champion": "2", "previous": "1"}
+    assert len(versions(workspace)) == 2
+
+
+def written(root: Path) -> None:
+    """What was checked, and where it comes from, is on the version, for programs and for people."""
+    (version,) = versions(root)
+    tags = version.tags
+    finetune, evaluate = entry(root, "finetune@svd-0.5"), entry(root, "evaluate@svd-0.5")
+    assert tags["dvc.md5"] == finetune["outs"][0]["md5"]
+    assert tags["eckart.test"] in {dep["md5"] for dep in evaluate["deps"]}
+    assert tags["git.revision"] == call(root, "git", "rev-parse", "HEAD").strip()
+    assert tags["eckart.study"] == "tiny"
+    assert len(tags["prefect.flow_run"]) == 36
+    recorded = json.loads((root / "reports/evaluate/svd-0.5.json").read_text())["recovered"]["metric"]
+    assert json.loads(tags["eckart.numbers"])["recorded"] == recorded
+    gates = {gate["name"]: gate for gate in json.loads(tags["eckart.gates"])}
+    assert set(gates) == {"files other than measured", "difference from the record", "drop from the teacher"}
+    assert gates["difference from the record"]["value"] == 0.0
+    assert tags["eckart.smoke"].startswith("passed")
+    assert "| drop from the teacher |" in version.description
+    assert "Promoted: svd-0.5 is the champion now" in version.description
+
+
+def test_a_kill_before_and_after_the_alias_is_moved(workspace: Path, prefect: dict[str, str]) -> None:
+    """There is a champion at every moment, and the next promotion ends what was begun."""
+    said(start(workspace, prefect))
+    choose(workspace, "kfac")
+    for moment in ({"challenger": "2"}, {"champion": "2"}):
+        kill_at(moment, start(workspace, prefect), workspace)
+        assert aliases(workspace)["champion"] == moment.get("champion", "1")
+    assert "kfac-0.5 is the champion already (version 2)" in said(start(workspace, prefect))
+    assert aliases(workspace) == {"champion": "2", "previous": "1"}
+    (second,) = [one for one in versions(workspace) if str(one.version) == "2"]
+    assert second.tags["eckart.smoke"].startswith("passed")
+
+
+def kill_at(moment: dict[str, str], process: subprocess.Popen[str], root: Path) -> None:
+    """Kill a promotion as soon as the aliases are those."""
+    until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    process.kill()
+    process.communicate()
+
+
+def test_two_at_once(workspace: Path, prefect: dict[str, str]) -> None:
+    both = [start(workspace, prefect) for _ in range(2)]
+    messages = sorted(said(process).splitlines()[-1] for process in both)
+    assert messages == [
+        "svd-0.5 is the champion already (version 1)",
+        f"svd-0.5 is the champion now: version 1 of {MODEL}",
+    ]
+    assert len(versions(workspace)) == 1
+
+
+def test_a_registry_that_cannot_be_reached(workspace: Path, prefect: dict[str, str]) -> None:
+    address = "http://someone:sesame@127.0.0.1:9"
+    printed = said(start(workspace, prefect, MLFLOW_TRACKING_URI=address, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"), code=1)
+    assert "the model registry at http://127.0.0.1:9 failed" in printed
+    assert "sesame" not in printed
+    assert "Traceback" not in printed
+
+
+class TestChoice:
+    def test_no_candidate_within_the_limits_names_each_with_its_number(self, workspace: Path) -> None:
+        choose(workspace, "svd", "kfac")
+        change(workspace, "promotion", keep=0.25)
+        message = refusal(workspace)
+        assert "No candidate is within the limits" in message
+        for name in ("svd-0.5", "kfac-0.5"):
+            assert f"  {name}: keep is 0.4" in message or f"  {name}: keep is 0.5" in message
+        assert "0.25 are allowed: too large by" in message
+
+    def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
+        change(workspace, "evaluate", batch_size=4)
+        assert "evaluate@svd-0.5" in refusal(workspace)
+        assert "run `python -m flows run` first" in refusal(workspace)
+
+
+def refusal(root: Path) -> str:
+    """Why nothing is chosen."""
+    with chdir(root), pytest.raises(Refused) as caught:
+        promotion.choose.fn(promotion._setting(root)).result()  # type: ignore[attr-defined]  # a failed state
+    return str(caught.value)
