@@ -200,11 +200,11 @@ def export(
 @app.command()
 def push() -> None:
     """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
-    from flows import engine  # a slow import, not for --help
+    from flows import transport  # a slow import, not for --help
 
     try:
-        engine.push()
-    except engine.TransportFailed as error:
+        transport.push()
+    except transport.TransportFailed as error:
         sys.exit(str(error))
     print("The remote has all that dvc.lock and the run cache name.")
 
@@ -212,11 +212,11 @@ def push() -> None:
 @app.command()
 def pull() -> None:
     """Take from the DVC remote what this workspace lacks, and run nothing."""
-    from flows import engine  # a slow import, not for --help
+    from flows import transport  # a slow import, not for --help
 
     try:
-        lacking = engine.pull()
-    except engine.TransportFailed as error:
+        lacking = transport.pull()
+    except transport.TransportFailed as error:
         sys.exit(str(error))
     if lacking:
         sys.exit(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")

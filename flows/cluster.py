@@ -28,9 +28,10 @@ from prefect.futures import PrefectFuture, PrefectWrappedFuture
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 from prefect.states import Crashed, Failed, State
 
-from flows import engine, worker, workspaces
-from flows.engine import Entry, Order, Outcome, Planned
+from flows import engine, transport, worker, workspaces
+from flows.engine import Outcome, Planned
 from flows.tracking import Mirror
+from flows.transport import Entry, Order
 from tasks.params import PARAMS
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(
         ClusterError, WorkspaceError, TransportFailed: workers cannot be used; nothing was run.
     """
     require()
-    engine.check_remote()
+    transport.check_remote()
     with _elsewhere(scheduler) if scheduler else _local(workers) as (runner, alive), runner:
         return _Coordinator(planned, here, mirror, runner, alive, timeout).run()
 
@@ -146,9 +147,9 @@ class _Coordinator:
 
     def _send(self, one: Planned) -> PrefectFuture[tuple[Outcome, Entry]]:
         if missing := [name for name in one.upstream if name not in self.published]:
-            engine.publish(missing)
+            transport.publish(missing)
             self.published.update(missing)
-        order = engine.order(one)
+        order = transport.order(one)
         upstream: set[RunInput] = {
             TaskRunResult(id=run) for name in one.upstream if (run := self.states[name].state_details.task_run_id)
         }
@@ -199,7 +200,7 @@ class _Coordinator:
             if not state.is_completed():
                 return state
             there, entry = state.result()
-            fetch = cache(lambda: engine.fetch(sent.order, entry))  # once, whatever the number of commands
+            fetch = cache(lambda: transport.fetch(sent.order, entry))  # once, whatever the number of commands
             try:
                 recorded = engine.run(replace(one, alone=False), lambda command: fetch())
             except Exception as error:  # as above
@@ -337,7 +338,7 @@ def _prepare(root: Path, folder: Path) -> None:
     workspaces.check_out(root, folder, "HEAD")
     if recorded is not None:  # it belongs to the outputs there
         lock.write_bytes(recorded)
-    engine.own_cache(folder)
+    transport.own_cache(folder)
     for part in workspaces.CARRIED:
         workspaces.carry(root / part, folder / part)
     shutil.copy(root / PARAMS, folder / PARAMS)

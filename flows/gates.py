@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,8 +273,4 @@ def short(number: float) -> str:
 
 def digest(path: Path) -> str:
     """What DVC calls the content of a file or folder."""
-    files = cache.measured(path)
-    if path.is_file():
-        return files[""]
-    listing = [{"md5": files[name], "relpath": name} for name in sorted(files)]
-    return hashlib.md5(json.dumps(listing).encode(), usedforsecurity=False).hexdigest() + ".dir"
+    return cache.digest_of(cache.measured(path))

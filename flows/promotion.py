@@ -53,7 +53,7 @@ def _said(step: Callable[P, T]) -> Callable[P, T]:
         try:
             return step(*args, **kwargs)
         except (Refused, RegistryError) as error:
-            return _failed(error)  # type: ignore[return-value]  # Prefect raises it to the caller
+            return _failed(error)  # type: ignore[return-value]  # its `result` raises it
 
     return saying
 
@@ -121,10 +121,10 @@ def _promote(setting: Setting, again: bool) -> Decision:
             models.settle()
         except SmokeFailed as error:
             get_run_logger().warning("left by an earlier promotion: %s", error)
-        candidate = choose(setting)
+        candidate = choose(setting, return_state=True).result()
         if found := _champion_already(candidate, models.champion()):
             return found
-        version = register(models, setting, candidate, again)
+        version = register(models, setting, candidate, again, return_state=True).result()
         return _challenge(models, setting, candidate, version)
 
 
@@ -143,9 +143,9 @@ def _challenge(models: Registry, setting: Setting, candidate: Candidate, version
             champion = models.champion()
             if found := _champion_already(candidate, champion):
                 return found
-            passed = gate(models, setting, candidate, version, champion)
+            passed = gate(models, setting, candidate, version, champion, return_state=True).result()
             _record(models, setting, candidate, version, passed, "All gates are passed.")
-            if move(models, version, champion):
+            if move(models, version, champion, return_state=True).result():
                 break
             get_run_logger().warning("someone else changed the champion meanwhile: going through the gates again")
     except Refused as refusal:

@@ -24,7 +24,7 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel, Field
 
-from flows import cluster, engine, pages, params, processes
+from flows import cluster, engine, pages, params, processes, transport
 from flows.engine import Outcome, Planned
 from flows.tracking import Mirror
 from flows.workspaces import WorkspaceError
@@ -32,7 +32,7 @@ from flows.workspaces import WorkspaceError
 UNUSABLE = (
     params.ParamsError,
     engine.WorkspaceUnusable,
-    engine.TransportFailed,
+    transport.TransportFailed,
     cluster.ClusterError,
     WorkspaceError,
 )

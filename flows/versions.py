@@ -19,7 +19,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows import cache, engine, processes, workspaces
+from flows import cache, engine, processes, transport, workspaces
 from flows.workspaces import CARRIED, LOCK, WORKSPACES, WorkspaceError
 
 log = logging.getLogger(__name__)
@@ -171,8 +171,8 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
             return not lacking
         asked = lacking
         try:
-            engine.fetch_objects(lacking)
-        except engine.TransportFailed as error:
+            transport.fetch_objects(lacking)
+        except transport.TransportFailed as error:
             log.warning("%s", error)
             return False
 

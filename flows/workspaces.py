@@ -26,8 +26,8 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 from ruamel.yaml import YAML
 
-from flows import engine
 from flows import params as whole
+from flows import transport
 from tasks import params
 from tasks.params import PARAMS, ParamsError, Seed
 
@@ -282,7 +282,7 @@ def check_out(root: Path, folder: Path, revision: str) -> None:
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(root, "worktree", "add", "--force", "--detach", str(folder), commit)
-    engine.share_settings(root, folder)
+    transport.share_settings(root, folder)
 
 
 def _check_own(root: Path, folder: Path) -> None:

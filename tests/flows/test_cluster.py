@@ -16,8 +16,9 @@ from mlflow import MlflowClient
 from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
-from flows import cluster, engine, processes, workspaces
-from flows.engine import NotTheSame, Planned, TransportFailed
+from flows import cluster, engine, processes, transport, workspaces
+from flows.engine import Planned
+from flows.transport import NotTheSame, TransportFailed
 from tests.flows.servers import until
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, tiny_repository, toy_workspace
 
@@ -75,15 +76,15 @@ class TestBetweenWorkspaces:
     def test_a_stage_run_there_is_recorded_as_one_run_here(self, pair: tuple[Path, Path], enter: Enter) -> None:
         here, there = pair
         run(plan()["source"])
-        engine.publish(["source"])
-        order = engine.order(plan()["work@a"])
+        transport.publish(["source"])
+        order = transport.order(plan()["work@a"])
         assert str(here) not in repr(order)
         enter(there)
-        assert run(engine.accept(order)).status == "Executed"
-        entry = engine.publish(["work@a"])["work@a"]
+        assert run(transport.accept(order)).status == "Executed"
+        entry = transport.publish(["work@a"])["work@a"]
         assert ran(there) == ["work@a"]
         enter(here)
-        outcome = engine.run(plan()["work@a"], lambda command: engine.fetch(order, entry))
+        outcome = engine.run(plan()["work@a"], lambda command: transport.fetch(order, entry))
         assert ran(here) == ["source"]
         assert (here / "out/a").read_bytes() == (there / "out/a").read_bytes()
         assert stages(here)["work@a"] == stages(there)["work@a"]
@@ -96,24 +97,24 @@ class TestBetweenWorkspaces:
         for root in pair:
             (root / "dvc.yaml").write_text(FOLDERS)
         run(plan()["many"])
-        engine.publish(["many"])
-        order = engine.order(plan()["one"])
+        transport.publish(["many"])
+        order = transport.order(plan()["one"])
         enter(there)
-        engine.accept(order)
+        transport.accept(order)
         assert [path.name for path in (there / "many").iterdir()] == ["one"]
         (there / "many/one").write_text("stale\n")
-        run(engine.accept(order))
+        run(transport.accept(order))
         assert (there / "one.txt").read_bytes() == (here / "raw.txt").read_bytes()
 
     def test_what_changed_here_meanwhile_is_not_recorded(self, pair: tuple[Path, Path]) -> None:
         here, _ = pair
         run(plan()["source"])
-        entry = engine.publish(["source"])["source"]
-        order = engine.order(plan()["source"])
+        entry = transport.publish(["source"])["source"]
+        order = transport.order(plan()["source"])
         (here / "source.txt").unlink()
         (here / "raw.txt").write_text("other\n")
         with pytest.raises(engine.StageChanged, match=r"raw\.txt changed while source ran"):
-            engine.run(plan()["source"], lambda command: engine.fetch(order, entry))
+            engine.run(plan()["source"], lambda command: transport.fetch(order, entry))
         assert "source" in json.loads(call(here, "dvc", "status", "--json"))
 
     @pytest.mark.parametrize(
@@ -130,33 +131,33 @@ class TestBetweenWorkspaces:
     ) -> None:
         _, there = pair
         run(plan()["source"])
-        engine.publish(["source"])
-        order = engine.order(plan()["work@a" if file == "params.yaml" else "source"])
+        transport.publish(["source"])
+        order = transport.order(plan()["work@a" if file == "params.yaml" else "source"])
         enter(there)
         (there / file).write_text(content)
         with pytest.raises(NotTheSame, match=f"{there}.* has .*{named}.*: bring it up to date"):
-            engine.accept(order)
+            transport.accept(order)
         assert ran(there) == []
 
     def test_a_parameter_that_the_stage_does_not_read_may_differ(self, pair: tuple[Path, Path], enter: Enter) -> None:
         _, there = pair
-        order = engine.order(plan()["source"])
+        order = transport.order(plan()["source"])
         enter(there)
         (there / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
-        assert run(engine.accept(order)).status == "Executed"
+        assert run(transport.accept(order)).status == "Executed"
 
     def test_a_remote_that_lacks_an_object_is_named(self, pair: tuple[Path, Path], enter: Enter) -> None:
         _, there = pair
         run(plan()["source"])
-        order = engine.order(plan()["work@a"])
+        order = transport.order(plan()["work@a"])
         enter(there)
         with pytest.raises(TransportFailed, match="pulling what work@a reads"):
-            engine.accept(order)
+            transport.accept(order)
 
     def test_a_workspace_without_a_remote_is_told_how_to_get_one(self, tmp_path: Path, enter: Enter) -> None:
         enter(toy_workspace(tmp_path / "alone"))
         with pytest.raises(TransportFailed, match="dvc remote add --default NAME URL"):
-            engine.check_remote()
+            transport.check_remote()
 
 
 def planned(name: str, *upstream: str, alone: bool = False) -> Planned:

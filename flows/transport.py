@@ -1,0 +1,264 @@
+"""Between workspaces: stages, results and settings, over the DVC remote.
+
+A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
+bytes go through the remote. With flows/engine.py this is all that touches DVC's internals (here load_file,
+StageLoader.fill_from_lock, Output.checkout, cloud.push/pull, stage_cache, Config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import networkx
+from dvc.config import Config, merge
+from dvc.dvcfile import load_file
+from dvc.exceptions import CollectCacheError, ConfirmRemoveError, DvcException
+from dvc.lock import LockError
+from dvc.repo import Repo
+from dvc.stage import PipelineStage, Stage
+from dvc.stage.loader import StageLoader
+from dvc.stage.serialize import to_single_stage_lockfile
+from dvc_data.hashfile.hash_info import HashInfo
+
+from flows import cache
+from flows.engine import Planned, StageChanged, bookkeeping, definition_of, noted_digests, repository, restore
+from flows.settings import shown
+
+
+class TransportFailed(RuntimeError):
+    """The DVC remote cannot be used, or lacks what it should hold; the message says which."""
+
+
+class NotTheSame(RuntimeError):
+    """This workspace would run something else under the stage's name; the message says what differs."""
+
+
+Entry = dict[str, Any]
+"""A stage as it stands in dvc.lock: digests and no bytes, so that any workspace can adopt it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A stage for another workspace to run: all that it reads as digests, no bytes and no paths of this machine."""
+
+    stage: str
+    alone: bool
+    definition: str
+    reads: dict[str, str]
+    """Dependency or parameter file → digest."""
+    upstream: dict[str, Entry]
+
+
+def order(planned: Planned) -> Order:
+    """What another workspace needs to run a stage as it would run here, where all that it reads is."""
+    with repository() as repo, bookkeeping(repo):
+        stages = _stages(repo)
+        stage = stages[planned.name]
+        stage.save_deps()
+        upstream = {name: dict(to_single_stage_lockfile(stages[name])) for name in planned.upstream}
+        return Order(planned.name, planned.alone, planned.definition, noted_digests(stage), upstream)
+
+
+def accept(order: Order) -> Planned:
+    """Pull what the stage reads and is not in this workspace as it should be.
+
+    Raises:
+        TransportFailed: the remote does not give it.
+        NotTheSame: code, parameters or data of this workspace are others.
+    """
+    with repository() as repo, bookkeeping(repo), _transport(f"pulling what {order.stage} reads"):
+        stages = _stages(repo)
+        if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
+            raise NotTheSame(f"{_here()} has no stage {', '.join(missing)}: bring it up to date")
+        stage = stages[order.stage]
+        for name, entry in order.upstream.items():
+            before = stages[name]
+            StageLoader.fill_from_lock(before, entry)
+            for out, dep in product(before.outs, stage.deps):
+                if Path(dep.fs_path).is_relative_to(out.fs_path):
+                    _pull(repo, out.get_used_objs(filter_info=dep.fs_path))
+                    out.checkout(filter_info=dep.fs_path, force=True)
+        stage.save_deps()
+        if different := _differences(stage, order):
+            raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
+        reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
+        return Planned(order.stage, (), order.alone, reads, writes, order.definition, cached=None)
+
+
+def publish(names: Sequence[str]) -> dict[str, Entry]:
+    """Push what stages wrote to the remote; their entries in dvc.lock.
+
+    Raises:
+        TransportFailed: it cannot be pushed.
+    """
+    what = f"pushing what {', '.join(names)} wrote"
+    with repository() as repo, bookkeeping(repo), _transport(what):
+        stages = _stages(repo)
+        for name in names:
+            for objects in stages[name].get_used_objs(push=True).values():
+                if repo.cloud.push(objects).failed:
+                    raise TransportFailed("the DVC remote does not take it")
+        return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
+
+
+def fetch(order: Order, entry: Entry) -> None:
+    """Put here what another workspace wrote when it ran the order; `run` around this records it.
+
+    Raises:
+        TransportFailed: the remote does not give it.
+        StageChanged: the stage, or what it reads here, is not what was ordered any more.
+    """
+    with repository() as repo, bookkeeping(repo), _transport(f"pulling what {order.stage} wrote"):
+        stage = _stages(repo)[order.stage]
+        stage.save_deps()
+        if changed := _differences(stage, order):
+            raise StageChanged(f"{', '.join(changed)} changed while {order.stage} ran; run again")
+        StageLoader.fill_from_lock(stage, entry)
+        _pull(repo, stage.get_used_objs())
+        for out in stage.outs:
+            out.checkout(force=True)
+
+
+def check_remote() -> None:
+    """See to it that there is a DVC remote, which carries bytes between workspaces.
+
+    Raises:
+        TransportFailed: there is none.
+    """
+    with repository() as repo:
+        if not repo.config["core"].get("remote"):
+            raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
+
+
+def push() -> None:
+    """Copy to the remote what dvc.lock and .dvc files name, and the run cache with all that it names.
+
+    `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with repository() as repo, bookkeeping(repo), _remote_used("pushing"):
+        repo.push(run_cache=True)
+        runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
+        for objects in repo.stage_cache.get_used_objs(runs).values():
+            repo.cloud.push(objects)
+
+
+def pull() -> list[str]:
+    """Take from cache and remote what the workspace lacks, and run nothing; what could not be had, upstream first.
+
+    With dvc.lock it is what that names; without, what the run cache has for these parameters, code and data.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with repository() as repo, bookkeeping(repo), _remote_used("pulling"):
+        repo.stage_cache.pull(None)
+        stages = reversed(list(networkx.topological_sort(repo.index.graph)))
+        return [stage.addressing for stage in stages if not _pulled(repo, stage)]
+
+
+def fetch_objects(digests: Iterable[str]) -> None:
+    """Copy objects from the remote to the cache; those that the remote lacks are not copied.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with repository() as repo, bookkeeping(repo), _remote_used("pulling"):
+        repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
+
+
+def share_settings(root: Path, folder: Path) -> None:
+    """Give the workspace `folder` what DVC is told in the workspace `root`: cache, remotes, all of them absolute."""
+    main = Config(str(root / ".dvc"))
+    settings = main.load_one("repo")
+    merge(settings, main.load_one("local"))
+    settings["cache"]["dir"] = main["cache"].get("dir") or str(root / ".dvc/cache")
+    own = Config(str(folder / ".dvc"))
+    Path(own.files["local"]).touch(mode=0o600)  # remotes may have secrets
+    with own.edit("local") as local:
+        local.clear()
+        local.update(settings)
+
+
+def own_cache(folder: Path) -> None:
+    """Give the workspace `folder` a cache of its own."""
+    with Config(str(folder / ".dvc")).edit("local") as local:
+        local["cache"]["dir"] = str(folder / ".dvc/cache")
+
+
+def _pulled(repo: Repo, stage: Stage) -> bool:
+    """Whether the stage is up to date, now or before; what a person edited stays as it is."""
+    if not stage.changed():
+        return True
+    if not all(dep.exists for dep in stage.deps):  # the stage that writes it could not be had
+        return False
+    try:
+        if not stage.cmd:
+            return _pulled_input(repo, stage)
+        # Where the cache's own bytes were corrupt and are gone, the remote's come at the second try.
+        if not any(restore(repo, stage, pull=True) for _ in range(2)):
+            return False
+    except (CollectCacheError, ConfirmRemoveError):
+        return False
+    stage.save()
+    stage.commit()
+    stage.dump(update_pipeline=False)
+    return True
+
+
+def _pulled_input(repo: Repo, stage: Stage) -> bool:
+    for objects in stage.get_used_objs().values():
+        repo.cloud.pull(objects)
+    if stage.outs_cached():
+        stage.checkout()
+    return not stage.changed()
+
+
+def _pull(repo: Repo, used: Mapping[Any, set[HashInfo]]) -> None:
+    for objects in used.values():
+        repo.cloud.pull(objects)
+        if any(cache.missing(Path(repo.cache.local_cache_dir), str(one.value)) for one in objects):
+            raise TransportFailed("the DVC remote does not give it")
+
+
+def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
+    """All stages, made anew at every look; dvc.yaml and dvc.lock are read once."""
+    return load_file(repo, "dvc.yaml").stages
+
+
+def _differences(stage: PipelineStage, order: Order) -> list[str]:
+    """What the stage reads here, or is here, and was not when it was ordered."""
+    reads = noted_digests(stage)
+    paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
+    return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
+
+
+def _here() -> str:
+    return f"{Path.cwd()} on {gethostname()}"
+
+
+@contextmanager
+def _transport(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (DvcException, TransportFailed) as error:
+        raise TransportFailed(f"{what}: {shown(str(error))}") from error
+
+
+@contextmanager
+def _remote_used(what: str) -> Iterator[None]:
+    try:
+        yield
+    except LockError as error:
+        raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
+    except Exception as error:  # each kind of remote fails in its own way
+        cause = shown(str(error))
+        raise TransportFailed(f"{what}: the DVC remote cannot be used: {cause}; `dvc remote list` names it") from error
