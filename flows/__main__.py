@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -55,14 +55,16 @@ def run(
     except (*UNUSABLE, server.ServerError, StudyFailed) as error:
         sys.exit(str(error))
     except httpx.TransportError as error:
-        print(
-            f"Prefect's server is gone ({error}). What is finished is in DVC: start it and run again.", file=sys.stderr
-        )
-        sys.stderr.flush()
-        os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
+        _end_without_prefect(error)
     print(Path("reports/comparison.txt").read_text())
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {summary(outcomes)}")
     print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+def _end_without_prefect(error: Exception) -> NoReturn:
+    print(f"Prefect's server is gone ({error}). What is finished is kept: start it and run again.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
 
 
 @app.command()
@@ -147,22 +149,27 @@ def promote(
     if again and rollback:
         sys.exit("--again and --rollback contradict each other: give one of them")
     settings.use_local_server()
-    from flows import params, promotion, server  # slow imports, not for --help
+    import httpx  # slow imports, not for --help
+
+    from flows import engine, params, promotion, server
     from flows.gates import Refused
     from flows.registry import RegistryError
 
     try:
-        params.check(Path())
         if rollback:
             print(promotion.rollback(Path.cwd()))
             return
+        params.check(Path())
+        engine.check_workspace()
         server.require()
         decision = promotion.promotion(again=again)
     except Refused as refusal:
         _print_gates(refusal.gates)
         sys.exit(str(refusal))
-    except (params.ParamsError, server.ServerError, RegistryError) as error:
+    except (params.ParamsError, engine.WorkspaceUnusable, server.ServerError, RegistryError) as error:
         sys.exit(str(error))
+    except httpx.TransportError as error:
+        _end_without_prefect(error)
     _print_gates(decision.gates)
     print(decision.message)
 

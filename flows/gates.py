@@ -112,6 +112,8 @@ class Candidate:
     speedup: float
     outcomes: tuple[Outcome, ...]
     """Of its own stages."""
+    inputs: dict[str, str]
+    """Of the data and models that it follows from: path → DVC's digest."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,19 @@ def check(root: Path) -> dict[str, Any]:
     return typed
 
 
+def section(root: Path, name: str) -> Any:
+    """One section of `root`/params.yaml, typed, whatever mistakes the others have.
+
+    Raises:
+        ParamsError: with all mistakes in it.
+    """
+    lines: list[str] = []
+    typed = _typed(params.read(root / PARAMS), name, SECTIONS[name], lines)
+    if lines:
+        raise ParamsError(params.report(PARAMS, lines))
+    return typed
+
+
 def _typed(content: Mapping[str, Any], name: str, kind: Any, lines: list[str]) -> Any:
     """The section `name`, or None after its mistakes were added to `lines`."""
     if name not in content:

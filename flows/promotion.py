@@ -33,6 +33,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Report = TypeVar("Report", bound=BaseModel)
 
+_TEST = "eckart.test"
+"""Tag: DVC's digest of the test rows that a version was gated on."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -91,7 +94,7 @@ def rollback(root: Path) -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with registry.connected(root, _setting(root).wanted.model) as models:
+    with registry.connected(root, params.section(root, "promotion").model) as models:
         try:
             models.settle()
             before, after = models.roll_back()
@@ -153,7 +156,6 @@ def _challenge(models: Registry, setting: Setting, candidate: Candidate, version
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    _record(models, setting, candidate, version, passed, f"Promoted: {message}.")
     return Decision(candidate.name, version, message, passed)
 
 
@@ -192,6 +194,8 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
     evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
     benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
     teacher = _report(outcomes["teacher"], TEACHER_METRICS, TeacherReport)
+    own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
+    read = (outcomes["extract"], outcomes["teacher"], *own)
     return Candidate(
         name=name,
         content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
@@ -201,7 +205,8 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
         parameters=evaluation.target_parameters,
         keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
         speedup=benchmark.speedup,
-        outcomes=tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name),
+        outcomes=own,
+        inputs={path: md5 for one in read for path, md5 in one.deps.items() if path.startswith(("data/", "models/"))},
     )
 
 
@@ -230,20 +235,20 @@ def register(models: Registry, setting: Setting, candidate: Candidate, again: bo
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             registry.save(FINETUNED / candidate.name, saved, load_task(), pairs, setting.batch_size)
-            version = models.add(saved, candidate.name, candidate.content, experiment, run)
+            lineage = _lineage(setting, candidate, run)
+            version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
-    models.mark(number, _lineage(setting, candidate, run))
     models.challenge(number)
     return number
 
 
 def _lineage(setting: Setting, candidate: Candidate, run: str | None) -> dict[str, str]:
-    """Where a version comes from: the study, MLflow's run, the test rows, DVC and git."""
+    """Where a version comes from: the study, MLflow's run, data and models, DVC and git."""
     return {
         "eckart.study": setting.study,
         "eckart.candidate": candidate.name,
         "eckart.run": run or "",
-        "eckart.test": candidate.test,
+        "dvc.inputs": json.dumps(candidate.inputs),
         **tracking.trace(candidate.outcomes),
         **tracking.git(setting.root),
     }
@@ -264,21 +269,28 @@ def gate(
         files = models.fetch(version, Path(folder) / "challenger")
         theirs = None
         if champion:
-            number = str(champion.version)
-            theirs = Champion(models.fetch(number, Path(folder) / "champion"), f"version {number}")
+            place = models.fetch(str(champion.version), Path(folder) / "champion")
+            theirs = Champion(place, _called(champion, candidate))
         found, answers = gates.measure(files, candidate, theirs, setting)
-    if closed := [one.refusal for one in found if not one.passed]:
-        raise Refused("\n  ".join([f"{name} is refused:", *closed]), found)
-    try:
-        _smoke(models, version, answers)
-    except SmokeFailed as error:
-        raise Refused(f"{name} cannot be served: {error}", found) from error
+        if closed := [one.refusal for one in found if not one.passed]:
+            raise Refused("\n  ".join([f"{name} is refused:", *closed]), found)
+        try:
+            _smoke(files.parents[1], answers)
+        except SmokeFailed as error:
+            raise Refused(f"{name} cannot be served: {error}", found) from error
     return tuple(found)
 
 
-def _smoke(models: Registry, version: str, expected: Sequence[Any]) -> None:
-    """Ask the version what the model that was scored has answered."""
-    answers = models.smoke(f"/{version}", load_split("test").drop(columns="label").head(len(expected)))
+def _called(champion: ModelVersion, candidate: Candidate) -> str:
+    name = f"version {champion.version}"
+    if champion.tags.get(_TEST) == candidate.test:
+        return name
+    return f"{name}, which was tested on other rows and may have been trained on some of these"
+
+
+def _smoke(version: Path, expected: Sequence[Any]) -> None:
+    """Ask the version, a folder, what the model that was scored has answered."""
+    answers = registry.ask(str(version), load_split("test").drop(columns="label").head(len(expected)))
     if not all(_same(row, wanted) for row, wanted in zip(answers, expected, strict=True)):
         raise SmokeFailed(f"it answers {answers}, where the model that was scored answers {list(expected)}")
 
@@ -307,7 +319,7 @@ def move(models: Registry, version: str, champion: ModelVersion | None) -> bool:
 def _record(
     models: Registry, setting: Setting, candidate: Candidate, version: str, found: Sequence[Gate], decision: str
 ) -> None:
-    """Write on the version what was checked, and what came of it, for programs and for people."""
+    """Write on the version what was checked, for programs and for people; the registry adds what comes of it."""
     numbers = {
         "metric": setting.metric,
         "recorded": candidate.metric,
@@ -317,7 +329,8 @@ def _record(
         "speedup": candidate.speedup,
     }
     tags = {
-        "eckart.decision": decision,
+        registry.DECISION: decision,
+        _TEST: candidate.test,
         "eckart.numbers": json.dumps(numbers),
         "eckart.gates": json.dumps([one.plain for one in found]),
         "prefect.flow_run": str(flow_run.id),

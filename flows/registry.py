@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -50,11 +50,15 @@ REPLACES = "eckart.replaces"
 """Tag of a version that is or was the champion: the champions before it, the latest first, as `2 1`."""
 SMOKE = "eckart.smoke"
 """Tag: `pending` from before the alias is moved until the version has answered under it."""
+DECISION = "eckart.decision"
+"""Tag: what came of the promotion, in words."""
 ROLLED_BACK = "eckart.rolled_back"
 """Tag: when someone went back from this version to the one before it."""
 
 _PENDING = "pending"
+_SQLITE = "sqlite:///"
 _LONGEST = 50  # champions that are remembered
+_MODEL = "artifacts/model"  # where a version has its Hugging Face folder
 _PATIENCE = 600  # seconds until a model must have answered
 _PACKAGES = ("mlflow", "torch", "transformers", "safetensors", "accelerate", "pydantic", "pandas")
 _EXAMPLE = pd.DataFrame({"text": ["An example."], "text_pair": ["Another one."]})
@@ -98,9 +102,15 @@ def connected(root: Path, name: str) -> Iterator[Registry]:
     One process of this user on this machine has it at a time; others wait.
     """
     local = "MLFLOW_TRACKING_URI" not in os.environ
-    store = f"sqlite:///{root / 'mlflow.db'}" if local else os.environ["MLFLOW_TRACKING_URI"]
-    with _turn(os.environ.get("MLFLOW_REGISTRY_URI", store), name), _store(store):
+    store = _absolute(f"sqlite:///{root / 'mlflow.db'}" if local else os.environ["MLFLOW_TRACKING_URI"])
+    with _turn(_absolute(os.environ.get("MLFLOW_REGISTRY_URI", store)), name), _store(store):
         yield Registry(name, local)
+
+
+def _absolute(address: str) -> str:
+    """The same for every spelling of a path, so that all who mean one database take turns."""
+    kind, path = address[: len(_SQLITE)], address[len(_SQLITE) :]
+    return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
 
 
 @contextmanager
@@ -134,8 +144,12 @@ class Registry:
     def __init__(self, name: str, local: bool) -> None:
         self.name = name
         self._local = local
-        self.client = MlflowClient()
         self.address = mlflow.get_registry_uri()
+
+    @cached_property
+    def client(self) -> MlflowClient:
+        """Not made before it is needed: that opens a database, which may fail."""
+        return MlflowClient()
 
     @_explained
     def aliases(self) -> dict[str, str]:
@@ -185,7 +199,9 @@ class Registry:
         self.client.set_registered_model_alias(self.name, CHALLENGER, number)
 
     @_explained
-    def add(self, saved: Path, label: str, content: str, experiment: str, run: str | None) -> ModelVersion:
+    def add(
+        self, saved: Path, label: str, content: str, experiment: str, run: str | None, tags: Mapping[str, str]
+    ) -> ModelVersion:
         """Store the model that `save` wrote to `saved` and make it a version.
 
         Args:
@@ -193,6 +209,7 @@ class Registry:
             content: DVC's digest of its folder.
             experiment: the id of MLflow's experiment that the model belongs to.
             run: the id of MLflow's run that made it, if it is known.
+            tags: of the version, besides that of its content.
         """
         logged = self.client.create_logged_model(experiment, label.replace(".", "_"), run, {CONTENT: content})
         try:
@@ -208,42 +225,37 @@ class Registry:
                 raise
         source = f"models:/{logged.model_id}"
         return self.client.create_model_version(
-            self.name, source, run, tags={CONTENT: content}, model_id=logged.model_id
+            self.name, source, run, tags={**tags, CONTENT: content}, model_id=logged.model_id
         )
 
-    @_explained
     def fetch(self, number: str, folder: Path) -> Path:
-        """Download a version's files into `folder`; where its Hugging Face folder is, if `promote` registered it."""
-        source = self.client.get_model_version_download_uri(self.name, number)
-        files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
-        return files / "artifacts/model"
+        """Download a version into `folder`; where its Hugging Face folder is, if all is as `promote` made it.
 
-    def smoke(self, reference: str, rows: pd.DataFrame = _EXAMPLE) -> list[dict[str, Any]]:
-        """What a version answers to `rows` in a process of its own, served as anyone would serve it.
+        Two folders above that is the version as MLflow loads it.
+        """
+        source = self._source(number)
+        try:
+            files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
+        except Exception as error:  # of any store; the registry itself has just answered
+            log.warning("the files of version %s cannot be had: %s", number, shown(str(error)))
+            files = folder
+        return files / _MODEL
 
-        Args:
-            reference: `/3`, or `@champion`.
+    @_explained
+    def _source(self, number: str) -> str:
+        return str(self.client.get_model_version_download_uri(self.name, number))
+
+    def smoke(self, reference: str) -> None:
+        """See that a version, `/3` or `@champion`, is loaded and answers.
 
         Raises:
-            SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
+            SmokeFailed: it does not, while the registry does.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
-            question.write_text(json.dumps({"dataframe_split": rows.to_dict(orient="split", index=False)}))
-            # -P: what lies in the working directory is not there to be imported
-            words = ["-P", "-m", "mlflow", "models", "predict", "-m", f"models:/{self.name}{reference}"]
-            words += ["--env-manager", "local", "-i", str(question), "-t", "json", "-o", str(answer)]
-            try:
-                done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=_PATIENCE)
-            except subprocess.TimeoutExpired as error:
-                raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
-            if done.returncode:
-                raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a word")
-            answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
-        numbers = [row.get("score", row.get("value")) for row in answers]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise SmokeFailed(f"not all that it answers are finite numbers: {numbers}")
-        return answers
+        try:
+            ask(f"models:/{self.name}{reference}")
+        except SmokeFailed:
+            self.aliases()
+            raise
 
     def promote(self, number: str, before: ModelVersion | None) -> bool:
         """Make a version the champion in place of `before`, and see that it answers as such.
@@ -256,13 +268,11 @@ class Registry:
         """
         champion = str(before.version) if before else None
         chain = [champion, *self.replaced(self.version(champion))][:_LONGEST] if champion else []
-        self._unmark(number, ROLLED_BACK)
         self.mark(number, {REPLACES: " ".join(chain), SMOKE: _PENDING})
         if self.aliases().get(CHAMPION) != champion:
             return False
         self._move(number)
-        self._confirm(number)
-        return True
+        return self._confirm(number)
 
     def settle(self) -> None:
         """Finish or undo what a killed promotion or rollback left behind.
@@ -295,17 +305,33 @@ class Registry:
         self._go_back(chain)
         return str(champion.version), chain[0]
 
-    def _confirm(self, number: str) -> None:
-        """See that the champion, which is version `number`, answers under its alias; if it does not, take it back."""
+    def _confirm(self, number: str) -> bool:
+        """See that the champion, which is version `number`, answers under its alias; if it does not, take it back.
+
+        Returns:
+            Whether it still is the champion.
+        """
         try:
             self.smoke(f"@{CHAMPION}")
         except SmokeFailed as error:
             if self.aliases().get(CHAMPION) == number:
                 self._go_back(self.replaced(self.version(number)))
             self.mark(number, {SMOKE: f"failed {now()}: {error}"})
+            self._conclude(number, f"Taken back at {now()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
+        if self.aliases().get(CHAMPION) != number:  # then another one was asked
+            return False
+        self._unmark(number, ROLLED_BACK)
+        before = next(iter(self.replaced(self.version(number))), None)
+        self._conclude(number, f"Promoted at {now()}" + (f", in place of version {before}." if before else "."))
         self.mark(number, {SMOKE: f"passed {now()}"})
         self._follow()
+        return True
+
+    def _conclude(self, number: str, decision: str) -> None:
+        """Write what came of a promotion, below what was checked."""
+        self.mark(number, {DECISION: decision})
+        self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 
     @_explained
     def replaced(self, version: ModelVersion) -> list[str]:
@@ -351,6 +377,34 @@ class Registry:
     def _unmark(self, number: str, key: str) -> None:
         if key in self.version(number).tags:
             self.client.delete_model_version_tag(self.name, number, key)
+
+
+def ask(model: str, rows: pd.DataFrame = _EXAMPLE) -> list[dict[str, Any]]:
+    """What a version answers to `rows` in a process of its own, served as anyone would serve it.
+
+    Args:
+        model: its address, `models:/NAME/3`, or the folder of its files.
+
+    Raises:
+        SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
+        question.write_text(json.dumps({"dataframe_split": rows.to_dict(orient="split", index=False)}))
+        # -P: what lies in the working directory is not there to be imported
+        words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
+        words += ["-i", str(question), "-t", "json", "-o", str(answer)]
+        try:
+            done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=_PATIENCE)
+        except subprocess.TimeoutExpired as error:
+            raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
+        if done.returncode:
+            raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a word")
+        answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
+    numbers = [row.get("score", row.get("value")) for row in answers]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise SmokeFailed(f"not all that it answers are finite numbers: {numbers}")
+    return answers
 
 
 def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int) -> None:

@@ -20,6 +20,7 @@ from dvc.config import Config, merge
 from dvc.dvcfile import load_file
 from dvc.exceptions import CollectCacheError, ConfirmRemoveError, DvcException
 from dvc.lock import LockError
+from dvc.output import Output
 from dvc.repo import Repo
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.loader import StageLoader
@@ -82,8 +83,7 @@ def accept(order: Order) -> Planned:
             StageLoader.fill_from_lock(before, entry)
             for out, dep in product(before.outs, stage.deps):
                 if Path(dep.fs_path).is_relative_to(out.fs_path):
-                    _pull(repo, out.get_used_objs(filter_info=dep.fs_path))
-                    out.checkout(filter_info=dep.fs_path, force=True)
+                    _pull(repo, out, dep.fs_path)
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
@@ -120,9 +120,8 @@ def fetch(order: Order, entry: Entry) -> None:
         if changed := _differences(stage, order):
             raise StageChanged(f"{', '.join(changed)} changed while {order.stage} ran; run again")
         StageLoader.fill_from_lock(stage, entry)
-        _pull(repo, stage.get_used_objs())
         for out in stage.outs:
-            out.checkout(force=True)
+            _pull(repo, out, out.fs_path)
 
 
 def check_remote() -> None:
@@ -222,11 +221,22 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
     return not stage.changed()
 
 
-def _pull(repo: Repo, used: Mapping[Any, set[HashInfo]]) -> None:
-    for objects in used.values():
-        repo.cloud.pull(objects)
-        if any(cache.missing(Path(repo.cache.local_cache_dir), str(one.value)) for one in objects):
-            raise TransportFailed("the DVC remote does not give it")
+def _pull(repo: Repo, out: Output, part: str) -> None:
+    """Put an output, or what of it is at the path `part`, into the workspace."""
+    for objects in out.get_used_objs(filter_info=part).values():
+        repo.cloud.pull(objects)  # it warns of what the remote lacks
+    if not _have(Path(repo.cache.local_cache_dir), out, part):
+        raise TransportFailed("the DVC remote does not give it")
+    out.checkout(filter_info=part, force=True)
+
+
+def _have(cache_dir: Path, out: Output, part: str) -> bool:
+    try:
+        files = cache.files(cache_dir, str(out.hash_info.value))
+    except cache.Unknown:
+        return False
+    wanted = (digest for name, digest in files.items() if Path(out.fs_path, name).is_relative_to(part))
+    return all(cache.object_path(cache_dir, digest).exists() for digest in wanted)
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:

@@ -21,7 +21,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def until(holds: Callable[[], object], seconds: float = 120) -> None:
+def until(holds: Callable[[], object], seconds: float = 600) -> None:
     """Wait until a condition holds; that it never does is the test's failure."""
     end = time.monotonic() + seconds
     while not holds():

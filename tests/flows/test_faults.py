@@ -176,7 +176,7 @@ class TestAfterAFinishedRun:
         change(workspace, 7.0e-5)
         (workspace / "hold-finetune").touch()
         with prefect_server(tmp_path) as (places, server):
-            flow = start(workspace, places)
+            flow = start(workspace, places | {"PREFECT_CLIENT_MAX_RETRIES": "0"})  # else it hopes for minutes
             await_begin(workspace, "finetune", flow)
             server.send_signal(signal.SIGKILL)
             server.wait()

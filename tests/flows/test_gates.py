@@ -31,6 +31,7 @@ CANDIDATE = Candidate(
     keep=0.5,
     speedup=1.5,
     outcomes=(),
+    inputs={},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from ruamel.yaml import YAML
 
 from flows import engine, processes, promotion
@@ -23,7 +25,7 @@ from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 
 MODEL = "tiny-reviews"
-ANYTHING = {"model": MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -1.0}
+ANYTHING = {"model": MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -0.99}
 
 
 @pytest.fixture(scope="module")
@@ -109,31 +111,29 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
 
 
 def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str]) -> None:
-    """The first, the same again, one in its place, one that is refused, back by hand, and never by itself again."""
+    """The first, one in its place, one that is refused, back by hand, and never by itself again."""
     assert f"svd-0.5 is the champion now: version 1 of {MODEL}" in said(start(workspace, prefect))
     assert aliases(workspace) == {"champion": "1"}
     written(workspace)
-    assert "svd-0.5 is the champion already (version 1)" in said(start(workspace, prefect))
 
     choose(workspace, "kfac")
     assert f"version 2 of {MODEL}, in place of version 1" in said(start(workspace, prefect))
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
 
     choose(workspace, "svd")
-    change(workspace, "promotion", least_gain=1.5)
+    change(workspace, "promotion", least_gain=0.99)
     refusal = said(start(workspace, prefect), code=1)
     assert "svd-0.5 (version 1) is refused:\n  accuracy" in refusal
     assert "of the champion (version 2) is a gain of" in refusal
-    assert "1.5 is asked for: too low by" in refusal
+    assert "0.99 is asked for: too low by" in refusal
     assert aliases(workspace) == {"champion": "2", "previous": "1", "challenger": "1"}
     (first,) = [one for one in versions(workspace) if str(one.version) == "1"]
     assert first.tags["eckart.decision"].startswith("Refused: svd-0.5 (version 1)")
 
     assert "Version 1 of tiny-reviews is the champion again" in said(start(workspace, prefect, "--rollback"))
     assert aliases(workspace)["champion"] == "1"
-    assert "replaced none: there is nothing to go back to" in said(start(workspace, prefect, "--rollback"), code=1)
     choose(workspace, "kfac")
-    change(workspace, "promotion", least_gain=-1.0)
+    change(workspace, "promotion", least_gain=-0.99)
     assert "which was rolled back at" in said(start(workspace, prefect), code=1)
     assert aliases(workspace)["champion"] == "1"
     assert "kfac-0.5 is the champion now: version 2" in said(start(workspace, prefect, "--again"))
@@ -148,7 +148,10 @@ def written(root: Path) -> None:
     finetune, evaluate = entry(root, "finetune@svd-0.5"), entry(root, "evaluate@svd-0.5")
     assert tags["dvc.md5"] == finetune["outs"][0]["md5"]
     assert tags["eckart.test"] in {dep["md5"] for dep in evaluate["deps"]}
-    assert tags["git.revision"] == call(root, "git", "rev-parse", "HEAD").strip()
+    inputs = json.loads(tags["dvc.inputs"])
+    assert {"data/raw", "models/base", "models/teacher"} <= set(inputs)
+    assert tags["eckart.test"] in inputs.values()
+    assert tags[MLFLOW_GIT_COMMIT] == call(root, "git", "rev-parse", "HEAD").strip()
     assert tags["eckart.study"] == "tiny"
     assert len(tags["prefect.flow_run"]) == 36
     recorded = json.loads((root / "reports/evaluate/svd-0.5.json").read_text())["recovered"]["metric"]
@@ -158,19 +161,24 @@ def written(root: Path) -> None:
     assert gates["difference from the record"]["value"] == 0.0
     assert tags["eckart.smoke"].startswith("passed")
     assert "| drop from the teacher |" in version.description
-    assert "Promoted: svd-0.5 is the champion now" in version.description
+    assert tags["eckart.decision"].startswith("Promoted at ")
+    assert tags["eckart.decision"] in version.description
 
 
-def test_a_kill_before_and_after_the_alias_is_moved(workspace: Path, prefect: dict[str, str]) -> None:
-    """There is a champion at every moment, and the next promotion ends what was begun."""
-    said(start(workspace, prefect))
+def test_two_at_once_and_kills(workspace: Path, prefect: dict[str, str]) -> None:
+    """There is a champion at every moment, and the next promotion ends what one that was killed has begun."""
+    both = [start(workspace, prefect) for _ in range(2)]
+    assert sorted(said(process).splitlines()[-1] for process in both) == [
+        "svd-0.5 is the champion already (version 1)",
+        f"svd-0.5 is the champion now: version 1 of {MODEL}",
+    ]
     choose(workspace, "kfac")
     for moment in ({"challenger": "2"}, {"champion": "2"}):
         kill_at(moment, start(workspace, prefect), workspace)
         assert aliases(workspace)["champion"] == moment.get("champion", "1")
     assert "kfac-0.5 is the champion already (version 2)" in said(start(workspace, prefect))
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
-    (second,) = [one for one in versions(workspace) if str(one.version) == "2"]
+    _, second = sorted(versions(workspace), key=lambda version: int(version.version))
     assert second.tags["eckart.smoke"].startswith("passed")
 
 
@@ -180,24 +188,6 @@ def kill_at(moment: dict[str, str], process: subprocess.Popen[str], root: Path) 
     assert process.poll() is None, process.communicate()[0]
     process.kill()
     process.communicate()
-
-
-def test_two_at_once(workspace: Path, prefect: dict[str, str]) -> None:
-    both = [start(workspace, prefect) for _ in range(2)]
-    messages = sorted(said(process).splitlines()[-1] for process in both)
-    assert messages == [
-        "svd-0.5 is the champion already (version 1)",
-        f"svd-0.5 is the champion now: version 1 of {MODEL}",
-    ]
-    assert len(versions(workspace)) == 1
-
-
-def test_a_registry_that_cannot_be_reached(workspace: Path, prefect: dict[str, str]) -> None:
-    address = "http://someone:sesame@127.0.0.1:9"
-    printed = said(start(workspace, prefect, MLFLOW_TRACKING_URI=address, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0"), code=1)
-    assert "the model registry at http://127.0.0.1:9 failed" in printed
-    assert "sesame" not in printed
-    assert "Traceback" not in printed
 
 
 class TestChoice:
@@ -211,9 +201,8 @@ class TestChoice:
         assert "0.25 are allowed: too large by" in message
 
     def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
-        change(workspace, "evaluate", batch_size=4)
-        assert "evaluate@svd-0.5" in refusal(workspace)
-        assert "run `python -m flows run` first" in refusal(workspace)
+        change(workspace, "benchmark", repetitions=4)
+        assert re.fullmatch(r"\d stages are not up to date .*: run `python -m flows run` first", refusal(workspace))
 
 
 def refusal(root: Path) -> str:

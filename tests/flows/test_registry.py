@@ -16,10 +16,12 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 
+from flows import registry
 from flows.registry import (
     CHALLENGER,
     CHAMPION,
     CONTENT,
+    DECISION,
     PREVIOUS,
     REPLACES,
     ROLLED_BACK,
@@ -202,6 +204,55 @@ def test_a_version_is_found_by_its_content(models: Registry) -> None:
     assert models.with_content("content 9") is None
 
 
+def test_a_rolled_back_version_stays_so_until_it_answers_as_the_champion(
+    models: Registry, request: pytest.FixtureRequest
+) -> None:
+    promote(models, "1", "2")
+    models.roll_back()
+    request.getfixturevalue("silent")
+    with pytest.raises(SmokeFailed):
+        models.promote("2", models.champion())
+    assert ROLLED_BACK in models.version("2").tags
+
+
+def test_who_loses_the_alias_while_it_is_asked_was_not_promoted(
+    models: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promote(models, "1")
+
+    def smoke(self: Registry, reference: str) -> None:
+        self.client.set_registered_model_alias("m", CHAMPION, "1")
+
+    monkeypatch.setattr(Registry, "smoke", smoke)
+    assert not models.promote("2", models.champion())
+    assert not models.version("2").tags[SMOKE].startswith("passed")
+
+
+def test_what_came_of_it_is_written_below_what_was_checked(models: Registry) -> None:
+    models.describe("2", "checked")
+    promote(models, "1", "2")
+    version = models.version("2")
+    assert version.tags[DECISION].startswith("Promoted at ")
+    assert version.tags[DECISION].endswith(", in place of version 1.")
+    assert version.description == f"checked\n\n{version.tags[DECISION]}"
+
+
+def test_files_that_are_gone_are_no_failure_of_the_registry(models: Registry, tmp_path: Path) -> None:
+    assert not models.fetch("1", tmp_path).exists()
+
+
+def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database")
+    with connected(tmp_path, "m") as models, pytest.raises(RegistryError, match="failed"):
+        models.champion()
+
+
+def test_two_spellings_of_a_database_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert registry._absolute("sqlite:///mlflow.db") == registry._absolute(f"sqlite:///{tmp_path}/x/../mlflow.db")
+    assert registry._absolute("postgresql://host/a") == "postgresql://host/a"
+
+
 def test_the_environment_is_left_as_it_was(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     with connected(tmp_path, "m"):
@@ -270,6 +321,7 @@ WRITES = (
     "delete_registered_model_alias",
     "set_model_version_tag",
     "delete_model_version_tag",
+    "update_model_version",
 )
 
 

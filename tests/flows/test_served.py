@@ -112,7 +112,7 @@ class TestVersion:
             save(folder, root / "saved", TASK, pairs=False, batch_size=2)
             with connected(root, "tiny") as models:
                 _, experiment = models.origin(root, "study", "no such key")
-                version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None)
+                version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None, {})
                 models.client.set_registered_model_alias("tiny", CHAMPION, version.version)
         return root
 
