@@ -90,6 +90,8 @@ def serve(
     name: Annotated[str, typer.Option(help="of the deployment")] = "nightly",
     workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
+    task_runner: Annotated[Literal["threads", "dask"], typer.Option(help="as of run")] = "threads",
+    scheduler: Annotated[str | None, typer.Option(help="as of run")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
 ) -> None:
     """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
@@ -98,14 +100,16 @@ def serve(
 
     try:
         params.check(Path())
-        schedule.serve(name, cron, timezone, workers, timeout, promote)
+        given = {"workers": workers, "timeout": timeout, "task_runner": task_runner, "scheduler": scheduler}
+        schedule.serve(name, cron, timezone, {**given, "promote": promote})
     except (params.ParamsError, schedule.ScheduleError, server.ServerError) as error:
         sys.exit(str(error))
 
 
 @app.command("study")
 def other_study(
-    file: Annotated[Path, typer.Argument(help="a file of studies/: what differs from params.yaml")],
+    file: Annotated[Path | None, typer.Argument(help="of studies/: what differs from params.yaml")] = None,
+    params: Annotated[Path | None, typer.Option(help="the same")] = None,
     seed: Annotated[
         list[int] | None, typer.Option(min=0, max=2**32 - 1, help="instead of the file's; repeatable")
     ] = None,
@@ -114,6 +118,8 @@ def other_study(
     table: Annotated[Path | None, typer.Option(help="write the table to this .md, and a .csv beside it")] = None,
 ) -> None:
     """Run another study, each of its seeds in a workspace of its own, and print mean and spread of every candidate."""
+    if (path := file or params) is None or (file and params):
+        sys.exit("write one file of studies/: python -m flows study studies/NAME.yaml")
     if table and table.suffix != ".md":
         sys.exit(f"--table {table}: write a name that ends with .md")
     from flows import summary, workspaces  # slow imports, not for --help
@@ -121,7 +127,7 @@ def other_study(
 
     root = Path.cwd()
     try:
-        study = workspaces.load(root, file, seed or ())
+        study = workspaces.load(root, path, seed or ())
         workspaces.check_committed(root, study)
     except (ParamsError, workspaces.WorkspaceError) as error:
         sys.exit(str(error))
@@ -210,9 +216,11 @@ def push() -> None:
     from flows import transport  # a slow import, not for --help
 
     try:
-        transport.push()
+        lacking = transport.push()
     except transport.TransportFailed as error:
         sys.exit(str(error))
+    if lacking:
+        sys.exit(f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest.")
     print("The remote has all that dvc.lock and the run cache name.")
 
 

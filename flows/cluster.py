@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import RunInput, TaskRunResult
 from prefect.exceptions import ObjectNotFound
@@ -178,7 +179,8 @@ class _Coordinator:
         while True:
             try:
                 name, future = self.ended.get(timeout=_POLL)
-                return name, self._state(name, future)
+                if name in self.running:  # else its worker was found dead meanwhile
+                    return name, self._state(name, future)
             except Empty:
                 if self.sent and not self.alive():
                     name = next(iter(self.sent))
@@ -249,7 +251,8 @@ def _decided(one: Planned) -> Planned | None:
 def _crashed(task_run: UUID, message: str) -> State[Any]:
     """Tell Prefect's server, too: the worker cannot any more."""
     state: State[Any] = Crashed(message=message)
-    with get_client(sync_client=True) as client, suppress(ObjectNotFound):  # it may not have begun
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound, httpx.TransportError):
+        # it may not have begun, and the server may be gone, which the end of the run says
         client.set_task_run_state(task_run, state, force=True)
     return state
 

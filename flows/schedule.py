@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from zoneinfo import available_timezones
 
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
+from prefect.settings import get_current_settings
 
 from flows.server import prefect_server
-from flows.settings import shown
+from flows.settings import answers, shown
 from flows.study import study
+from flows.workspaces import terminable
 
+log = logging.getLogger(__name__)
+
+_POLL = 5.0  # seconds between two looks for a server that is gone
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
 
@@ -20,26 +29,47 @@ class ScheduleError(ValueError):
     """The schedule cannot be read; the message says what to write."""
 
 
-def serve(name: str, cron: str, timezone: str, workers: int | None, timeout: float | None, promote: bool) -> None:
-    """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C.
+def serve(name: str, cron: str, timezone: str, parameters: Mapping[str, Any]) -> None:
+    """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C or SIGTERM.
+
+    Where Prefect's server goes away this waits for it; one of its own it starts again.
 
     Raises:
         ScheduleError: `cron` is no schedule, or `timezone` no time zone.
         ServerError: there is no Prefect server to keep the schedule.
     """
     schedule = _schedule(cron, timezone)
-    with prefect_server() as address:
-        print(f"Prefect: {shown(address).removesuffix('/api')}; `prefect deployment run study/{name}` runs it now")
+    with terminable():
+        while True:
+            with prefect_server() as address:
+                print(
+                    f"Prefect: {shown(address).removesuffix('/api')}; `prefect deployment run study/{name}` runs it now"
+                )
+                if _serve_until_lost(name, schedule, parameters, f"{address.rstrip('/')}/health"):
+                    return
+            log.warning("Prefect's server does not answer; the schedule goes on when it does")
+            while (theirs := get_current_settings().api.url) and not answers(f"{theirs.rstrip('/')}/health"):
+                time.sleep(_POLL)
+
+
+def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, Any], health: str) -> bool:
+    """Whether it was ended by a signal; else the server is lost."""
+    try:
         study.serve(
             name=name,
             schedule=schedule,
-            parameters={"root": str(Path.cwd()), "workers": workers, "timeout": timeout, "promote": promote},
+            parameters={"root": str(Path.cwd()), **parameters},
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
+    except Exception:  # Prefect raises groups of them, of many kinds
+        if answers(health):
+            raise
+        return False
+    return True
 
 
 def _schedule(cron: str, timezone: str) -> Schedule:

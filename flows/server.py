@@ -39,7 +39,10 @@ def prefect_server() -> Iterator[str]:
             yield address
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def command(host: str = settings.LOOPBACK) -> list[str]:

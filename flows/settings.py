@@ -27,6 +27,8 @@ _DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # Who has the turn is to be known after a restart, too: else what a power cut ended would hold up all that follow.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
     # A temporary server is to store the last states soon, before the run ends; below 1 it would spin.
@@ -50,9 +52,15 @@ def apply() -> None:
 
 
 def use_local_server() -> None:
-    """Use the Prefect server of `python -m flows ui` where one answers."""
-    if "PREFECT_API_URL" not in os.environ and answers(f"{PREFECT_ADDRESS}/api/health"):
+    """Use the Prefect server of `python -m flows ui` where one answers and no environment or profile names another."""
+    if "PREFECT_API_URL" in os.environ or not answers(f"{PREFECT_ADDRESS}/api/health"):
+        return
+    from prefect.context import refresh_global_settings_context  # slow
+    from prefect.settings import get_current_settings
+
+    if not get_current_settings().api.url:
         os.environ["PREFECT_API_URL"] = f"{PREFECT_ADDRESS}/api"
+        refresh_global_settings_context()
 
 
 def shown(text: str) -> str:

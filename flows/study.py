@@ -41,6 +41,7 @@ UNUSABLE = (
 # Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
 _THREADS = 256
 _RECORD_POLLS = 25
+_RECORDS = 200  # that the server tells of at once
 
 
 class StudyFailed(RuntimeError):
@@ -148,8 +149,8 @@ def _tell_prefect(study: str | None, root: Path, mirror: Mirror, tasks: int) -> 
         if study:
             pages.comparison(study, root, mirror)
         _await_records(str(flow_run.id), tasks)
-    except httpx.TransportError as error:  # what the stages did is in DVC, and MLflow may be there
-        get_run_logger().warning("Prefect's server is gone (%s): its page of this run is not complete", error)
+    except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
+        get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -202,7 +203,7 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
     this = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
     with get_client(sync_client=True) as client:
         for _ in range(_RECORD_POLLS):
-            if len(client.read_task_runs(flow_run_filter=this, task_run_filter=ended)) >= tasks:
+            if len(client.read_task_runs(flow_run_filter=this, task_run_filter=ended)) >= min(tasks, _RECORDS):
                 return
             time.sleep(0.2)
 

@@ -135,8 +135,11 @@ def check_remote() -> None:
             raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
 
 
-def push() -> None:
+def push() -> set[str]:
     """Copy to the remote what dvc.lock and .dvc files name, and the run cache with all that it names.
+
+    Returns:
+        Digests that the run cache names and that neither the cache nor the remote has.
 
     `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
 
@@ -146,8 +149,12 @@ def push() -> None:
     with repository() as repo, bookkeeping(repo), _remote_used("pushing"):
         repo.push(run_cache=True)
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
+        lacking: set[str] = set()
         for objects in repo.stage_cache.get_used_objs(runs).values():
             repo.cloud.push(objects)
+            state = repo.cloud.status(objects)
+            lacking.update(str(one.value) for one in (*state.missing, *state.new))
+        return lacking
 
 
 def pull() -> list[str]:
@@ -222,21 +229,40 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull(repo: Repo, out: Output, part: str) -> None:
-    """Put an output, or what of it is at the path `part`, into the workspace."""
-    for objects in out.get_used_objs(filter_info=part).values():
-        repo.cloud.pull(objects)  # it warns of what the remote lacks
-    if not _have(Path(repo.cache.local_cache_dir), out, part):
+    """Put an output, or what of it is at the path `part`, into the workspace, once its bytes have their digests."""
+    cache_dir = Path(repo.cache.local_cache_dir)
+    for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
+        for objects in out.get_used_objs(filter_info=part).values():
+            repo.cloud.pull(objects)  # it warns of what the remote lacks
+        corrupt = _corrupt(cache_dir, out, part)
+        if not corrupt:
+            break
+        for path in corrupt:
+            path.unlink()
+    else:
+        raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
+    if not _have(cache_dir, out, part):
         raise TransportFailed("the DVC remote does not give it")
     out.checkout(filter_info=part, force=True)
 
 
+def _corrupt(cache_dir: Path, out: Output, part: str) -> list[Path]:
+    folder = cache.corrupted(cache_dir, str(out.hash_info.value)) if out.fs_path == part else []
+    return folder or [path for digest in _wanted(cache_dir, out, part) for path in cache.corrupted(cache_dir, digest)]
+
+
 def _have(cache_dir: Path, out: Output, part: str) -> bool:
+    wanted = _wanted(cache_dir, out, part)
+    return bool(wanted) and all(cache.object_path(cache_dir, digest).exists() for digest in wanted)
+
+
+def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
+    """Digests of the files of an output at the path `part`; none where the list of its files is not to be had."""
     try:
         files = cache.files(cache_dir, str(out.hash_info.value))
     except cache.Unknown:
-        return False
-    wanted = (digest for name, digest in files.items() if Path(out.fs_path, name).is_relative_to(part))
-    return all(cache.object_path(cache_dir, digest).exists() for digest in wanted)
+        return []
+    return [digest for name, digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:

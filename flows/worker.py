@@ -64,6 +64,8 @@ async def _work(scheduler: str, stages: int) -> None:
     worker = Worker(scheduler, nthreads=stages, name=f"{gethostname()}:{Path.cwd()}", host=host)
     started, asked_to_end = asyncio.ensure_future(worker), asyncio.create_task(stopped.wait())
     await asyncio.wait([started, asked_to_end], return_when=asyncio.FIRST_COMPLETED)
+    if started.done():
+        started.result()
     while not stopped.is_set() and worker.status in (Status.running, Status.paused):
         await asyncio.sleep(_POLL)
     # Before its stages are killed: the scheduler is to give them to other workers.
