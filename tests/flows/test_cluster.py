@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
-from flows import cluster, engine, processes, transport, workspaces
+from flows import cache, cluster, engine, processes, transport, workspaces
 from flows.engine import Planned
 from flows.transport import NotTheSame, TransportFailed
 from tests.flows.servers import until
@@ -153,6 +153,31 @@ class TestBetweenWorkspaces:
         enter(there)
         with pytest.raises(TransportFailed, match="pulling what work@a reads"):
             transport.accept(order)
+
+    @pytest.mark.parametrize("where", ["cache", "remote"])
+    def test_a_corrupt_object_is_fetched_again_or_named(
+        self, pair: tuple[Path, Path], enter: Enter, tmp_path: Path, where: str
+    ) -> None:
+        here, there = pair
+        run(plan()["source"])
+        transport.publish(["source"])
+        order = transport.order(plan()["work@a"])
+        enter(there)
+        if where == "cache":
+            transport.accept(order)
+            (there / "source.txt").unlink()
+        root = {"cache": there / ".dvc/cache", "remote": tmp_path / "remote"}[where]
+        spoiled = cache.object_path(root, cache.measured(here / "source.txt")[""])
+        spoiled.chmod(0o644)
+        spoiled.write_text("rax\n")
+        spoiled.chmod(0o444)  # which DVC takes for whole
+        if where == "cache":
+            transport.accept(order)
+            assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()
+        else:
+            with pytest.raises(TransportFailed, match=f"object {spoiled.name} of the DVC remote is corrupt"):
+                transport.accept(order)
+            assert not (there / "source.txt").exists()
 
     def test_a_workspace_without_a_remote_is_told_how_to_get_one(self, tmp_path: Path, enter: Enter) -> None:
         enter(toy_workspace(tmp_path / "alone"))

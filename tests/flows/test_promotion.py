@@ -17,10 +17,12 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
 from flows import engine, processes, promotion
 from flows.gates import Refused
+from flows.registry import Registry
 from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 
@@ -110,35 +112,66 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
     return content
 
 
-def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str]) -> None:
-    """The first, one in its place, one that is refused, back by hand, and never by itself again."""
-    assert f"svd-0.5 is the champion now: version 1 of {MODEL}" in said(start(workspace, prefect))
+def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
+    """What `python -m flows promote` ends with, run in this process."""
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        return promotion.promotion(str(root), again).message
+
+
+def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two make the first, who makes the second is killed, a third is refused, and someone goes back by hand."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.delenv(name, raising=False)
+    both = [start(workspace, prefect) for _ in range(2)]
+    assert sorted(said(process).splitlines()[-1] for process in both) == [
+        "svd-0.5 is the champion already (version 1)",
+        f"svd-0.5 is the champion now: version 1 of {MODEL}",
+    ]
     assert aliases(workspace) == {"champion": "1"}
     written(workspace)
 
     choose(workspace, "kfac")
-    assert f"version 2 of {MODEL}, in place of version 1" in said(start(workspace, prefect))
+    kill_at({"champion": "2"}, start(workspace, prefect), workspace)
+    assert promote(workspace, prefect) == "kfac-0.5 is the champion already (version 2)"
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
+    assert decision(workspace, "2").endswith(", in place of version 1.")
 
+    monkeypatch.setattr(Registry, "smoke", lambda *_: None)  # both answered above, in many seconds
+    monkeypatch.setattr(promotion, "_smoke", lambda *_: None)
     choose(workspace, "svd")
     change(workspace, "promotion", least_gain=0.99)
-    refusal = said(start(workspace, prefect), code=1)
-    assert "svd-0.5 (version 1) is refused:\n  accuracy" in refusal
-    assert "of the champion (version 2) is a gain of" in refusal
-    assert "0.99 is asked for: too low by" in refusal
+    with pytest.raises(Refused, match=REFUSAL):
+        promote(workspace, prefect)
     assert aliases(workspace) == {"champion": "2", "previous": "1", "challenger": "1"}
-    (first,) = [one for one in versions(workspace) if str(one.version) == "1"]
-    assert first.tags["eckart.decision"].startswith("Refused: svd-0.5 (version 1)")
+    assert decision(workspace, "1").startswith("Refused: svd-0.5 (version 1)")
 
-    assert "Version 1 of tiny-reviews is the champion again" in said(start(workspace, prefect, "--rollback"))
-    assert aliases(workspace)["champion"] == "1"
+    assert f"Version 1 of {MODEL} is the champion again" in promotion.rollback(workspace)
     choose(workspace, "kfac")
     change(workspace, "promotion", least_gain=-0.99)
-    assert "which was rolled back at" in said(start(workspace, prefect), code=1)
+    with pytest.raises(Refused, match="which was rolled back at"):
+        promote(workspace, prefect)
     assert aliases(workspace)["champion"] == "1"
-    assert "kfac-0.5 is the champion now: version 2" in said(start(workspace, prefect, "--again"))
+    assert promote(workspace, prefect, again=True).startswith("kfac-0.5 is the champion now: version 2")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
     assert len(versions(workspace)) == 2
+
+
+REFUSAL = (
+    r"svd-0\.5 \(version 1\) is refused:\n"
+    r"  accuracy \S+ against \S+ of the champion \(version 2\) is a gain of \S+; 0\.99 is asked for: too low by \S+"
+)
+
+
+def decision(root: Path, number: str) -> str:
+    return next(one.tags["eckart.decision"] for one in versions(root) if str(one.version) == number)
+
+
+def kill_at(moment: dict[str, str], process: subprocess.Popen[str], root: Path) -> None:
+    """Kill a promotion as soon as the aliases are those."""
+    until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    process.kill()
+    process.communicate()
 
 
 def written(root: Path) -> None:
@@ -163,31 +196,6 @@ def written(root: Path) -> None:
     assert "| drop from the teacher |" in version.description
     assert tags["eckart.decision"].startswith("Promoted at ")
     assert tags["eckart.decision"] in version.description
-
-
-def test_two_at_once_and_kills(workspace: Path, prefect: dict[str, str]) -> None:
-    """There is a champion at every moment, and the next promotion ends what one that was killed has begun."""
-    both = [start(workspace, prefect) for _ in range(2)]
-    assert sorted(said(process).splitlines()[-1] for process in both) == [
-        "svd-0.5 is the champion already (version 1)",
-        f"svd-0.5 is the champion now: version 1 of {MODEL}",
-    ]
-    choose(workspace, "kfac")
-    for moment in ({"challenger": "2"}, {"champion": "2"}):
-        kill_at(moment, start(workspace, prefect), workspace)
-        assert aliases(workspace)["champion"] == moment.get("champion", "1")
-    assert "kfac-0.5 is the champion already (version 2)" in said(start(workspace, prefect))
-    assert aliases(workspace) == {"champion": "2", "previous": "1"}
-    _, second = sorted(versions(workspace), key=lambda version: int(version.version))
-    assert second.tags["eckart.smoke"].startswith("passed")
-
-
-def kill_at(moment: dict[str, str], process: subprocess.Popen[str], root: Path) -> None:
-    """Kill a promotion as soon as the aliases are those."""
-    until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()[0]
-    process.kill()
-    process.communicate()
 
 
 class TestChoice:
