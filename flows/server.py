@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_se
 
 from flows import settings
 
-_PATIENCE = 120  # seconds until a server must answer; a first start builds its database
+_PATIENCE = 300  # seconds until a server must answer; a first start builds its database
 
 
 class ServerError(RuntimeError):

@@ -30,7 +30,7 @@ _DEFAULTS = {
     # Who has the turn is to be known after a restart, too: else what a power cut ended would hold up all that follow.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     # A temporary server is to store the last states soon, before the run ends; below 1 it would spin.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     # A tracking server that is gone must not hold up the study for minutes.

@@ -250,7 +250,7 @@ class TestServers:
         ) as process:
             try:
                 found: set[tuple[str, int]] = set()
-                end = time.monotonic() + 120
+                end = time.monotonic() + 600
                 while {port for _, port in found} < ports and process.poll() is None and time.monotonic() < end:
                     time.sleep(0.2)
                     found = listening(psutil.Process(process.pid))
@@ -401,4 +401,4 @@ def study(root: Path) -> Path:
 
 def flows(root: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flows", *words]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)

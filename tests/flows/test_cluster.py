@@ -393,7 +393,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         env={**environment, "PREFECT_HOME": str(base / "prefect")},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return root, done.stdout + done.stderr

@@ -145,7 +145,7 @@ def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
 def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
     """Both work stages are inside their command at once; readers of one file do not end each other's lock."""
     engine.run(planned("source"), execute(workspace))
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=600)
 
     def meet(command: str) -> None:
         if command.startswith("echo"):
@@ -168,7 +168,7 @@ def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
     )
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 1 && cp raw.txt"))
     both = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
+    assert [process.wait(timeout=600) for process in both] == [0, 0]
     assert ran(workspace) == ALL
     assert stale(workspace) == []
 

@@ -79,7 +79,7 @@ def start(root: Path, places: dict[str, str], *before: str) -> subprocess.Popen[
 def run(root: Path, places: dict[str, str], *before: str, code: int = 0) -> str:
     """What a run prints that ends with `code`."""
     process = start(root, places, *before)
-    said = process.communicate(timeout=240)[0]
+    said = process.communicate(timeout=900)[0]
     assert process.returncode == code, said
     return said
 
@@ -181,7 +181,7 @@ class TestAfterAFinishedRun:
             server.send_signal(signal.SIGKILL)
             server.wait()
             (workspace / "hold-finetune").unlink()
-            said = flow.communicate(timeout=240)[0]
+            said = flow.communicate(timeout=900)[0]
         assert flow.returncode == 1
         assert said.splitlines()[-1].startswith("Prefect's server is gone")
         assert "Nothing was recomputed" in run(workspace, prefect)
@@ -196,7 +196,7 @@ class TestAfterAFinishedRun:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
             (workspace / "hold-finetune").unlink()
-            said = flow.communicate(timeout=240)[0]
+            said = flow.communicate(timeout=900)[0]
         assert flow.returncode == 0, said
         assert "MLflow cannot be used" in said
         database = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}

@@ -105,7 +105,7 @@ def test_when_the_flow_ends_no_stage_goes_on_and_none_begins(root: Path) -> None
             jobs = [pool.submit(stage) for _ in range(3)]
             while not (root / "begun").exists():
                 time.sleep(0.1)
-        assert all(isinstance(job.exception(timeout=60), processes.CommandFailed) for job in jobs)
+        assert all(isinstance(job.exception(timeout=600), processes.CommandFailed) for job in jobs)
     assert (root / "begun").read_text() == "begun\n"
 
 

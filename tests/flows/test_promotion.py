@@ -86,7 +86,7 @@ def start(root: Path, prefect: dict[str, str], *words: str, **variables: str) ->
 
 def said(process: subprocess.Popen[str], code: int = 0) -> str:
     """What it prints; it ends with `code`."""
-    printed = process.communicate(timeout=300)[0]
+    printed = process.communicate(timeout=900)[0]
     assert process.returncode == code, printed
     return str(printed)
 

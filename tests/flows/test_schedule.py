@@ -46,7 +46,7 @@ def served(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             yield client
     finally:
         os.killpg(process.pid, signal.SIGINT)
-        process.wait(60)
+        process.wait(600)
     assert not settings.answers(f"{address}/api/health")
 
 

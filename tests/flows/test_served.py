@@ -207,5 +207,5 @@ def server(environment: dict[str, str], folder: Path) -> Iterator[str]:
 
 def post(address: str, content: Any) -> Any:
     request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=60) as response:
+    with urlopen(request, timeout=600) as response:
         return json.load(response)

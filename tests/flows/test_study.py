@@ -56,7 +56,7 @@ def flow(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Flow:
             env={**environment, "PREFECT_HOME": str(home), **variables},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
 
     return run

@@ -357,7 +357,7 @@ class TestRunning:
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert process.wait(timeout=600) == 128 + signal.SIGTERM
         assert not Path("/proc", pid.read_text()).exists()
 
 
@@ -604,7 +604,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
             env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
 
     first = study("--table", TABLE)
