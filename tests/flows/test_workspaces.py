@@ -599,7 +599,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
 
     def study(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "flows", "study", "studies/two.yaml", *options],
+            [sys.executable, "-m", "flows", "study", *options],
             cwd=root,
             env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
             capture_output=True,
@@ -607,7 +607,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
             timeout=1800,
         )
 
-    first = study("--table", TABLE)
+    first = study("studies/two.yaml", "--table", TABLE)
     said = first.stdout + first.stderr
     assert first.returncode == 0, said
     stages = sum(counts(said)[0].values())
@@ -632,7 +632,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
     assert len(client.search_runs([experiment.experiment_id])) == 4  # a study and a candidate for each seed
     assert not list(root.glob("workspaces/*/ml*"))
 
-    second = study("--seed", "1")
+    second = study("--params", "studies/two.yaml", "--seed", "1")
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"\n{stages} stages in " in second.stdout
     assert "Nothing was recomputed" in second.stdout
