@@ -336,12 +336,6 @@ def _worker(
 
 def _prepare(root: Path, folder: Path) -> None:
     """A worker's workspace: this commit, these parameters and raw data; a cache of its own, as on another machine."""
-    lock = folder / workspaces.LOCK
-    recorded = lock.read_bytes() if lock.exists() else None
-    workspaces.check_out(root, folder, "HEAD")
-    if recorded is not None:  # it belongs to the outputs there
-        lock.write_bytes(recorded)
+    workspaces.follow(root, folder)
     transport.own_cache(folder)
-    for part in workspaces.CARRIED:
-        workspaces.carry(root / part, folder / part)
     shutil.copy(root / PARAMS, folder / PARAMS)

@@ -65,9 +65,10 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
-    except Exception:  # Prefect raises groups of them, of many kinds
+    except Exception as error:  # Prefect raises groups of them, of many kinds
         if answers(health):
             raise
+        log.warning("the schedule was interrupted: %s", error)
         return False
     return True
 

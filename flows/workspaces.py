@@ -259,15 +259,24 @@ def prepare(root: Path, study: StudyFile, seed: int) -> Path:
         WorkspaceError: git or DVC refuse, or the folder is something else.
     """
     folder = root / study.folder(seed)
+    follow(root, folder)
+    comment = f"# Made from {PARAMS} and {study.path} with seed {seed}; edits are overwritten.\n"
+    _write(study.content(seed), folder / PARAMS, comment)
+    return folder
+
+
+def follow(root: Path, folder: Path) -> None:
+    """Bring `folder` to the present commit and raw data of the workspace `root`; outputs that are there stay.
+
+    Raises:
+        WorkspaceError: git refuses, or the folder is something else.
+    """
     recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
     check_out(root, folder, "HEAD")
     if recorded is not None:  # it belongs to the outputs there
         (folder / LOCK).write_bytes(recorded)
     for part in CARRIED:
         carry(root / part, folder / part)
-    comment = f"# Made from {PARAMS} and {study.path} with seed {seed}; edits are overwritten.\n"
-    _write(study.content(seed), folder / PARAMS, comment)
-    return folder
 
 
 def check_out(root: Path, folder: Path, revision: str) -> None:
