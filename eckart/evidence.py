@@ -13,7 +13,7 @@ Squares are of per-sample gradients: squaring the mean gradient of a batch is an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.batch import Batch
+from eckart.losses import Loss, mean_loss_times_batch
 from eckart.targets import Target, weight_of
 
 Kind = Literal["inputs", "output_gradients", "fisher", "taylor"]
@@ -43,20 +44,12 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
 """
 
 
-def mean_loss_times_batch(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Sum over samples of each sample's loss, for heads whose loss is the mean over samples.
-
-    The sum, not the mean: evidence must not depend on how samples are batched.
-    """
-    return model(**batch).loss * _batch_size(batch)
-
-
 def collect(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     targets: Iterable[Target],
     kinds: Iterable[Kind] = KINDS,
-    loss: Callable[[PreTrainedModel, Batch], Tensor] = mean_loss_times_batch,
+    loss: Loss = mean_loss_times_batch,
 ) -> Evidence:
     """Gather evidence of `kinds` for `targets` in one pass; memory does not grow with the number of samples.
 
@@ -64,7 +57,7 @@ def collect(
 
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
-        loss: sum over samples of each sample's loss.
+        loss: whose gradients are gathered.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to

@@ -6,7 +6,7 @@ model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +15,21 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
+
+Predictions = Callable[[ModelOutput, Batch], Tensor]
+"""The logits `(predictions, classes)` of a batch that its labels are for, or the values `(batch, values)`."""
+
+
+def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """The Predictions of a head that answers once a sample.
+
+    Raises:
+        ValueError: the model returns no logits.
+    """
+    logits = outputs.get("logits")
+    if logits is None:
+        raise ValueError("the model returns no logits: set distillation.logits to 0")
+    return logits
 
 
 class Rule:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
 from eckart.batch import Batch
 from eckart.onnx import ExportError
-from tasks.batches import batches
+from tasks.batches import batches, encoded
 from tasks.candidates import FINETUNED
-from tasks.dataset import SPLITS, tokenized
+from tasks.dataset import SPLITS, load_task
+from tasks.kinds import kind_of
 from tasks.models import load
 from tasks.stage import quiet
 
@@ -33,12 +35,12 @@ def to_onnx(name: str, file: Path) -> str:
     folder = _folder(name)
     quiet()
     try:
-        model, tokenizer = load(folder, torch.float32)
+        model, tokenizer = load(folder, _auto(), torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
         raise ExportError(f"{folder} has no head for classification or regression: train it first")
-    rows = _test_rows(tokenizer) if folder.parent == FINETUNED else ()
+    rows = _test_rows(model, tokenizer) if folder.parent == FINETUNED else ()
     try:
         made = onnx.export(model, tokenizer, file, rows)
     except OSError as error:
@@ -47,6 +49,11 @@ def to_onnx(name: str, file: Path) -> str:
         f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. onnxruntime answers {made.rows} rows as "
         f"torch does (logits within {made.difference:.1g}). Its tokenizer is that of {folder}."
     )
+
+
+def _auto() -> Any:
+    """The class that loads a model of the study here; where there is none, a model with labels."""
+    return kind_of(load_task()).auto if (SPLITS / "task.json").exists() else AutoModelForSequenceClassification
 
 
 def _folder(name: str) -> Path:
@@ -60,7 +67,7 @@ def _folder(name: str) -> Path:
     raise ExportError(f"{name} is no candidate and no Hugging Face folder: {known}")
 
 
-def _test_rows(tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
+def _test_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
     if (SPLITS / "test.parquet").exists():
-        data = tokenized("test", tokenizer)
-        yield from batches(data.select(range(min(_ROWS, len(data)))), tokenizer, _BATCH, "cpu")
+        data, collate = encoded("test", tokenizer), kind_of(load_task()).collate(tokenizer, model)
+        yield from batches(data.select(range(min(_ROWS, len(data)))), collate, _BATCH, "cpu")

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from flows import cache
 from flows.engine import Outcome
 from flows.params import Promotion
-from tasks.batches import batches
-from tasks.dataset import SPLITS, Task, load_split, load_task, tokenized
+from tasks.batches import batches, encoded
+from tasks.dataset import SPLITS, Task, load_split, load_task
+from tasks.kinds import kind_of
 from tasks.models import check_length, load
-from tasks.scores import score
 from tasks.stage import StageError, quiet
 
 TEST = SPLITS / "test.parquet"
@@ -159,7 +159,7 @@ def measure(
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
     with _as_stages(setting.threads):
-        model, tokenizer = load(files)
+        model, tokenizer = load(files, kind_of(task).auto)
         metric = _scored(model, tokenizer, task, setting)
         gates += [_as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
         if champion:
@@ -212,7 +212,7 @@ def _champions(champion: Champion, task: Task, setting: Setting) -> float:
     if not champion.files.is_dir():
         raise Refused(f"{what} was not registered by `promote` and cannot be compared with: {advice}")
     try:
-        model, tokenizer = load(champion.files)
+        model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
@@ -233,15 +233,15 @@ def _meaning(model: PreTrainedModel) -> str:
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, setting: Setting) -> float:
     try:
-        return score(model, tokenizer, tokenized("test", tokenizer), task, setting.batch_size).metric
+        return kind_of(task).score(model, tokenizer, load_split("test"), task, setting.batch_size).metric
     except StageError as error:
         raise Refused(str(error)) from error
 
 
 def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Any]:
-    rows = tokenized("test", tokenizer)
+    rows = encoded("test", tokenizer)
     rows = rows.select(range(min(SMOKED, len(rows))))
-    (batch,) = batches(rows, tokenizer, len(rows), str(model.device))
+    (batch,) = batches(rows, kind_of(task).collate(tokenizer, model), len(rows), str(model.device))
     with torch.inference_mode():
         outputs = model.eval()(**batch).logits
     if task.kind == "regression":

@@ -1,4 +1,4 @@
-"""Loading the base model: from a package, a folder under models/base, or the hub."""
+"""Loading the base model: from a package, a folder or GGUF file under models/base, or the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,6 +19,7 @@ from transformers import (
 
 from tasks import packages
 from tasks.dataset import Task
+from tasks.kinds import kind_of
 from tasks.models import only_tensors
 from tasks.params import Model
 from tasks.stage import StageError
@@ -43,15 +43,16 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
     """
     with ExitStack() as stack:
-        source = _source(params.base, stack)
+        source, extra = _source(params.base, stack)
         try:
             stack.enter_context(only_tensors())
-            options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False}
+            options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             found = AutoConfig.from_pretrained(source, **options)
             _check_code(found)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                source, use_safetensors=True, dtype=torch.float32, **options, **_head(task)
+            kind = kind_of(task)
+            model = kind.auto.from_pretrained(
+                source, use_safetensors=True, dtype=torch.float32, **options, **kind.head(task)
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise StageError(
@@ -64,7 +65,8 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     if tokenizer.pad_token is None:
         raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
     model.config.pad_token_id = tokenizer.pad_token_id
-    _order_outputs(model, found.id2label, task.labels)
+    if task.labels:
+        _order_outputs(model, found.id2label, task.labels)
     return model, tokenizer
 
 
@@ -86,23 +88,21 @@ def _reason(error: str) -> str:
     return error
 
 
-def _source(base: str, stack: ExitStack) -> str:
-    """Where transformers finds the model: a folder, for as long as `stack` is open, or a hub id."""
+def _source(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
+    """Where transformers finds the model, a folder for as long as `stack` is open or a hub id, and which file of it."""
     if base.startswith(packages.SCHEME):
-        return str(stack.enter_context(packages.member(base)))
+        return _folder(stack.enter_context(packages.member(base)))
     path = Path(os.path.normpath(base))
     if path.is_relative_to(BASE) and not path.exists():
         raise StageError(f"{base} does not exist: correct model.base")
     if path.exists() and not path.is_relative_to(BASE):
         raise StageError(f"{base} is outside {BASE}: put it there, so that DVC sees when it changes")
-    return base
+    return _folder(path) if path.is_file() else (base, {})
 
 
-def _head(task: Task) -> dict[str, Any]:
-    if task.kind == "regression":
-        return {"num_labels": 1, "problem_type": "regression"}
-    names = dict(enumerate(task.labels))
-    return {"num_labels": len(names), "id2label": names, "label2id": {name: label for label, name in names.items()}}
+def _folder(path: Path) -> tuple[str, dict[str, str]]:
+    """A GGUF file, which holds tensors, a config and a tokenizer, is read as part of its folder."""
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
 
 
 def _order_outputs(model: PreTrainedModel, found: dict[int, str], labels: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""A split as batches, for passes that are no training."""
+"""A split as model inputs: rows for training, batches for passes that are no training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections.abc import Iterator
 
 from datasets import Dataset
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eckart.batch import Batch
+from tasks.dataset import Split, load_split, load_task
+from tasks.kinds import kind_of
+from tasks.kinds.kind import Collate
 
 
-def batches(data: Dataset, tokenizer: PreTrainedTokenizerBase, size: int, device: str) -> Iterator[Batch]:
-    """Padded model inputs with labels, on `device`."""
-    for batch in DataLoader(data, batch_size=size, collate_fn=DataCollatorWithPadding(tokenizer)):
+def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """A split as model inputs with labels, unpadded."""
+    task = load_task()
+    return kind_of(task).encode(load_split(name), task, tokenizer, name)
+
+
+def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:
+    """Model inputs with labels, on `device`."""
+    for batch in DataLoader(data, batch_size=size, collate_fn=collate):
         yield {name: values.to(device) for name, values in batch.items()}

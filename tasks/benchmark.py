@@ -9,13 +9,15 @@ import time
 from statistics import median
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidate
+from eckart.batch import Batch
 from tasks import params
 from tasks.candidates import BENCHMARKS, FINETUNED
-from tasks.models import TEACHER, check_length, load
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
+from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.records import Benchmark
 from tasks.stage import candidate, run_candidate, say
 
@@ -26,10 +28,12 @@ def benchmark(recipe: str, keep: str) -> None:
     """Time forwards of dense and candidate in turn, so that drift of the machine hits both alike."""
     settings, name = params.section("benchmark", params.Benchmark), candidate(recipe, keep)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dense, small = (load(folder)[0].to(device).eval() for folder in (TEACHER, FINETUNED / name))  # type: ignore[arg-type]
+    folders, auto = (TEACHER, FINETUNED / name), kind_of(load_task()).auto
+    dense, small = (load(folder, auto)[0].to(device).eval() for folder in folders)  # type: ignore[arg-type]
     check_length(dense, settings.tokens, "benchmark.tokens")
-    ids = torch.randint(dense.config.vocab_size, (settings.batch_size, settings.tokens), device=device)
-    pairs = [(_seconds(dense, ids), _seconds(small, ids)) for _ in range(_WARMUP + settings.repetitions)][_WARMUP:]
+    inputs = random_inputs(dense, settings.batch_size, settings.tokens)
+    rounds = range(_WARMUP + settings.repetitions)
+    pairs = [(_seconds(dense, inputs), _seconds(small, inputs)) for _ in rounds][_WARMUP:]
     result = Benchmark(
         dense_seconds=median(pair[0] for pair in pairs),
         candidate_seconds=median(pair[1] for pair in pairs),
@@ -41,10 +45,10 @@ def benchmark(recipe: str, keep: str) -> None:
 
 
 @torch.inference_mode()
-def _seconds(model: PreTrainedModel, ids: Tensor) -> float:
+def _seconds(model: PreTrainedModel, inputs: Batch) -> float:
     start = time.perf_counter()
-    model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    if ids.is_cuda:
+    model(**inputs)
+    if model.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 

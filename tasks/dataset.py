@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
-from datasets import Dataset
 from pydantic import BaseModel, ConfigDict
-from transformers import PreTrainedTokenizerBase
+
+from tasks.metrics import MetricName, TaskKind
 
 SPLITS = Path("data/splits")
 
@@ -20,11 +20,15 @@ class Task(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["classification", "regression"]
+    kind: TaskKind
     labels: tuple[str, ...]
-    """Names of the classes, in order of their ids; empty for a regression."""
-    metric: Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+    """Names of the classes, in order of their ids; empty where there are none."""
+    metric: MetricName
     max_length: int
+    sizes: dict[Split, int]
+    """Rows of a split at most; of language modelling, which is cut into rows only when it is tokenized, blocks."""
+    seed: int
+    """Of the draw of those blocks."""
 
 
 def load_task() -> Task:
@@ -32,15 +36,5 @@ def load_task() -> Task:
 
 
 def load_split(name: Split) -> pd.DataFrame:
-    """Columns text, text_pair (pairs of sentences only) and label."""
+    """Columns text, text_pair and label, those of them that the kind of task has."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")
-
-
-def tokenized(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """A split as model inputs, in the order of the split; unpadded."""
-    frame, task = load_split(name), load_task()
-    pairs: list[Any] = [frame["text"].tolist()]
-    if "text_pair" in frame:
-        pairs.append(frame["text_pair"].tolist())
-    columns = tokenizer(*pairs, truncation=True, max_length=task.max_length)
-    return Dataset.from_dict({**columns, "labels": frame["label"].tolist()})

@@ -9,27 +9,28 @@ from eckart.layers import factorized, residual_rows
 from eckart.targets import Target
 from tasks.calibration import load_targets
 from tasks.candidates import EVALUATIONS, FACTORIZED, FINETUNED
-from tasks.dataset import load_task, tokenized
+from tasks.dataset import load_split, load_task
+from tasks.kinds import kind_of
 from tasks.models import load, size
 from tasks.params import Evaluate, section
 from tasks.records import Evaluation, Score, TargetSize
-from tasks.scores import score
 from tasks.stage import StageError, candidate, run_candidate, say
 
 
 def evaluate(recipe: str, keep: str) -> None:
     """Score the factorized and the recovered model on the test split; measure the latter, and hold it to its budget."""
     name, task, targets = candidate(recipe, keep), load_task(), load_targets().targets
+    kind = kind_of(task)
     batch_size = section("evaluate", Evaluate).batch_size
 
     def scored(model: PreTrainedModel, step: str) -> Score:
-        result = score(model, tokenizer, tokenized("test", tokenizer), task, batch_size)
+        result = kind.score(model, tokenizer, load_split("test"), task, batch_size)
         say(f"{step}: {task.metric} {result.metric:.4f}")
         return result
 
-    model, tokenizer = load(FACTORIZED / name)
+    model, tokenizer = load(FACTORIZED / name, kind.auto)
     before = None if residual_rows(model) else scored(model, "factorized")
-    model, tokenizer = load(FINETUNED / name)
+    model, tokenizer = load(FINETUNED / name, kind.auto)
     sizes = _sizes(model, targets)
     result = Evaluation(
         factorized=before,

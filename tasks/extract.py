@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pandas as pd
 
-from tasks import packages
-from tasks.dataset import SPLITS, Task
+from tasks.corpora import PACKAGED
+from tasks.dataset import SPLITS, Split, Task
+from tasks.labels import check
 from tasks.params import Columns, Data, section
 from tasks.stage import StageError, output, run, say
 
 RAW = Path("data/raw")
-MOVIE_REVIEWS = "movie-reviews"
-_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_TEST_SHARE = 0.1  # of the characters of a running text
+_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 # Only an empty cell is a hole: pandas would take words such as None, null and NA for one.
 _CSV = {"keep_default_na": False, "na_values": [""]}
-_OPTIONS = {".csv": _CSV, ".tsv": {**_CSV, "sep": "\t", "quoting": 3}}
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    ".csv": _CSV,
+    ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
+    ".txt": {"keep_linebreaks": True},  # a line a row, as the hub's copies of running text have them
+}
 # What the loaders say of a file without rows; none of them says so plainly.
 _NO_ROWS = re.compile("corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|^StopIteration")
 
@@ -33,16 +37,20 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     train, test = load(params)
-    if test is None:
-        train, test = _carve(train, params)
-    train, test = _sample(train, params.sizes.train, params.seed), _sample(test, params.sizes.test, params.seed)
-    splits = {"train": train, "test": test, "calibration": _sample(train, params.sizes.calibration, params.seed)}
-    labels = _check(splits, params)
+    splits = _texts(train, test) if params.task == "language_modeling" else _rows(train, test, params)
+    labels = check(splits, params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} rows")
-        task = Task(kind=params.task, labels=labels, metric=params.metric, max_length=params.max_length)
+        task = Task(
+            kind=params.task,
+            labels=labels,
+            metric=params.metric,
+            max_length=params.max_length,
+            sizes=params.sizes.model_dump(),
+            seed=params.seed,
+        )
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
 
 
@@ -52,8 +60,8 @@ def load(params: Data) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
     """
-    if params.source == MOVIE_REVIEWS:
-        return movie_reviews(), None
+    if params.source in PACKAGED:
+        return _columns(PACKAGED[params.source](), params), None
     source = _source(params)
     wanted = [params.splits.train] + ([params.splits.test] if params.splits.test else [])
     if absent := [name for name in wanted if name not in source]:
@@ -62,24 +70,6 @@ def load(params: Data) -> tuple[pd.DataFrame, pd.DataFrame | None]:
         say(f"not used: {', '.join(ignored)} (data.splits names what is)")
     train, *test = [_columns(_frame(source[name], params.columns.label), params) for name in wanted]
     return train, test[0] if test else None
-
-
-def movie_reviews() -> pd.DataFrame:
-    """Sentences of movie reviews with the sign of their mean human rating (-4 to 4) where it passes ±0.5.
-
-    Source: Hutto and Gilbert, ICWSM 2014; carried by vaderSentiment's source distribution (MIT).
-    """
-    address = "pypi://vaderSentiment==3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
-    with packages.member(address, sdist=True) as archive, tarfile.open(archive) as tar:
-        file = tar.extractfile("hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt")
-        if file is None:
-            raise StageError("the movie reviews are not in vaderSentiment's source distribution")
-        lines = [line.split("\t", 2) for line in file.read().decode("latin-1").splitlines()]
-    frame = pd.DataFrame({"text": [line[2].strip() for line in lines], "rating": [float(line[1]) for line in lines]})
-    frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
-    return pd.DataFrame(
-        {"text": frame["text"], "label": (frame["rating"] > 0).map({True: "positive", False: "negative"})}
-    )
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:
@@ -126,14 +116,16 @@ def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
         return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
     except Exception as error:  # the hub client has no common error; each kind means the same to the user
         raise StageError(
-            f"{params.source} is neither {MOVIE_REVIEWS} nor a path under {RAW}, and the hub does not give it: {error}"
+            f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
+            f"give it: {error}"
         ) from error
 
 
-def _frame(rows: datasets.Dataset, label: str) -> pd.DataFrame:
+def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
     """The rows with names for class ids, in the order of the ids; an id without a name (the hub's -1) is a hole."""
     frame = rows.to_pandas()
-    if isinstance(feature := rows.features.get(label), datasets.ClassLabel):
+    feature = rows.features.get(label)
+    if label and isinstance(feature, datasets.ClassLabel):
         frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
     return frame
 
@@ -146,7 +138,9 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
             f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
         )
     frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
-    if holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
+    if params.task == "language_modeling":  # an empty row is an empty line of the text
+        frame = frame.fillna("")
+    elif holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
         raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
     for role in ("text", "text_pair"):
         if role in frame and not pd.api.types.is_string_dtype(frame[role]):
@@ -158,6 +152,24 @@ def _roles(columns: Columns) -> dict[str, str | None]:
     return {"text": columns.text, "text_pair": columns.text_pair, "label": columns.label}
 
 
+def _rows(train: pd.DataFrame, test: pd.DataFrame | None, params: Data) -> dict[Split, pd.DataFrame]:
+    """Samples of rows, which are independent of each other."""
+    sizes, seed = params.sizes, params.seed
+    if test is None:
+        train, test = _carve(train, params)
+    train, test = _sample(train, sizes.train, seed), _sample(test, sizes.test, seed)
+    return {"train": train, "test": test, "calibration": _sample(train, sizes.calibration, seed)}
+
+
+def _texts(train: pd.DataFrame, test: pd.DataFrame | None) -> dict[Split, pd.DataFrame]:
+    """Running text: a test split is carved from its end, and blocks are drawn once it is tokenized."""
+    if test is None:
+        read = train["text"].str.len().cumsum()
+        rest = read > (1 - _TEST_SHARE) * read.iloc[-1] if len(read) else read > 0
+        train, test = train[~rest], train[rest]
+    return {"train": train, "test": test, "calibration": train}
+
+
 def _carve(frame: pd.DataFrame, params: Data) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Set rows aside for the test; a text that stands on both sides would be a leak."""
     frame = frame.drop_duplicates([name for name in ("text", "text_pair") if name in frame])
@@ -167,51 +179,6 @@ def _carve(frame: pd.DataFrame, params: Data) -> tuple[pd.DataFrame, pd.DataFram
 
 def _sample(frame: pd.DataFrame, size: int, seed: int) -> pd.DataFrame:
     return frame.sample(min(size, len(frame)), random_state=seed)
-
-
-def _check(splits: dict[str, pd.DataFrame], params: Data) -> tuple[str, ...]:
-    """Turn labels into class ids or floats; give the names of the classes."""
-    for name, frame in splits.items():
-        if frame.empty:
-            raise StageError(f"the {name} split of {params.source} is empty: give it more rows")
-    if params.task == "regression":
-        for frame in splits.values():
-            frame["label"] = _floats(frame["label"], params)
-        return ()
-    classes = _classes(splits["train"]["label"], params)
-    if len(classes) < 2:
-        raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
-    ids = {label: position for position, label in enumerate(classes)}
-    for name, frame in splits.items():
-        if unknown := [label for label in _classes(frame["label"], params) if label not in ids]:
-            raise StageError(f"the {name} split has labels that train has not: {unknown}: check data.splits")
-        frame["label"] = frame["label"].map(ids).astype("int64")
-    return tuple(map(str, classes))
-
-
-def _classes(labels: pd.Series, params: Data) -> list[Any]:
-    """The different labels: in the order of their ids where the source has ids, else sorted."""
-    if isinstance(labels.dtype, pd.CategoricalDtype):
-        present = set(labels.unique())
-        return [name for name in labels.cat.categories if name in present]
-    try:
-        return sorted(labels.unique().tolist())
-    except TypeError as error:  # what cannot be hashed or compared
-        raise StageError(
-            f"column {params.columns.label} has lists or a mix of types: a class must be a string or a number"
-        ) from error
-
-
-def _floats(labels: pd.Series, params: Data) -> pd.Series:
-    try:
-        numbers = labels.astype("float32")
-    except (TypeError, ValueError) as error:
-        raise StageError(
-            f"column {params.columns.label} is no number: {error}; or is data.task classification?"
-        ) from error
-    if not np.isfinite(numbers).all():
-        raise StageError(f"column {params.columns.label} has labels that are not finite: remove those rows")
-    return numbers
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from eckart.targets import weight_of
 from eckart.weighting import Weighting, weigh
 from tasks.calibration import IMPORTANCE, load_targets
 from tasks.candidates import FACTORIZED, RANKS, SCORES, load_decision, source_model
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
 from tasks.models import TEACHER, load
 from tasks.params import section
 from tasks.stage import StageError, candidate, output, run_candidate, say
@@ -23,7 +25,7 @@ def factorize(recipe: str, keep: str) -> None:
     name, weighting = candidate(recipe, keep), section(f"recipes.{recipe}.weighting", Weighting)
     residual = section(f"recipes.{recipe}.residual", Residual | None)
     ranks = load_decision(name).ranks
-    model, tokenizer = load(source_model(name, TEACHER))
+    model, tokenizer = load(source_model(name, TEACHER), kind_of(load_task()).auto)
     evidence = {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)}
     for target in load_targets().targets:
         rank = ranks[target.name]

@@ -16,9 +16,11 @@ from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual import Residual, RowPruning
 from eckart.rules import Rule
 from eckart.targets import weight_of
+from tasks.batches import encoded
 from tasks.calibration import load_targets
 from tasks.candidates import CURVES, FACTORIZED, FINETUNED, source_model
-from tasks.dataset import load_task, tokenized
+from tasks.dataset import Task, load_task
+from tasks.kinds import kind_of
 from tasks.models import TEACHER, load
 from tasks.params import Seed, section
 from tasks.stage import candidate, explained, output, run_candidate
@@ -32,30 +34,39 @@ def finetune(recipe: str, keep: str) -> None:
     residual = section(f"{part}.residual", Residual | None)
     seed = section("seed", Seed)
     set_seed(seed)
-    model, tokenizer = load(FACTORIZED / name)
+    task = load_task()
+    kind = kind_of(task)
+    model, tokenizer = load(FACTORIZED / name, kind.auto)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)  # type: ignore[arg-type]
     with explained(), output(FINETUNED / name) as folder:
-        rules = list(_rules(model, name, float(keep), recovery, residual, seed))
-        data, curve = tokenized("train", tokenizer), CURVES / f"{name}.jsonl"
-        train(model, tokenizer, data, curve, **recovery.options(), seed=seed, rules=rules)
+        rules = list(_rules(model, task, name, float(keep), recovery, residual, seed))
+        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        train(model, collate, data, CURVES / f"{name}.jsonl", **recovery.options(), seed=seed, rules=rules)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
 
 
 def _rules(
-    model: PreTrainedModel, name: str, keep: float, recovery: Recovery, residual: Residual | None, seed: int
+    model: PreTrainedModel,
+    task: Task,
+    name: str,
+    keep: float,
+    recovery: Recovery,
+    residual: Residual | None,
+    seed: int,
 ) -> Iterator[Rule]:
-    classification = load_task().kind == "classification"
+    kind, classes = kind_of(task), task.kind != "regression"
     if residual:
         yield RowPruning(model, residual, _budget(model, keep), recovery.steps)
     if isinstance(recovery, MixedRank):
-        source, _ = load(source_model(name, TEACHER))
+        source, _ = load(source_model(name, TEACHER), kind.auto)
         weights = {target: weight_of(source.get_submodule(target)) for target in factorized(model)}
-        yield MixedRankRule(model, weights, recovery, classification, seed)
+        yield MixedRankRule(model, weights, recovery, classes, seed, kind.logits)
     if recovery.distillation:
-        teacher, _ = load(TEACHER)
-        yield DistillationRule(teacher.to(model.device), recovery.distillation, classification)  # type: ignore[arg-type]
+        teacher, _ = load(TEACHER, kind.auto)
+        teacher.to(model.device)  # type: ignore[arg-type]
+        yield DistillationRule(teacher, recovery.distillation, classes, kind.logits)
 
 
 def _budget(model: PreTrainedModel, keep: float) -> int:

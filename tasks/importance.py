@@ -9,9 +9,10 @@ import torch
 from eckart.batch import Batch
 from eckart.evidence import collect, save_evidence
 from eckart.targets import find_targets
-from tasks.batches import batches
+from tasks.batches import batches, encoded
 from tasks.calibration import IMPORTANCE, TARGETS
-from tasks.dataset import tokenized
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
 from tasks.models import TEACHER, load
 from tasks.params import Importance, TargetPatterns, section
 from tasks.stage import explained, output, run, say
@@ -20,16 +21,17 @@ from tasks.stage import explained, output, run, say
 def importance() -> None:
     """Write targets.json, with the reason why each other linear map is none, and one file for each kind of evidence."""
     params, patterns = section("importance", Importance), section("targets", TargetPatterns)
-    model, tokenizer = load(TEACHER)
-    data = tokenized("calibration", tokenizer)
+    kind = kind_of(load_task())
+    model, tokenizer = load(TEACHER, kind.auto)
+    data, collate = encoded("calibration", tokenizer), kind.collate(tokenizer, model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)  # type: ignore[arg-type]
     with explained(), output(IMPORTANCE) as folder:
-        batch = next(batches(data.select(range(1)), tokenizer, 1, device))
+        batch = next(batches(data.select(range(1)), collate, 1, device))
         found = find_targets(model, batch, patterns.include, patterns.exclude, patterns.heads)
         say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
-        every = _progress(batches(data, tokenizer, params.batch_size, device), len(data))
-        save_evidence(collect(model, every, found.targets, params.evidence), folder)
+        every = _progress(batches(data, collate, params.batch_size, device), len(data))
+        save_evidence(collect(model, every, found.targets, params.evidence, kind.loss), folder)
         (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
 
 

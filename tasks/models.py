@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.records import Size
 from tasks.stage import StageError
@@ -19,13 +20,16 @@ TEACHER = Path("models/teacher")
 
 
 def load(
-    folder: Path, dtype: torch.dtype | Literal["auto"] = "auto"
+    folder: Path, auto: Any, dtype: torch.dtype | Literal["auto"] = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that a stage wrote, with its tokenizer; by default in the type that it was saved in."""
+    """A model that a stage wrote, with its tokenizer.
+
+    Args:
+        auto: the transformers class that loads it, with the head of its kind of task.
+        dtype: by default the one that it was saved in.
+    """
     with only_tensors():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
+        model = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
@@ -57,12 +61,18 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
         raise StageError(f"{parameter} is {tokens}, but the model has {positions} positions: lower it")
 
 
+def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
+    """Inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
+    ids = torch.randint(model.config.vocab_size, (rows, tokens), device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
+
+
 def size(model: PreTrainedModel, folder: Path, tokens: int) -> Size:
     """Measure `model`, whose weights are in `folder`."""
-    ids = torch.ones(1, tokens, dtype=torch.long, device=model.device)
     # The counter knows the plain attention products, not every fused kernel of every device.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.eval()(input_ids=ids)
+        model.eval()(**random_inputs(model, 1, tokens))
     return Size(
         model_parameters=model.num_parameters(),
         macs_per_token=round(counter.get_total_flops() / 2 / tokens),

@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from tasks.metrics import MetricName, TaskKind
+
 PARAMS = Path("params.yaml")
 
 T = TypeVar("T")
@@ -53,7 +55,7 @@ class Study(Section):
 class Columns(Section):
     text: str
     text_pair: str | None
-    label: str
+    label: str | None
 
 
 class Splits(Section):
@@ -73,8 +75,8 @@ class Data(Section):
     revision: str | None
     splits: Splits
     columns: Columns
-    task: Literal["classification", "regression"]
-    metric: Literal["accuracy", "f1", "matthews", "pearson", "spearman"]
+    task: TaskKind
+    metric: MetricName
     sizes: Sizes
     max_length: Count
     seed: Seed

@@ -6,18 +6,22 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.metrics import MetricName
+
 TEACHER_METRICS = Path("reports/teacher.json")
 TEACHER_CURVE = Path("reports/teacher.jsonl")
 
 
 class Score(BaseModel):
-    """The task metric and the mean loss on the test split."""
+    """The metric that params.yaml names, and the mean loss, on the test split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     metric: float
     loss: float
     rows: int
+    metrics: dict[MetricName, float]
+    """All metrics of the kind of task, `metric` among them."""
 
 
 class Size(BaseModel):

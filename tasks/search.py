@@ -31,10 +31,12 @@ from eckart.shaping import Shaping, WeightPruning, average_rank
 from eckart.svd import decompose, spectrum
 from eckart.targets import Target, weight_of
 from eckart.weighting import Metrics, Weighting, weigh
-from tasks.batches import batches
+from tasks.batches import batches, encoded
 from tasks.calibration import IMPORTANCE, load_targets
 from tasks.candidates import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
-from tasks.dataset import tokenized
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
+from tasks.kinds.kind import Collate, Kind
 from tasks.models import TEACHER, load
 from tasks.params import Importance, Seed, section
 from tasks.stage import StageError, candidate, explained, output, run_candidate, say
@@ -53,6 +55,7 @@ class _Search:
     weighting: Weighting
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    kind: Kind
     targets: tuple[Target, ...]
     evidence: Evidence
     curve: Path
@@ -69,12 +72,14 @@ def search(recipe: str, keep: str) -> None:
     method = section(f"{part}.ranks", RankSearch)
     seed = section("seed", Seed)
     set_seed(seed)
-    model, tokenizer = load(TEACHER)
+    kind = kind_of(load_task())
+    model, tokenizer = load(TEACHER, kind.auto)
     this = _Search(
         keep=float(keep) * (residual.low_rank if residual else 1),  # sparse rows get the rest
         weighting=section(f"{part}.weighting", Weighting),
         model=model,
         tokenizer=tokenizer,
+        kind=kind,
         targets=load_targets().targets,
         evidence=load_evidence(IMPORTANCE),
         curve=SEARCH_CURVES / f"{name}.jsonl",
@@ -159,19 +164,19 @@ def _by_threshold(this: _Search, method: Threshold) -> Ranks:
 
 def _by_tolerance(this: _Search, method: Tolerance) -> Ranks:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    data = tokenized("calibration", this.tokenizer)
+    data = encoded("calibration", this.tokenizer)
     data = data.select(range(min(method.rows, len(data))))
-    some = list(batches(data, this.tokenizer, section("importance", Importance).batch_size, device))
+    some = list(batches(data, _collate(this), section("importance", Importance).batch_size, device))
     this.model.to(device)  # type: ignore[arg-type]
     this.changed = True
-    return search_by_tolerance(this.model, this.targets, method, this.keep, some, this.weighting)
+    return search_by_tolerance(this.model, this.targets, method, this.keep, some, this.weighting, loss=this.kind.loss)
 
 
 def _train(this: _Search, options: Mapping[str, float], rule: Rule, constant: bool = False) -> None:
     this.steps += train(
         this.model,
-        this.tokenizer,
-        tokenized("train", this.tokenizer),
+        _collate(this),
+        encoded("train", this.tokenizer),
         this.curve,
         **options,  # type: ignore[arg-type]
         seed=this.seed,
@@ -180,6 +185,10 @@ def _train(this: _Search, options: Mapping[str, float], rule: Rule, constant: bo
         before=this.steps,
     )
     this.model.cpu()
+
+
+def _collate(this: _Search) -> Collate:
+    return this.kind.collate(this.tokenizer, this.model)
 
 
 def _of_target(what: Callable[[Tensor, Metrics], Found], this: _Search, target: Target) -> Found:

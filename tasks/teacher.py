@@ -7,11 +7,12 @@ import math
 from transformers import set_seed
 
 from tasks.base import load_base
-from tasks.dataset import load_task, tokenized
+from tasks.batches import encoded
+from tasks.dataset import load_split, load_task
+from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, size
 from tasks.params import Evaluate, Model, Seed, Training, section
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS, TeacherReport
-from tasks.scores import score
 from tasks.stage import output, run, say
 from tasks.training import train
 
@@ -19,19 +20,20 @@ from tasks.training import train
 def teacher() -> None:
     """Fine-tune the base model (zero epochs take it as it is) and score it on the test split."""
     settings, task = section("teacher", Training), load_task()
+    kind = kind_of(task)
     seed = section("seed", Seed)
     set_seed(seed)
     model, tokenizer = load_base(section("model", Model), task)
     check_length(model, task.max_length, "data.max_length")
-    data = tokenized("train", tokenizer)
+    data = encoded("train", tokenizer)
     options = settings.model_dump(exclude={"epochs"})
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
     with output(TEACHER) as folder:
-        train(model, tokenizer, data, TEACHER_CURVE, steps=steps, seed=seed, **options)
+        train(model, kind.collate(tokenizer, model), data, TEACHER_CURVE, steps=steps, seed=seed, **options)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         result = TeacherReport(
-            score=score(model, tokenizer, tokenized("test", tokenizer), task, section("evaluate", Evaluate).batch_size),
+            score=kind.score(model, tokenizer, load_split("test"), task, section("evaluate", Evaluate).batch_size),
             size=size(model, folder, task.max_length),
         )
     TEACHER_METRICS.write_text(result.model_dump_json(indent=2))

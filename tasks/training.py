@@ -13,9 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import (
-    DataCollatorWithPadding,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -27,6 +25,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.rules import Rule
 from tasks.checkpoints import Checkpoints
+from tasks.kinds.kind import Collate
 from tasks.stage import StageError, say
 
 _POINTS = 20  # of a training curve, at most
@@ -34,7 +33,7 @@ _POINTS = 20  # of a training curve, at most
 
 def train(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    collate: Collate,
     data: Dataset,
     curve: Path,
     *,
@@ -53,6 +52,7 @@ def train(
     A training that was killed goes on from its last checkpoint, to the same bytes.
 
     Args:
+        collate: rows of `data` → a batch.
         schedule: of the learning rate after its linear warm-up: down to 0, or constant.
         before: steps of an earlier training on the same curve, which this one continues.
 
@@ -83,7 +83,7 @@ def train(
         model,
         _arguments(checkpoints.folder, settings),
         train_dataset=data,
-        data_collator=DataCollatorWithPadding(tokenizer),
+        data_collator=collate,
         callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
         rules=rules,
     )

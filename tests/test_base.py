@@ -25,11 +25,11 @@ from tasks.base import load_base
 from tasks.dataset import Task
 from tasks.params import Model
 from tasks.stage import StageError
-from tests.workspace import BASE, tiny_config, tiny_tokenizer, write_base
+from tests.workspace import BASE, a_task, tiny_config, tiny_tokenizer, write_base
 
 LABELS = ("negative", "positive")
-SENTIMENT = Task(kind="classification", labels=LABELS, metric="accuracy", max_length=16)
-RATING = Task(kind="regression", labels=(), metric="pearson", max_length=16)
+SENTIMENT = a_task("classification", LABELS, "accuracy")
+RATING = a_task("regression", (), "pearson")
 
 
 def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

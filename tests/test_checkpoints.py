@@ -22,7 +22,7 @@ from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.training import train
-from tests.workspace import bert, rows, tiny_tokenizer
+from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0, "steps": 40}
 CURVE = Path("curve.jsonl")
@@ -64,7 +64,7 @@ def _workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(rule: Rule, data: Dataset | None = None, **changes: Any) -> bytes:
     """The weights that training leaves."""
     model = bert()
-    train(model, tiny_tokenizer(), rows() if data is None else data, CURVE, rules=[rule], **{**OPTIONS, **changes})
+    train(model, collate(), rows() if data is None else data, CURVE, rules=[rule], **{**OPTIONS, **changes})
     return save(dict(model.state_dict()))
 
 
@@ -100,7 +100,7 @@ def pruned_and_taught(kill: int | None) -> bytes:
     budget = sum(layer.left.numel() + layer.right.numel() for layer in low_rank_layers(model).values()) + 2000
     taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
     rules = [RowPruning(model, settings, budget, OPTIONS["steps"]), taught, Kill(kill)]
-    train(model, tiny_tokenizer(), rows(), CURVE, rules=rules, **OPTIONS)
+    train(model, collate(), rows(), CURVE, rules=rules, **OPTIONS)
     return save(dict(model.state_dict()))
 
 
@@ -147,7 +147,7 @@ def test_a_curve_that_two_trainings_share_goes_on() -> None:
     model = bert()
     for before in (0, 2):
         options = {**OPTIONS, "steps": 2}
-        assert train(model, tiny_tokenizer(), rows(), CURVE, **options, before=before) == 2
+        assert train(model, collate(), rows(), CURVE, **options, before=before) == 2
     assert [json.loads(line)["step"] for line in CURVE.read_text().splitlines()] == [1, 2, 3, 4]
 
 

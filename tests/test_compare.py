@@ -34,7 +34,7 @@ def target(name: str) -> dict[str, Any]:
 
 
 def score(metric: float, loss: float = 0.5, rows: int = 400) -> dict[str, Any]:
-    return {"metric": metric, "loss": loss, "rows": rows}
+    return {"metric": metric, "loss": loss, "rows": rows, "metrics": {"accuracy": metric}}
 
 
 def size(parameters: int) -> dict[str, int]:
@@ -61,7 +61,7 @@ def make_study(
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML
     task = {"kind": "regression" if regression else "classification", "labels": [] if regression else ["no", "yes"]}
-    write("data/splits/task.json", {**task, "metric": metric, "max_length": 8})
+    write("data/splits/task.json", {**task, "metric": metric, "max_length": 8, "sizes": {}, "seed": 0})
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
     write("reports/teacher.json", {"score": score(dense), "size": size(1000)})
     write("reports/teacher.jsonl", curve(20))

@@ -12,7 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tasks.dataset import SPLITS, load_split, load_task, tokenized
+from tasks.batches import encoded
+from tasks.dataset import SPLITS, load_split, load_task
 from tasks.extract import extract
 from tasks.stage import StageError
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer, write_params
@@ -191,7 +192,7 @@ def test_pairs_of_sentences_have_two_texts_and_two_segments() -> None:
     frame = reviews().assign(answer="is it dull")
     splits = run(write(frame), columns={"text": "text", "text_pair": "answer"})
     assert list(splits["train"]) == ["text", "text_pair", "label"]
-    inputs = tokenized("train", tiny_tokenizer())
+    inputs = encoded("train", tiny_tokenizer())
     assert all(1 in row for row in inputs["token_type_ids"])
     assert inputs["labels"] == splits["train"]["label"].tolist()
 
@@ -264,7 +265,7 @@ def test_a_regression_has_numbers_and_no_classes(suffix: str) -> None:
 def test_the_task_is_what_the_parameters_say() -> None:
     run(write(), metric="matthews", max_length=9)
     assert (load_task().kind, load_task().metric, load_task().max_length) == ("classification", "matthews", 9)
-    assert max(map(len, tokenized("train", tiny_tokenizer())["input_ids"])) <= 9
+    assert max(map(len, encoded("train", tiny_tokenizer())["input_ids"])) <= 9
 
 
 def test_a_changed_file_is_read_anew() -> None:

@@ -27,7 +27,7 @@ from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
-from tests.workspace import bert, rows, tiny_tokenizer
+from tests.workspace import bert, collate, rows
 
 VALUES: dict[str, Any] = {
     "kind": "hypernetwork",
@@ -749,7 +749,7 @@ def loop(curve: Path, other: Rule, hypernetwork: bool) -> tuple[HypernetworkSear
     model, data = bert(), rows()
     batch: Mapping[str, Tensor] = {name: torch.tensor([data[0][name]]) for name in ("input_ids", "attention_mask")}
     rule = searching(model, find_targets(model, batch).targets, 0.5, hypernetwork=hypernetwork)
-    train(model, tiny_tokenizer(), data, curve, rules=[rule, other], schedule="constant", **OPTIONS)
+    train(model, collate(), data, curve, rules=[rule, other], schedule="constant", **OPTIONS)
     return rule, model
 
 

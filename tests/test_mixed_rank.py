@@ -27,7 +27,7 @@ from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
-from tests.workspace import rows, tiny_config, tiny_tokenizer
+from tests.workspace import collate, rows, tiny_config, tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(5))
 CURVE = Path("curve.jsonl")
@@ -433,7 +433,7 @@ def sources(tmp_path, monkeypatch) -> SimpleNamespace:
 def trained(sources: SimpleNamespace, kill: int | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForSequenceClassification.from_pretrained(sources.folder)
     rule = MixedRankRule(model, sources.weights, settings(steps=6, **changes), classification=True, seed=seed)
-    train(model, tiny_tokenizer(), rows(), CURVE, **rule.settings.options(), seed=0, rules=[rule, Kill(kill)])
+    train(model, collate(), rows(), CURVE, **rule.settings.options(), seed=0, rules=[rule, Kill(kill)])
     return model
 
 

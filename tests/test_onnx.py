@@ -18,7 +18,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 import eckart.onnx
 from eckart.hub import save
@@ -159,7 +164,7 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(workspace: Path) 
     done = command(workspace, "svd-0.5", "served/model.onnx")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    model, tokenizer = load(Path("models/finetuned/svd-0.5"))
+    model, tokenizer = load(Path("models/finetuned/svd-0.5"), AutoModelForSequenceClassification)
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
     assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
     assert f"{size:.1f} MB" in done.stdout

@@ -25,7 +25,7 @@ from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import Metrics
 from tasks.training import train
 from tests import tiny
-from tests.workspace import tiny_tokenizer
+from tests.workspace import collate
 
 BATCH = tiny.collate(tiny.samples(8))
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -480,7 +480,7 @@ def test_the_training_loop_prunes_and_its_result_comes_back(tmp_path: Path, monk
     some = tiny.samples(16)
     data = Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in some], "labels": [label for _, label in some]})
     options = {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0}
-    train(model, tiny_tokenizer(), data, Path("curve.jsonl"), **options, rules=[rule])
+    train(model, collate(), data, Path("curve.jsonl"), **options, rules=[rule])
     left = [json.loads(line)["rows"] for line in Path("curve.jsonl").read_text().splitlines()]
     assert left == sorted(left, reverse=True)
     assert left[0] == 1 > 0.5 > left[-1]

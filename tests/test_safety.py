@@ -31,16 +31,25 @@ from flows import params, settings, ui
 from flows.tracking import Mirror
 from tasks.base import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
-from tasks.dataset import Task
 from tasks.extract import load as load_data
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
 from tests.flows.servers import free_port
-from tests.workspace import BASE, REPOSITORY, bert, rows, tiny_params, tiny_tokenizer, tiny_workspace, write_params
+from tests.workspace import (
+    BASE,
+    REPOSITORY,
+    a_task,
+    bert,
+    collate,
+    rows,
+    tiny_params,
+    tiny_workspace,
+    write_params,
+)
 
 MARKER = Path("marker")
-TASK = Task(kind="classification", labels=("negative", "positive"), metric="accuracy", max_length=16)
+TASK = a_task("classification", ("negative", "positive"), "accuracy")
 SECRET = "topsecret"
 URL = f"http://user:{SECRET}@127.0.0.1:9"  # nobody listens there
 
@@ -175,14 +184,14 @@ def test_a_checkpoint_that_was_tampered_with_runs_nothing(file: str, monkeypatch
     monkeypatch.setenv(SECONDS, "0")
     options = {"steps": 10, "batch_size": 8, "learning_rate": 1e-3, "warmup": 0.0, "weight_decay": 0.0, "seed": 0}
     with pytest.raises(Killed):
-        train(bert(), tiny_tokenizer(), rows(), Path("curve.jsonl"), rules=[Kill(4)], **options)
+        train(bert(), collate(), rows(), Path("curve.jsonl"), rules=[Kill(4)], **options)
     found = list(CHECKPOINTS.rglob(file))
     assert found
     for each in found:
         torch.save({"state": Evil()}, each)
     expected = contextlib.nullcontext() if file == "training_args.bin" else pytest.raises(pickle.UnpicklingError)
     with expected:
-        train(bert(), tiny_tokenizer(), rows(), Path("curve.jsonl"), rules=[Kill()], **options)
+        train(bert(), collate(), rows(), Path("curve.jsonl"), rules=[Kill()], **options)
 
 
 class EvilModel(Evil, PythonModel):

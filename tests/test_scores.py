@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
 from transformers import BertForSequenceClassification, PreTrainedModel
 
 from tasks.dataset import Task
-from tasks.scores import Score, metric, score
+from tasks.kinds.sequence import metrics, score
+from tasks.records import Score
 from tasks.stage import StageError
-from tests.workspace import reviews, tiny_config, tiny_tokenizer
+from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 
 # pairs of positives and negatives, outputs of one row each: true positive, false negative, two false positives
 LABELS, GUESSES = [1, 1, 0, 0], [1, 0, 1, 1]
@@ -22,18 +23,18 @@ LABELS, GUESSES = [1, 1, 0, 0], [1, 0, 1, 1]
 def task(name: str, classes: int = 2) -> Task:
     kind = "regression" if name in ("pearson", "spearman") else "classification"
     labels = () if kind == "regression" else tuple(f"class {position}" for position in range(classes))
-    return Task(kind=kind, labels=labels, metric=name, max_length=16)
+    return a_task(kind, labels, name)
 
 
 def classified(name: str, labels: list[int], guesses: list[int], classes: int = 2) -> float:
     """The metric of outputs whose largest is `guesses`, by a margin that differs from row to row."""
     outputs = np.zeros((len(guesses), classes))
     outputs[range(len(guesses)), guesses] = 1 + np.arange(len(guesses))
-    return metric(task(name, classes), outputs - 5, np.array(labels))
+    return metrics(task(name, classes), outputs - 5, np.array(labels))[name]
 
 
 def regressed(name: str, labels: list[float], outputs: list[float]) -> float:
-    return metric(task(name), np.array(outputs)[:, None], np.array(labels))
+    return metrics(task(name), np.array(outputs)[:, None], np.array(labels))[name]
 
 
 def test_accuracy_by_hand() -> None:
@@ -101,28 +102,27 @@ def bert(outputs: int = 2, **changes: object) -> PreTrainedModel:
         return BertForSequenceClassification(tiny_config(num_labels=outputs, initializer_range=0.3, **changes))
 
 
-def rows(regression: bool = False) -> Dataset:
+def rows(regression: bool = False) -> pd.DataFrame:
     """Reviews of differing lengths: padding has a say."""
-    frame = reviews()
-    texts = [text + " and dull" * (position % 4) for position, text in enumerate(frame["text"])]
+    texts = [text + " and dull" * (position % 4) for position, text in enumerate(reviews()["text"])]
     labels = [float(position % 7) if regression else position % 2 for position in range(len(texts))]
-    return Dataset.from_dict({**tiny_tokenizer()(texts), "labels": labels})
+    return pd.DataFrame({"text": texts, "label": labels})
 
 
-def scored(model: PreTrainedModel, data: Dataset, batch_size: int = 8, name: str = "accuracy") -> Score:
+def scored(model: PreTrainedModel, data: pd.DataFrame, batch_size: int = 8, name: str = "accuracy") -> Score:
     return score(model, tiny_tokenizer(), data, task(name), batch_size)
 
 
-def row_by_row(model: PreTrainedModel, data: Dataset) -> torch.Tensor:
+def row_by_row(model: PreTrainedModel, data: pd.DataFrame) -> torch.Tensor:
     """Outputs `(rows, outputs)`, with no padding at all."""
     model.eval()
     with torch.no_grad():
-        return torch.cat([model(input_ids=torch.tensor([row["input_ids"]])).logits for row in data])
+        return torch.cat([model(**tiny_tokenizer()(text, return_tensors="pt")).logits for text in data["text"]])
 
 
 def test_a_score_is_that_of_all_rows_one_by_one() -> None:
     model, data = bert(), rows()
-    outputs, labels = row_by_row(model, data), torch.tensor(data["labels"])
+    outputs, labels = row_by_row(model, data), torch.tensor(data["label"])
     result = scored(model, data)
     assert result.rows == 60
     assert result.metric == (outputs.argmax(-1) == labels).double().mean()
@@ -131,7 +131,7 @@ def test_a_score_is_that_of_all_rows_one_by_one() -> None:
 
 def test_a_score_of_a_regression_is_that_of_all_rows_one_by_one() -> None:
     model, data = bert(outputs=1, problem_type="regression"), rows(regression=True)
-    outputs, labels = row_by_row(model, data)[:, 0], torch.tensor(data["labels"])
+    outputs, labels = row_by_row(model, data)[:, 0], torch.tensor(data["label"])
     result = scored(model, data, name="pearson")
     assert result.metric == pytest.approx(torch.corrcoef(torch.stack([outputs, labels]))[0, 1].item(), abs=1e-5)
     assert result.loss == pytest.approx((outputs - labels).square().mean().item(), rel=1e-5)
@@ -147,7 +147,7 @@ def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
 
 def test_a_score_does_not_depend_on_the_order() -> None:
     model, data = bert(), rows()
-    one, other = scored(model, data), scored(model, data.shuffle(seed=0))
+    one, other = scored(model, data), scored(model, data.sample(frac=1, random_state=0))
     assert one.metric == other.metric
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 

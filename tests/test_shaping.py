@@ -25,7 +25,7 @@ from eckart.weighting import Metrics, Movement, weigh
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
-from tests.workspace import bert, rows, tiny_tokenizer
+from tests.workspace import bert, collate, rows, tiny_tokenizer
 
 BATCH = tiny.collate(tiny.samples(6))
 
@@ -130,7 +130,7 @@ def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypat
     copied(**tiny_tokenizer().pad(data[:], return_tensors="pt")).loss.backward()
     assert torch.nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]) > 2
     rule = WeightPruning(model, bert_targets(model), settings(steps=1))
-    train(model, tiny_tokenizer(), data, Path("curve.jsonl"), **rule.pruning.options(), seed=0, rules=[rule])
+    train(model, collate(), data, Path("curve.jsonl"), **rule.pruning.options(), seed=0, rules=[rule])
     for name, scores in rule.state().items():
         weight = copied.get_submodule(name).weight
         torch.testing.assert_close(scores, -weight.grad * weight.detach(), rtol=1e-3, atol=1e-6)
@@ -406,7 +406,7 @@ def trained(kill: int | None, score: str, left_out: int = 0) -> bytes:
     model = bert()
     rule = WeightPruning(model, bert_targets(model)[left_out:], settings(steps=6, score=score))
     data, curve = rows(), Path("curve.jsonl")
-    train(model, tiny_tokenizer(), data, curve, **rule.pruning.options(), seed=0, rules=[rule, Kill(kill)])
+    train(model, collate(), data, curve, **rule.pruning.options(), seed=0, rules=[rule, Kill(kill)])
     assert rule.measures()["remaining"] == pytest.approx(0.5, abs=1e-3)
     return save(dict(model.state_dict())) + save(dict(rule.evidence()["movement"]))
 

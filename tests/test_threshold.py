@@ -27,7 +27,7 @@ from eckart.weighting import Metrics
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
-from tests.workspace import rows, tiny_config, tiny_tokenizer
+from tests.workspace import collate, rows, tiny_config
 
 VALUES: dict[str, Any] = {
     "kind": "threshold",
@@ -504,7 +504,7 @@ def loop(curve: Path, kill: int | None = None, **changes: Any) -> tuple[Threshol
     inputs = {name: torch.tensor([data[0][name]]) for name in ("input_ids", "attention_mask")}
     targets = find_targets(model, inputs).targets
     rule = ThresholdSearch(model, targets, method(threshold_learning_rate=5e-3), 0.5)
-    taken = train(model, tiny_tokenizer(), data, curve, rules=[rule, Kill(kill)], **{**OPTIONS, **changes})
+    taken = train(model, collate(), data, curve, rules=[rule, Kill(kill)], **{**OPTIONS, **changes})
     return rule, model, taken
 
 

@@ -379,7 +379,7 @@ def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
     monkeypatch.setattr(
         tolerance,
         "collect",
-        lambda model, batches, some, kinds: gathered.append(some) or collect(model, batches, some, kinds),
+        lambda model, batches, some, *rest: gathered.append(some) or collect(model, batches, some, *rest),
     )
     search(model, targets, method(0.5), 1.0, BATCHES, INPUTS)
     assert len(gathered) == len({some.input_of for some in targets})

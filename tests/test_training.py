@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tasks.stage import StageError
 from tasks.training import train
-from tests.workspace import bert, rows, tiny_tokenizer
+from tests.workspace import bert, collate, rows
 
 POINTS = 20
 OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0}
@@ -29,7 +29,7 @@ def curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def trained(curve: Path, model: PreTrainedModel | None = None, **changes: Any) -> PreTrainedModel:
     model = model or bert()
-    train(model, tiny_tokenizer(), rows(), curve, **{**OPTIONS, "steps": 3, **changes})
+    train(model, collate(), rows(), curve, **{**OPTIONS, "steps": 3, **changes})
     return model
 
 

@@ -9,6 +9,7 @@ import json
 import runpy
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     BertTokenizer,
+    DataCollatorWithPadding,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+
+from tasks.dataset import Task
+from tasks.kinds.kind import Collate
+from tasks.metrics import MetricName, TaskKind
 
 REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"
@@ -110,11 +116,22 @@ def write_reviews(file: Path) -> None:
     reviews().to_csv(file, index=False)
 
 
+def a_task(kind: TaskKind, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
+    """What the extract stage writes down of a data set."""
+    sizes = {"train": 40, "test": 20, "calibration": 16}
+    return Task(kind=kind, labels=tuple(labels), metric=metric, max_length=max_length, sizes=sizes, seed=0)
+
+
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """WordPiece over the words of the reviews."""
     words = ["the", "is", "and", *_SUBJECTS, *itertools.chain(*_WORDS.values())]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     return BertTokenizer(vocab={token: position for position, token in enumerate(tokens)})
+
+
+def collate() -> Collate:
+    """Rows of `rows` → a padded batch."""
+    return DataCollatorWithPadding(tiny_tokenizer())
 
 
 def tiny_config(**changes: Any) -> BertConfig:

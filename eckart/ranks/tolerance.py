@@ -33,8 +33,9 @@ from transformers import PreTrainedModel
 
 from eckart.batch import Batch
 from eckart.budget import Rank, Ranks, allowance, largest_rank, total
-from eckart.evidence import Evidence, collect, mean_loss_times_batch
+from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
+from eckart.losses import Loss, mean_loss_times_batch
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, weight_of
 from eckart.weighting import Weighting, evidence_needed, weigh
@@ -65,6 +66,7 @@ def search(
     batches: Sequence[Batch],
     weighting: Weighting,
     seconds: Mapping[str, float] | None = None,
+    loss: Loss = mean_loss_times_batch,
 ) -> Ranks:
     """Ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
 
@@ -78,6 +80,7 @@ def search(
         batches: model inputs with labels, each tensor `(batch, …)`; both evidence and loss are of these.
         seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
             are measured anew can differ between two runs.
+        loss: sum over samples of each sample's loss.
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
@@ -90,7 +93,7 @@ def search(
         raise ValueError("there is no calibration sample: raise data.sizes.calibration")
     with _eval_mode(model):
         walks = _Walks(
-            model, targets, settings.grid, batches, weighting, _times(model, targets, settings, batches, seconds)
+            model, targets, settings.grid, batches, weighting, _times(model, targets, settings, batches, seconds), loss
         )
         try:
             if settings.increase is None:
@@ -179,8 +182,10 @@ class _Walks:
         batches: Sequence[Batch],
         weighting: Weighting,
         times: Mapping[str, float],
+        loss: Loss,
     ) -> None:
         self.model = model
+        self.of_samples = loss
         self.targets = tuple(targets)
         self.modules = {name: model.get_submodule(name) for name in _names(targets)}
         self.dense = {name: weight_of(module).clone() for name, module in self.modules.items()}
@@ -282,7 +287,7 @@ class _Walks:
         if kinds == ("inputs",) and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
         wanted = [some for some in self.targets if some.name in (target.input_of, target.name)]
-        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds)
+        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.of_samples)
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:
@@ -296,7 +301,7 @@ class _Walks:
     def _loss(self) -> float:
         """Mean over samples."""
         samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
-        return sum(float(mean_loss_times_batch(self.model, batch)) for batch in self.batches) / samples
+        return sum(float(self.of_samples(self.model, batch)) for batch in self.batches) / samples
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: weight_of(module).clone() for name, module in self.modules.items()}

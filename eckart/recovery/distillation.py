@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
-from eckart.rules import Rule
+from eckart.rules import Predictions, Rule, logits_of
 
 
 class Distillation(BaseModel):
@@ -39,16 +39,24 @@ class Distillation(BaseModel):
 class DistillationRule(Rule):
     """Adds the distance from a teacher to the loss. The teacher runs in eval mode and is never trained."""
 
-    def __init__(self, teacher: PreTrainedModel, settings: Distillation, classification: bool) -> None:
+    def __init__(
+        self,
+        teacher: PreTrainedModel,
+        settings: Distillation,
+        classification: bool,
+        predictions: Predictions = logits_of,
+    ) -> None:
         """
         Args:
             teacher: with the hidden states, as many and as wide, and the logits of the model that trains.
             classification: whether logits are of classes; otherwise they are values.
+            predictions: the logits that are compared.
         """
         self.settings = settings
         self.teacher = teacher.eval()
         self.layers, self.logits, self.temperature = settings.layers, settings.logits, settings.temperature
         self.classification = classification
+        self.predictions = predictions
         self.forward_options = {"output_hidden_states": True} if settings.layers else {}
         self.errors: dict[str, Tensor] = {}
 
@@ -70,7 +78,8 @@ class DistillationRule(Rule):
             self.errors["distill_layers"] = error.detach()
             terms.append(self.layers * error)
         if self.logits:
-            error = logits_error(_logits(outputs), _logits(taught), self.temperature if self.classification else None)
+            pair = self.predictions(outputs, batch), self.predictions(taught, batch)
+            error = logits_error(*pair, self.temperature if self.classification else None)
             self.errors["distill_logits"] = error.detach()
             terms.append(self.logits * error)
         return sum(terms[1:], terms[0])
@@ -119,10 +128,10 @@ def _distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
-    """temperature² · KL(teacher ‖ student), a mean over samples (Hinton et al., 2015); without one the mean square.
+    """temperature² · KL(teacher ‖ student), a mean over predictions (Hinton et al., 2015); without one the mean square.
 
     Args:
-        student, teacher: `(batch, classes)`, or `(batch, values)` where there is no temperature.
+        student, teacher: `(predictions, classes)`, or `(batch, values)` where there is no temperature.
 
     Raises:
         ValueError: they differ in shape.
@@ -145,10 +154,3 @@ def _hidden(outputs: ModelOutput) -> Sequence[Tensor]:
         more = ", but states of an encoder and a decoder" if outputs.get("encoder_hidden_states") else ""
         raise ValueError(f"the model returns no hidden states{more}: set distillation.layers to 0")
     return states
-
-
-def _logits(outputs: ModelOutput) -> Tensor:
-    logits = outputs.get("logits")
-    if logits is None:
-        raise ValueError("the model returns no logits: set distillation.logits to 0")
-    return logits

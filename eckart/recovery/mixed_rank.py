@@ -20,7 +20,7 @@ from eckart.batch import Batch
 from eckart.layers import LowRankLinear, replace
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
-from eckart.rules import Rule
+from eckart.rules import Predictions, Rule, logits_of
 
 
 class MixedRank(Optimization):
@@ -65,6 +65,7 @@ class MixedRankRule(Rule):
         weights: target → W `(out, in)` that its factors came from; other targets run as they are.
         classification: whether the logits are of classes (agreement by KL) or a regression's values (by MSE).
         seed: of z.
+        predictions: the logits that are to agree.
 
     Raises:
         ValueError: a target is not factorized, or its W has another shape than its factors.
@@ -79,10 +80,12 @@ class MixedRankRule(Rule):
         settings: MixedRank,
         classification: bool,
         seed: int,
+        predictions: Predictions = logits_of,
     ) -> None:
         self.settings = settings
         self.model = model
         self.classification = classification
+        self.predictions = predictions
         self.until = schedules.steps_in(settings.until, settings.steps)
         self.generator = torch.Generator().manual_seed(seed)
         self.p = settings.initial
@@ -107,7 +110,7 @@ class MixedRankRule(Rule):
             return None
         self._draw()
         second = model(**batch)
-        disagreement = self._disagreement(outputs["logits"], second["logits"])
+        disagreement = self._disagreement(self.predictions(outputs, batch), self.predictions(second, batch))
         self.disagreement = float(disagreement.detach())
         return (second["loss"] - outputs["loss"]) / 2 + self.settings.consistency * disagreement
 
@@ -132,7 +135,7 @@ class MixedRankRule(Rule):
             layer.dense = draw < self.p
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
-        """D of two logits `(batch, …, classes)`, mean over samples.
+        """D of two logits `(predictions, classes)`, their mean.
 
         The paper's KL has no direction; here it is the mean of both (choice), as no pass is the better one:
         ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from flows.gates import TEST, Candidate, Champion, Gate, Refused, Setting, digest, limits, measure, short
 from flows.params import Promotion
-from tasks.dataset import SPLITS, Task
+from tasks.dataset import SPLITS
 from tests.flows.toy import call
-from tests.workspace import bert, reviews, tiny_config, tiny_tokenizer
+from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 LABELS = ("negative", "positive")
 WANTED = Promotion(model="m", largest_drop=0.01, keep=0.5, least_speedup=1.2, least_gain=0.0)
@@ -112,7 +112,7 @@ class TestMeasure:
         SPLITS.mkdir(parents=True)
         labels = [LABELS.index(label) for label in rows["label"]]
         pd.DataFrame({"text": rows["text"], "label": labels}).to_parquet(TEST)
-        task = Task(kind="classification", labels=LABELS, metric="accuracy", max_length=16)
+        task = a_task("classification", LABELS, "accuracy")
         (SPLITS / "task.json").write_text(task.model_dump_json())
 
     @pytest.fixture

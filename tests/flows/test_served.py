@@ -29,11 +29,10 @@ from flows.gates import digest
 from flows.registry import CHAMPION, connected, save
 from flows.served import Served
 from flows.settings import answers
-from tasks.dataset import Task
 from tests.flows.servers import free_port
-from tests.workspace import bert, tiny_config, tiny_tokenizer
+from tests.workspace import a_task, bert, tiny_config, tiny_tokenizer
 
-TASK = Task(kind="classification", labels=("bad", "good"), metric="accuracy", max_length=6)
+TASK = a_task("classification", ("bad", "good"), "accuracy", 6)
 TEXTS = ["the plot is dull", "the cast is warm and clever and fresh and moving and brilliant", "the music"]
 SETTINGS = {"max_length": TASK.max_length, "batch_size": 2}
 

@@ -1,0 +1,21 @@
+"""The kinds of task: what each does between rows of text and a score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tasks.dataset import Task
+from tasks.kinds.kind import Kind
+from tasks.kinds.language import LANGUAGE
+from tasks.kinds.sequence import SEQUENCE
+from tasks.metrics import TaskKind
+
+_KINDS: Mapping[TaskKind, Kind] = {
+    "classification": SEQUENCE,
+    "regression": SEQUENCE,
+    "language_modeling": LANGUAGE,
+}
+
+
+def kind_of(task: Task) -> Kind:
+    return _KINDS[task.kind]

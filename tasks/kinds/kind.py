@@ -1,0 +1,99 @@
+"""What the stages ask of a kind of task, and what several kinds share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.batch import Batch
+from eckart.losses import IGNORED, Loss
+from eckart.rules import Predictions
+from tasks.dataset import Split, Task
+from tasks.metrics import MetricName
+from tasks.records import Score
+from tasks.stage import StageError
+
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Rows of a data set → a batch of tensors."""
+
+_MORE_OUTPUTS = ["past_key_values", "cache_params", "hidden_states", "attentions"]  # that no score needs
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of task, from rows of text to a score."""
+
+    auto: Any
+    """The transformers class whose `from_pretrained` gives a model with the head."""
+    head: Callable[[Task], dict[str, Any]]
+    """What the head's shape is, as arguments of `from_pretrained`."""
+    encode: Callable[[pd.DataFrame, Task, PreTrainedTokenizerBase, Split], Dataset]
+    """A split as model inputs with labels, unpadded."""
+    collate: Callable[[PreTrainedTokenizerBase, PreTrainedModel], Collate]
+    """Rows of `encode` → a batch."""
+    loss: Loss
+    """Of which evidence is the gradient."""
+    logits: Predictions
+    """What a teacher teaches; padding is no prediction."""
+    score: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], Score]
+    """How good a model is on all rows of a split, in batches of so many."""
+
+
+def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:
+    """A score by all metrics of its kind."""
+    return Score(metric=metrics[task.metric], loss=loss, rows=rows, metrics=metrics)
+
+
+def predict(
+    model: PreTrainedModel,
+    data: Dataset,
+    collate: Collate,
+    batch_size: int,
+    reduce: Callable[[Any, Any], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Outputs and labels of all rows of `data`, in its order; where rows differ in length both are padded with -100.
+
+    Args:
+        reduce: outputs and labels of a batch → what is kept of the outputs.
+
+    Raises:
+        StageError: an output is not finite.
+    """
+    order = np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")  # little padding
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_eval_batch_size=batch_size,
+            report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, data_collator=collate, preprocess_logits_for_metrics=reduce)
+        result = trainer.predict(data.select(order), ignore_keys=_MORE_OUTPUTS)
+    back = np.argsort(order, kind="stable")
+    predictions = _ordered(result.predictions, back)
+    for part in predictions if isinstance(predictions, tuple) else (predictions,):
+        if not np.isfinite(part).all():
+            raise StageError("the model's outputs are not finite: lower the learning rate, or raise keep")
+    return predictions, _ordered(result.label_ids, back)
+
+
+def _ordered(values: Any, order: np.ndarray) -> Any:
+    if isinstance(values, tuple):
+        return tuple(_ordered(part, order) for part in values)
+    return np.asarray(values)[order]
+
+
+def labelled(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """The logits `(labelled tokens, classes)` of a head that labels each token."""
+    return outputs["logits"][batch["labels"] != IGNORED]

@@ -1,0 +1,94 @@
+"""Causal language modelling: the next token of blocks that a text is cut into.
+
+A split is one text, its rows joined by an empty line. It is cut into blocks of `max_length` tokens, without special
+tokens between them; what is left at its end is dropped. Every block is scored on its own: perplexity is that of windows
+that do not overlap, as in the tables of papers on compressing language models.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from datasets import Dataset
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.batch import Batch
+from eckart.losses import mean_loss_times_batch
+from tasks.dataset import Split, Task
+from tasks.kinds.kind import Kind, predict, scored
+from tasks.records import Score
+from tasks.stage import StageError
+
+_SEPARATOR = "\n\n"
+
+
+def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
+    """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, by chance.
+
+    The calibration blocks are some of the training blocks.
+
+    Raises:
+        StageError: the text is shorter than a block.
+    """
+    ids = tokenizer(_SEPARATOR.join(frame["text"]), add_special_tokens=False, verbose=False)["input_ids"]
+    count = len(ids) // task.max_length
+    if not count:
+        raise StageError(
+            f"the {split} split has {len(ids)} tokens, less than a block of data.max_length={task.max_length}: "
+            "give it more text, or lower data.max_length"
+        )
+    blocks = np.array(ids[: count * task.max_length]).reshape(count, task.max_length)
+    blocks = _some(blocks, task, split)
+    return Dataset.from_dict({"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks})
+
+
+def _some(blocks: np.ndarray, task: Task, split: Split) -> np.ndarray:
+    drawn = np.random.default_rng(task.seed).permutation(len(blocks))
+    if split == "calibration":  # of those that training sees
+        drawn = drawn[: task.sizes["train"]]
+    return blocks[np.sort(drawn[: task.sizes[split]])]
+
+
+def score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> Score:
+    """Perplexity is the exponential of the mean loss over all predicted tokens."""
+    data = encode(frame, task, tokenizer, "test")
+    losses, _ = predict(model, data, default_data_collator, batch_size, _losses)
+    loss = float(losses.astype(np.float64).mean())
+    return scored(task, {"perplexity": math.exp(min(loss, 700.0))}, loss, len(data))  # finite, however bad
+
+
+def _losses(outputs: Any, labels: Tensor) -> Tensor:
+    """`(batch, tokens - 1)`: of each token but the first, given those before it."""
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    return cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], reduction="none")
+
+
+def _logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    return outputs["logits"][:, :-1].flatten(0, 1)
+
+
+def _head(task: Task) -> dict[str, Any]:
+    return {}
+
+
+def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Any:
+    return default_data_collator
+
+
+LANGUAGE = Kind(
+    auto=AutoModelForCausalLM,
+    head=_head,
+    encode=encode,
+    collate=_collate,
+    loss=mean_loss_times_batch,  # blocks are of one length, so each counts alike
+    logits=_logits,
+    score=score,
+)
