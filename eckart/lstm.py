@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -21,7 +20,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils.generic import can_return_tuple
 
 
-@strict
 class LSTMConfig(PreTrainedConfig):
     """What the model is made of.
 
@@ -44,24 +42,13 @@ class LSTMConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
-    def validate_architecture(self) -> None:
-        """transformers calls this for every configuration.
-
-        Raises:
-            ValueError: tied embeddings of another width than the state.
-        """
-        if self.tie_word_embeddings and self.embedding_size != self.hidden_size:
-            raise ValueError(
-                f"tie_word_embeddings needs one width, but embedding_size is {self.embedding_size} and hidden_size "
-                f"is {self.hidden_size}: make them equal or untie"
-            )
-
 
 class LSTMLayer(nn.Module):
     """Gates stand in torch's order: input, forget, cell, output; b_ih is the bias of `input_map`, b_hh of the other."""
 
     def __init__(self, in_features: int, hidden: int, bias: bool) -> None:
         super().__init__()
+        self.hidden_size = hidden
         self.input_map = nn.Linear(in_features, 4 * hidden, bias=bias)
         self.hidden_map = nn.Linear(hidden, 4 * hidden, bias=bias)
 
@@ -73,7 +60,7 @@ class LSTMLayer(nn.Module):
                 zeros; None where all go on.
         """
         inputs = self.input_map(x).unbind(1)
-        hidden = cell = x.new_zeros(len(x), self.hidden_map.in_features)
+        hidden = cell = x.new_zeros(len(x), self.hidden_size)
         outputs = []
         for token, gates in enumerate(inputs):
             if carries is not None:
@@ -131,8 +118,8 @@ class LSTMModel(LSTMPreTrainedModel):
         for layer in self.layers:
             states.append(layer(self.dropout(states[-1]), carries))
         return BaseModelOutput(
-            last_hidden_state=states[-1],  # type: ignore[arg-type]
-            hidden_states=tuple(states) if output_hidden_states else None,  # type: ignore[arg-type]
+            last_hidden_state=states[-1],
+            hidden_states=tuple(states) if output_hidden_states else None,
         )
 
 
@@ -146,11 +133,20 @@ def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class LSTMForCausalLM(LSTMPreTrainedModel):
-    """A language model: the logits at a token are of the next one. Every row starts from a state of zeros."""
+    """A language model: the logits at a token are of the next one. Every row starts from a state of zeros.
+
+    Raises:
+        ValueError: the configuration ties embeddings of another width than the state.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: LSTMConfig) -> None:
+        if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
+            raise ValueError(
+                f"tie_word_embeddings needs one width, but embedding_size is {config.embedding_size} and hidden_size "
+                f"is {config.hidden_size}: make them equal or untie"
+            )
         super().__init__(config)
         self.model = LSTMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -171,9 +167,7 @@ class LSTMForCausalLM(LSTMPreTrainedModel):
             labels: `(batch, tokens)`, `input_ids` again; the loss shifts them by one and leaves out -100.
             options: for the loss, as the Trainer gives them.
         """
-        outputs = self.model(
-            input_ids, attention_mask, output_hidden_states=output_hidden_states, return_dict=True
-        )
+        outputs = self.model(input_ids, attention_mask, output_hidden_states=output_hidden_states, return_dict=True)
         logits = self.lm_head(self.model.dropout(outputs.last_hidden_state))
         loss = None
         if labels is not None:
@@ -184,8 +178,8 @@ class LSTMForCausalLM(LSTMPreTrainedModel):
     def from_torch(cls, embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> Self:
         """The same model as `head(lstm(embedding(input_ids))[0])`, with copies of its weights, in eval mode.
 
-        Logits are the same bit for bit where torch runs its own LSTM kernel (on a CPU in float64, say), and up to
-        rounding where it calls oneDNN's or cuDNN's. The dropout of `lstm` is taken over for all of LSTMConfig.dropout.
+        The logits are the same up to rounding: where torch calls oneDNN or cuDNN, these add in another order. The
+        dropout of `lstm` becomes that of LSTMConfig, which also falls on what enters the first layer and the head.
 
         Raises:
             ValueError: the parts do not fit together, or do what this model cannot.
@@ -218,7 +212,9 @@ class LSTMForCausalLM(LSTMPreTrainedModel):
 
 def _check(embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> None:
     if lstm.bidirectional:
-        raise ValueError("the LSTM is bidirectional, but a causal language model reads forward only: give one that does")
+        raise ValueError(
+            "the LSTM is bidirectional, but a causal language model reads forward only: give one that does"
+        )
     if lstm.proj_size:
         raise ValueError(f"the LSTM projects its outputs to {lstm.proj_size}: give one with proj_size=0")
     if embedding.max_norm is not None:
