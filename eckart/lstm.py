@@ -1,0 +1,236 @@
+"""An LSTM language model of linear maps, as an ordinary Hugging Face model.
+
+`torch.nn.LSTM` runs all of its weights in one kernel, where no map can be seen or replaced. Here each layer has two
+`nn.Linear`: `input_map` `(4 hidden, in)` runs once over the whole sequence, `hidden_map` `(4 hidden, hidden)` once for
+each token. With the softmax layer `lm_head` `(vocabulary, hidden)` these are the matrices that DRONE compresses in its
+language model of Penn Treebank (section 4 and appendix D.1), whose sizes are the defaults.
+
+Importing this module registers the model: AutoModelForCausalLM loads what was saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.utils.generic import can_return_tuple
+
+
+class LSTMConfig(PreTrainedConfig):
+    """What the model is made of.
+
+    bias, head_bias: whether the maps of the layers and the softmax layer have biases.
+    dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
+    tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
+    """
+
+    model_type = "eckart_lstm"
+
+    vocab_size: int = 10000
+    embedding_size: int = 1500
+    hidden_size: int = 1500
+    num_hidden_layers: int = 2
+    bias: bool = True
+    head_bias: bool = True
+    dropout: float = 0.65
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class LSTMLayer(nn.Module):
+    """Gates stand in torch's order: input, forget, cell, output; b_ih is the bias of `input_map`, b_hh of the other."""
+
+    def __init__(self, in_features: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.hidden_size = hidden
+        self.input_map = nn.Linear(in_features, 4 * hidden, bias=bias)
+        self.hidden_map = nn.Linear(hidden, 4 * hidden, bias=bias)
+
+    def forward(self, x: Tensor, carries: Tensor | None) -> Tensor:
+        """x `(batch, tokens, in)` → `(batch, tokens, hidden)`, in the order of operations of torch's own kernel.
+
+        Args:
+            carries: `(batch, tokens, 1)`, 1 where a token goes on from the state before it, 0 where it starts from
+                zeros; None where all go on.
+        """
+        inputs = self.input_map(x).unbind(1)
+        hidden = cell = x.new_zeros(len(x), self.hidden_size)
+        outputs = []
+        for token, gates in enumerate(inputs):
+            if carries is not None:
+                hidden, cell = hidden * carries[:, token], cell * carries[:, token]
+            enter, forget, new, leave = (gates + self.hidden_map(hidden)).chunk(4, -1)
+            cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+            hidden = leave.sigmoid() * cell.tanh()
+            outputs.append(hidden)
+        return torch.stack(outputs, 1)
+
+
+class LSTMPreTrainedModel(PreTrainedModel):
+    config_class = LSTMConfig
+    base_model_prefix = "model"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Uniform within 1/√hidden, as `torch.nn.LSTM` draws its weights; (choice) the embedding and the head too."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            bound = self.config.hidden_size**-0.5
+            for parameter in module.parameters():
+                init.uniform_(parameter, -bound, bound)
+
+
+class LSTMModel(LSTMPreTrainedModel):
+    """Embedding and layers."""
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size)
+        widths = [config.embedding_size] + [config.hidden_size] * (config.num_hidden_layers - 1)
+        self.layers = nn.ModuleList(LSTMLayer(width, config.hidden_size, config.bias) for width in widths)
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutput:
+        """Hidden states are the embeddings and each layer's outputs, before their dropout.
+
+        Args:
+            input_ids, attention_mask: `(batch, tokens)`. Padding may stand on either side: it reads no state and
+                leaves none, so that real tokens get what they get without it.
+        """
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x = self.embed_tokens(input_ids)
+        carries = _carries(attention_mask, x.dtype)
+        states = [x]
+        for layer in self.layers:
+            states.append(layer(self.dropout(states[-1]), carries))
+        return BaseModelOutput(
+            last_hidden_state=states[-1],
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+
+
+def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Where a token and the one before it are both real `(batch, tokens, 1)`; None if no token is padding."""
+    if mask is None or bool(mask.all()):
+        return None
+    real = mask.bool()
+    before = torch.nn.functional.pad(real[:, :-1], (1, 0), value=True)  # the first state is zero anyway
+    return (real & before).unsqueeze(-1).to(dtype)
+
+
+class LSTMForCausalLM(LSTMPreTrainedModel):
+    """A language model: the logits at a token are of the next one. Every row starts from a state of zeros.
+
+    Raises:
+        ValueError: the configuration ties embeddings of another width than the state.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: LSTMConfig) -> None:
+        if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
+            raise ValueError(
+                f"tie_word_embeddings needs one width, but embedding_size is {config.embedding_size} and hidden_size "
+                f"is {config.hidden_size}: make them equal or untie"
+            )
+        super().__init__(config)
+        self.model = LSTMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """
+        Args:
+            input_ids, attention_mask: as in `LSTMModel`.
+            labels: `(batch, tokens)`, `input_ids` again; the loss shifts them by one and leaves out -100.
+            options: for the loss, as the Trainer gives them.
+        """
+        outputs = self.model(input_ids, attention_mask, output_hidden_states=output_hidden_states, return_dict=True)
+        logits = self.lm_head(self.model.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+    @classmethod
+    def from_torch(cls, embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> Self:
+        """The same model as `head(lstm(embedding(input_ids))[0])`, with copies of its weights, in eval mode.
+
+        The logits are the same up to rounding: where torch calls oneDNN or cuDNN, these add in another order. The
+        dropout of `lstm` becomes that of LSTMConfig, which also falls on what enters the first layer and the head.
+
+        Raises:
+            ValueError: the parts do not fit together, or do what this model cannot.
+        """
+        _check(embedding, lstm, head)
+        tied = head.weight is embedding.weight
+        config = LSTMConfig(
+            vocab_size=embedding.num_embeddings,
+            embedding_size=lstm.input_size,
+            hidden_size=lstm.hidden_size,
+            num_hidden_layers=lstm.num_layers,
+            bias=lstm.bias,
+            head_bias=head.bias is not None,
+            dropout=lstm.dropout,
+            tie_word_embeddings=tied,
+            pad_token_id=embedding.padding_idx,
+        )
+        weights = {"model.embed_tokens.weight": embedding.weight}
+        weights |= {f"lm_head.{name}": parameter for name, parameter in head.named_parameters()}
+        for name, parameter in lstm.named_parameters():  # weight_ih_l0 and so on
+            kind, which, layer = name.split("_")
+            part = {"ih": "input_map", "hh": "hidden_map"}[which]
+            weights[f"model.layers.{layer.removeprefix('l')}.{part}.{kind}"] = parameter
+        with torch.device("meta"):  # draws no random weights
+            model = cls(config)
+        model.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()}, assign=True)
+        model.tie_weights()
+        return model.eval()
+
+
+def _check(embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> None:
+    if lstm.bidirectional:
+        raise ValueError(
+            "the LSTM is bidirectional, but a causal language model reads forward only: give one that does"
+        )
+    if lstm.proj_size:
+        raise ValueError(f"the LSTM projects its outputs to {lstm.proj_size}: give one with proj_size=0")
+    if embedding.max_norm is not None:
+        raise ValueError("the embedding changes its weights as it runs: give one with max_norm=None")
+    if embedding.embedding_dim != lstm.input_size:
+        raise ValueError(
+            f"the embedding gives {embedding.embedding_dim} features, but the LSTM reads {lstm.input_size}: give parts "
+            "of one model"
+        )
+    if (head.in_features, head.out_features) != (lstm.hidden_size, embedding.num_embeddings):
+        raise ValueError(
+            f"the head maps {head.in_features} features to {head.out_features} tokens, but the LSTM gives "
+            f"{lstm.hidden_size} and the vocabulary has {embedding.num_embeddings}: give parts of one model"
+        )
+
+
+AutoConfig.register(LSTMConfig.model_type, LSTMConfig)
+AutoModel.register(LSTMConfig, LSTMModel)
+AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM)
