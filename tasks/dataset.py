@@ -25,6 +25,10 @@ class Task(BaseModel):
     """Names of the classes, in order of their ids; empty where there are none."""
     metric: MetricName
     max_length: int
+    target_length: int | None
+    """Of a summary, in tokens."""
+    stride: int | None
+    """Tokens that neighbouring windows of a long context share."""
     sizes: dict[Split, int]
     """Rows of a split at most; of language modelling, which is cut into rows only when it is tokenized, blocks."""
     seed: int

@@ -48,6 +48,8 @@ def extract() -> None:
             labels=labels,
             metric=params.metric,
             max_length=params.max_length,
+            target_length=params.target_length,
+            stride=params.stride,
             sizes=params.sizes.model_dump(),
             seed=params.seed,
         )

@@ -79,6 +79,8 @@ class Data(Section):
     metric: MetricName
     sizes: Sizes
     max_length: Count
+    target_length: Count | None
+    stride: Count | None
     seed: Seed
 
 

@@ -61,7 +61,10 @@ def make_study(
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML
     task = {"kind": "regression" if regression else "classification", "labels": [] if regression else ["no", "yes"]}
-    write("data/splits/task.json", {**task, "metric": metric, "max_length": 8, "sizes": {}, "seed": 0})
+    write(
+        "data/splits/task.json",
+        {**task, "metric": metric, "max_length": 8, "target_length": None, "stride": None, "sizes": {}, "seed": 0},
+    )
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
     write("reports/teacher.json", {"score": score(dense), "size": size(1000)})
     write("reports/teacher.jsonl", curve(20))

@@ -119,7 +119,16 @@ def write_reviews(file: Path) -> None:
 def a_task(kind: TaskKind, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
     """What the extract stage writes down of a data set."""
     sizes = {"train": 40, "test": 20, "calibration": 16}
-    return Task(kind=kind, labels=tuple(labels), metric=metric, max_length=max_length, sizes=sizes, seed=0)
+    return Task(
+        kind=kind,
+        labels=tuple(labels),
+        metric=metric,
+        max_length=max_length,
+        target_length=None,
+        stride=None,
+        sizes=sizes,
+        seed=0,
+    )
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
