@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -51,6 +52,8 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             _check_code(found)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             kind = kind_of(task)
+            if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
+                options["quantization_config"] = GgufConfig(dequantize=True)
             model = kind.auto.from_pretrained(
                 source, use_safetensors=True, dtype=torch.float32, **options, **kind.head(task)
             )

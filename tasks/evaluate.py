@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import filecmp
+from pathlib import Path
+
 from transformers import PreTrainedModel
 
 from eckart.budget import allowance, cost
@@ -32,9 +35,10 @@ def evaluate(recipe: str, keep: str) -> None:
     before = None if residual_rows(model) else scored(model, "factorized")
     model, tokenizer = load(FINETUNED / name, kind.auto)
     sizes = _sizes(model, targets)
+    same = before if _same_weights(FACTORIZED / name, FINETUNED / name) else None
     result = Evaluation(
         factorized=before,
-        recovered=scored(model, "recovered"),
+        recovered=same or scored(model, "recovered"),
         size=size(model, FINETUNED / name, task.max_length),
         targets=sizes,
         target_parameters=sum(_parameters(target, sizes[target.name]) for target in targets),
@@ -45,6 +49,13 @@ def evaluate(recipe: str, keep: str) -> None:
         )
     EVALUATIONS.mkdir(parents=True, exist_ok=True)
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
+
+
+def _same_weights(one: Path, other: Path) -> bool:
+    """Whether recovery took no step, so that there is nothing new to score."""
+    files = [sorted(folder.glob("*.safetensors")) for folder in (one, other)]
+    names = [[file.name for file in some] for some in files]
+    return names[0] == names[1] and all(filecmp.cmp(*pair, shallow=False) for pair in zip(*files, strict=True))
 
 
 def _sizes(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, TargetSize]:
