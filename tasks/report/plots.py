@@ -16,9 +16,9 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from tasks.report.numbers import count, metric_name, score
+from tasks.report.numbers import count, score
 from tasks.report.results import Candidate, Curve, Results
 
 _COLOURS = (  # each is legible on white and on near black
@@ -37,6 +37,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
+_DECADES = 4  # from so many on, a logarithmic axis marks whole ones only
 _STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
     {"linestyle": "-", "linewidth": 2.6, "alpha": 0.6},
     {"linestyle": (0, (5, 1.5)), "linewidth": 1.4},
@@ -139,9 +140,25 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
     axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
     axes.set_xlim(-0.5, len(keeps) - 0.5)
     axes.set_xlabel("size: keep over targets, parameters of the whole model")
-    axes.set_ylabel(f"{metric_name(results.task.metric)} on the test split")
+    _scale(axes, results)
     figure.legend(handles=_legend(results, palette), loc="outside right upper", labelcolor=palette.ink)
     return figure
+
+
+def _scale(axes: Axes, results: Results) -> None:
+    """The axis of the metric: logarithmic where values span more than a decade, as few would squash the others."""
+    notes = ["lower is better"] if results.metric.lower_is_better else []
+    values = [results.teacher.score.metric, *(one.recovered for one in results.candidates)]
+    values += [one.factorized for one in results.candidates if one.factorized is not None]
+    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
+        axes.set_yscale("log")
+        decades = math.log10(max(values) / min(values))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < _DECADES else (1,)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"e\+0*", "e", f"{value:,g}")))
+        notes.append("logarithmic")
+    said = f" ({', '.join(notes)})" if notes else ""
+    axes.set_ylabel(f"{results.metric.title} on the test split{said}")
 
 
 def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[float], Look]]:
@@ -184,15 +201,14 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    dense, error = score(results.teacher.score.metric), results.standard_error
-    margin = "" if error is None else f" ± {score(error)}"
+    dense = score(results.teacher.score.metric, results.standard_error)
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),
         Line2D(
             [], [], color=palette.ink, marker="o", linestyle="--", markerfacecolor=palette.paper, label="factorized"
         ),
-        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}{margin}"),
+        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}"),
     ]
 
 
