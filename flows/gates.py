@@ -200,8 +200,8 @@ def as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> 
     it; and an accuracy of tokens by less. A correlation has no rows on an edge, and moves by far less.
 
     A perplexity has no rows on an edge and no largest value. It is the exponential of a mean loss, so that what
-    rounding adds to the loss (about 1e-5 in single precision) multiplies the perplexity: the limit is relative, and a
-    hundred times that. A model that runs otherwise (in half precision, say, or with another mask) is beyond it.
+    rounding adds to the loss multiplies the perplexity: the limit is relative. (choice) A thousandth is far above the
+    rounding of single precision, and below what one would call a difference between two candidates.
     """
     difference, allowed = abs(metric - recorded), 2 / rows
     if not METRICS[setting.metric].bounded:
