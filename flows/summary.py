@@ -20,6 +20,7 @@ from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import TEACHER_METRICS, TeacherReport
 from tasks.report.numbers import count, counted, percent, score, times
+from tasks.report.provenance import cut
 
 COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]
@@ -127,8 +128,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
         "Metric": f"{metric.with_direction} on {rows.test_rows.iloc[0]:,} test rows; retained is {retained}.",
-        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows, texts cut to "
-        f"{data.max_length} tokens.",
+        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",

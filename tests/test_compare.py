@@ -523,6 +523,7 @@ def test_only_the_accuracy_of_rows_has_a_standard_error(
         (199.0, "(lower is better)"),
         (13_000.0, "(lower is better, scale finest at dense)"),
         (1e12, "(lower is better, scale finest at dense)"),
+        (1e304, "(lower is better, scale finest at dense)"),
     ],
 )
 def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: str) -> None:
@@ -599,6 +600,7 @@ def test_numbers_are_readable() -> None:
         (99_999.6, "1.0e5"),
         (131_072.0, "1.3e5"),
         (4.2e14, "4.2e14"),
+        (1.01e304, "1.0e304"),
     ],
 )
 def test_a_score_has_the_digits_that_its_size_asks_for(value: float, shown: str) -> None:
@@ -609,3 +611,4 @@ def test_a_spread_ends_with_the_digit_of_its_mean() -> None:
     assert numbers.score(0.8416, 0.0182) == "0.842 ± 0.018"
     assert numbers.score(1203.6, 20.4) == "1,204 ± 20"
     assert numbers.score(131_072.0, 20_000.0) == "1.3e5 ± 2.0e4"
+    assert numbers.score(1e304, float("inf")) == "1.0e304 ± inf"

@@ -41,8 +41,8 @@ def _to_digit(value: float, size: float) -> str:
     for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
         if round(size, decimals) < limit:
             return f"{value:,.{decimals}f}"
-    digits, exponent = f"{value:.1e}".split("e")
-    return f"{digits}e{int(exponent)}"
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits  # the spread of perplexities near 1e300 is infinite
 
 
 def rank(average: float) -> str:

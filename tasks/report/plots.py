@@ -39,6 +39,7 @@ _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
 _EVEN = 0.2  # loss over dense, in nats, up to which a scale that is widest at dense is nearly even
+_LOSS = 600.0  # over dense, in nats, at which such a scale ends: its exponential is a float yet
 _TICKS_APART = 0.06  # of such a scale, at least, as a share of its length
 _MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of its ticks, the roundest first
 _STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
@@ -172,7 +173,7 @@ def _widen(axes: Axes, dense: float, least: float, largest: float) -> None:
         return np.arcsinh(np.log(above_0 / dense) / _EVEN)
 
     def back(place: Any) -> Any:
-        return dense * np.exp(_EVEN * np.sinh(place))
+        return dense * np.exp(np.minimum(_EVEN * np.sinh(place), _LOSS))
 
     length = place(largest) - place(least)
     bottom, top = (float(back(end)) for end in (place(least) - 0.05 * length, place(largest) + 0.05 * length))

@@ -463,7 +463,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     for folder in ("reports", "data/importance"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
-    dense = {"score": {"metric": 0.8, "loss": 1.0, "rows": 20}}
+    dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     (root / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
