@@ -18,6 +18,7 @@ from flows.params import Promotion
 from tasks.batches import batches, encoded
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.kinds import kind_of
+from tasks.metrics import METRICS, MetricName
 from tasks.models import check_length, load
 from tasks.stage import StageError, quiet
 
@@ -25,6 +26,7 @@ TEST = SPLITS / "test.parquet"
 SMOKED = 8
 """Test rows to which a version must answer as the model that was scored does."""
 
+_UNBOUNDED_DIFFERENCE = 1e-3  # from the record, ÷ the record
 _ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
 
 
@@ -40,7 +42,7 @@ class Gate:
     words: str
     """Both in a sentence."""
     lacking: str
-    """What a value beyond the limit is: `too low`."""
+    """What a value beyond the limit is: `too large`."""
 
     @property
     def excess(self) -> float:
@@ -87,7 +89,7 @@ class Setting:
 
     root: Path
     study: str
-    metric: str
+    metric: MetricName
     threads: int
     batch_size: int
     wanted: Promotion
@@ -126,10 +128,13 @@ class Champion:
 
 def limits(candidate: Candidate, metric: float, setting: Setting) -> list[Gate]:
     """What params.yaml asks of any candidate; `metric` is what it reaches."""
-    wanted, drop = setting.wanted, candidate.teacher - metric
-    words = f"{setting.metric} {short(metric)} is {short(drop)} below the teacher's {short(candidate.teacher)}"
+    wanted, drop = setting.wanted, METRICS[setting.metric].worse_by(metric, candidate.teacher)
+    way = "better" if drop < 0 else "worse"
+    words = (
+        f"{_title(setting)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(candidate.teacher)}"
+    )
     words += f"; {short(wanted.largest_drop)} are allowed"
-    found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too low")]
+    found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much")]
     if wanted.keep is not None:
         words = f"keep is {short(candidate.keep)}; {short(wanted.keep)} are allowed"
         found.append(Gate("keep", candidate.keep, wanted.keep, True, words, "too large"))
@@ -161,9 +166,9 @@ def measure(
     with _as_stages(setting.threads):
         model, tokenizer = load(files, kind_of(task).auto)
         metric = _scored(model, tokenizer, task, setting)
-        gates += [_as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
+        gates += [as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
         if champion:
-            gates.append(_gain(metric, _champions(champion, task, setting), champion, setting))
+            gates.append(gain(metric, _champions(champion, task, setting), champion, setting))
         return gates, _answers(model, tokenizer, task)
 
 
@@ -186,23 +191,36 @@ def _same_files(files: Path, candidate: Candidate) -> Gate:
     return Gate("files other than measured", float(found != candidate.content), 0.0, True, words, "too many")
 
 
-def _as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> Gate:
+def as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> Gate:
     """The files are the same to the byte; this shows that what runs them is, too.
 
     On another processor sums are rounded otherwise, which may move a row whose two likeliest classes are even. A row
-    moves an accuracy by 1 ÷ rows, and an F1 by about twice that.
+    moves an accuracy by 1 ÷ rows, and an F1 by about twice that. It moves an exact match, a ROUGE or an F1 of answers,
+    which are means over the rows, by 1 ÷ rows at most, even where one other token changes all that is generated after
+    it; and an accuracy of tokens by less. A correlation has no rows on an edge, and moves by far less.
+
+    A perplexity has no rows on an edge and no largest value. It is the exponential of a mean loss, so that what
+    rounding adds to the loss multiplies the perplexity: the limit is relative. (choice) A thousandth is far above the
+    rounding of single precision, and below what one would call a difference between two candidates.
     """
     difference, allowed = abs(metric - recorded), 2 / rows
-    words = f"{setting.metric} is {short(metric)} here, but the study recorded {short(recorded)}"
+    if not METRICS[setting.metric].bounded:
+        allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
+    words = f"{_title(setting)} is {short(metric)} here, but the study recorded {short(recorded)}"
     words += f"; a difference of {short(allowed)} is allowed"
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
-def _gain(metric: float, theirs: float, champion: Champion, setting: Setting) -> Gate:
-    gain, least = metric - theirs, setting.wanted.least_gain
-    words = f"{setting.metric} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
-    words += f"is a gain of {short(gain)}; {short(least)} is asked for"
-    return Gate("gain over the champion", gain, least, False, words, "too low")
+def gain(metric: float, theirs: float, champion: Champion, setting: Setting) -> Gate:
+    """What the candidate has over the champion, of which `theirs` is the metric on the same rows."""
+    gained, least = METRICS[setting.metric].worse_by(theirs, metric), setting.wanted.least_gain
+    words = f"{_title(setting)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
+    words += f"is a gain of {short(gained)}; {short(least)} is asked for"
+    return Gate("gain over the champion", gained, least, False, words, "too low")
+
+
+def _title(setting: Setting) -> str:
+    return METRICS[setting.metric].title
 
 
 def _champions(champion: Champion, task: Task, setting: Setting) -> float:

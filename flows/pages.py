@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import cast
 
 from prefect.artifacts import create_table_artifact
 
 from flows.tracking import Mirror
+from tasks.metrics import METRICS, MetricName
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
 
@@ -23,7 +25,8 @@ def comparison(study: str, root: Path, mirror: Mirror) -> None:
         table.append({"candidate": name, **{column: _short(row[column]) for column in _COLUMNS}})
     linked = ", ".join(f"[{name}]({mirror.page(run)})" for name, run in mirror.lineage.items())
     links = "MLflow was not reached." if mirror.down else f"MLflow: [this run]({mirror.page()}), {linked}"
-    create_table_artifact(table, key=f"comparison-{_slug(study)}", description=f"{rows[0]['metric']}. {links}")
+    metric = METRICS[cast("MetricName", rows[0]["metric"])].with_direction
+    create_table_artifact(table, key=f"comparison-{_slug(study)}", description=f"{metric}. {links}")
 
 
 def _short(number: str) -> str:

@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from eckart.recipes import Recipe, contradictions
 from eckart.weighting import evidence_needed
 from tasks import params
+from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
 from tasks.params import PARAMS, ParamsError
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class Promotion(params.Section):
     largest_drop: Annotated[float, Field(ge=0)]
     keep: params.Share | None
     least_speedup: Annotated[float, Field(gt=0)] | None
-    least_gain: Annotated[float, Field(gt=-1, lt=1)]
+    least_gain: float
 
 
 SECTIONS: dict[str, Any] = {
@@ -42,7 +43,9 @@ SECTIONS: dict[str, Any] = {
     "benchmark": params.Benchmark,
     "promotion": Promotion,
 }
-_METRICS = {"classification": ("accuracy", "f1", "matthews"), "regression": ("pearson", "spearman")}
+_WITHOUT_LABELS: tuple[TaskKind, ...] = ("language_modeling",)
+_OF_PAIRS: tuple[TaskKind, ...] = ("question_answering",)
+_OF_ONE_TEXT: tuple[TaskKind, ...] = ("token_classification", "summarization", "language_modeling")
 
 
 def check(root: Path) -> dict[str, Any]:
@@ -124,11 +127,32 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
-    known = [name for names in _METRICS.values() for name in names]
-    if task in _METRICS and metric in known and metric not in _METRICS[task]:
-        yield f"data.metric: {metric} is no metric of a {task}; write one of {', '.join(_METRICS[task])}"
+    if task in KINDS:
+        if metric in list(METRICS) and metric not in BY_KIND[task]:
+            yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
+        yield from _of_columns(task, _at(content, "data", "columns"))
+    gain = typed["promotion"] and typed["promotion"].least_gain
+    if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
+        title = METRICS[metric].title
+        yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
+
+
+def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:
+    """Columns that a kind of task needs and does not have, or has and cannot use."""
+    if not isinstance(columns, dict):
+        return
+    named = {role: name for role, name in columns.items() if isinstance(name, str)}
+    null = [role for role, name in columns.items() if name is None]
+    if task in _WITHOUT_LABELS and "label" in named:
+        yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
+    if task not in _WITHOUT_LABELS and "label" in null:
+        yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
+    if task in _OF_PAIRS and "text_pair" in null:
+        yield f"data.columns.text_pair: is null, but {task} finds answers in it; write the name of the contexts' column"
+    if task in _OF_ONE_TEXT and "text_pair" in named:
+        yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
 
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from flows.registry import NothingBefore, Registry, RegistryError, SmokeFailed, 
 from tasks.calibration import load_targets
 from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
+from tasks.metrics import METRICS
 from tasks.params import ParamsError
 from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
 
@@ -162,7 +163,7 @@ def _challenge(models: Registry, setting: Setting, candidate: Candidate, version
 @task(cache_policy=NO_CACHE, persist_result=False)
 @_said
 def choose(setting: Setting) -> Candidate:
-    """The candidate with the highest metric among those within the limits; of equal ones the smallest.
+    """The candidate with the best metric among those within the limits; of equal ones the smallest.
 
     Raises:
         Refused: stages are not up to date, or no candidate is within the limits.
@@ -176,7 +177,12 @@ def choose(setting: Setting) -> Candidate:
     if not fitting:
         lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
         raise Refused(f"No candidate is within the limits of promotion in params.yaml:\n{lines}")
-    return max(fitting, key=lambda one: (one.metric, -one.parameters))
+    return best(fitting, setting)
+
+
+def best(candidates: Sequence[Candidate], setting: Setting) -> Candidate:
+    """The one with the best metric; of equal ones the smallest."""
+    return max(candidates, key=lambda one: (METRICS[setting.metric].goodness(one.metric), -one.parameters))
 
 
 def _candidates() -> list[Candidate]:

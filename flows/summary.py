@@ -16,14 +16,15 @@ from rich.table import Table
 
 from eckart.targets import Targets
 from tasks.calibration import TARGETS
+from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import TEACHER_METRICS, TeacherReport
-from tasks.report.numbers import count, counted, metric_name, percent, times
+from tasks.report.numbers import count, counted, percent, score, times
+from tasks.report.provenance import cut
 
 COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]
 
-_SHARES = ("accuracy", "f1")  # metrics that are shares, and read in percent
 _WIDTH = 160
 
 
@@ -44,43 +45,56 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
     rows.insert(0, "seed", seed)
     rows["test_rows"] = dense.score.rows
-    rows["retained"] = (rows.recovered / rows.dense).where(rows.dense > 0)  # else the quotient would mislead
+    pairs = zip(rows.recovered, rows.dense, strict=True)
+    rows["retained"] = pd.Series([_metric(rows).retained(*pair) for pair in pairs], dtype=float)
     rows["target_share"] = rows.target_parameters / sum(target.parameters for target in targets)
     rows["model_share"] = rows.model_parameters / dense.size.model_parameters
     rows["macs_share"] = rows.macs_per_token / dense.size.macs_per_token
     return rows
 
 
+def _metric(rows: pd.DataFrame) -> Metric:
+    return METRICS[rows.metric.iloc[0]]
+
+
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """The heads of the columns, and a line per candidate: larger keeps first, then what recovers best."""
-    unit, factor, digits = (", %", 100, 1) if rows.metric.iloc[0] in _SHARES else ("", 1, 3)
+    metric = _metric(rows)
+    unit = ", %" if metric.share else ""
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered")), "retained, %"]
     heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "rank after pruning"]
     groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
-    groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -group.recovered.mean()))
+    groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
     lines = [
         [
             *(str(group[name].iloc[0]) for name in CANDIDATE),
-            *(_spread(group[name] * factor, digits) for name in ("dense", "factorized", "recovered")),
-            _spread(group.retained * 100, 1),
+            *(_scores(group[name], metric) for name in ("dense", "factorized", "recovered")),
+            _spread(group.retained * 100),
             percent(group.target_share.mean()),
             f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
             f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
             times(group.speedup.mean()),
             f"{group.search_steps.mean():.0f}",
-            _spread(group.average_rank, 1),
+            _spread(group.average_rank),
         ]
         for group in groups
     ]
     return heads, lines
 
 
-def _spread(values: pd.Series[float], digits: int) -> str:
-    """Mean ± sample standard deviation; of one seed the mean alone."""
+def _scores(values: pd.Series[float], metric: Metric) -> str:
+    """As `_spread`; shares in percent, others with the digits that their size asks for."""
+    if metric.share:
+        return _spread(values * 100)
+    return "–" if values.isna().any() else score(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
+
+
+def _spread(values: pd.Series[float]) -> str:
+    """Mean ± sample standard deviation, to one decimal; of one seed the mean alone."""
     if values.isna().any():
         return "–"
-    mean = f"{values.mean():.{digits}f}"
-    return f"{mean} ± {values.std(ddof=1):.{digits}f}" if len(values) > 1 else mean
+    mean = f"{values.mean():.1f}"
+    return f"{mean} ± {values.std(ddof=1):.1f}" if len(values) > 1 else mean
 
 
 def to_markdown(rows: pd.DataFrame, name: str, command: str, params: Mapping[str, Any]) -> str:
@@ -109,11 +123,12 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     seeds = list(dict.fromkeys(rows.seed))
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
+    metric = METRICS[data.metric]
+    retained = "dense ÷ recovered" if metric.lower_is_better else "recovered ÷ dense"
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
-        "Metric": f"{metric_name(data.metric)} on {rows.test_rows.iloc[0]:,} test rows; retained is recovered ÷ dense.",
-        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows, texts cut to "
-        f"{data.max_length} tokens.",
+        "Metric": f"{metric.with_direction} on {rows.test_rows.iloc[0]:,} test rows; retained is {retained}.",
+        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",

@@ -36,6 +36,13 @@ class Metric:
     """As it stands in a sentence."""
     share: bool = False
     lower_is_better: bool = False
+    bounded: bool = True
+    """Whether it lies between -1 and 1."""
+
+    @property
+    def with_direction(self) -> str:
+        """The title, and which way is better where that is not the usual one."""
+        return f"{self.title} (lower is better)" if self.lower_is_better else self.title
 
     def worse_by(self, value: float, reference: float) -> float:
         """How much worse `value` is than `reference`, in the metric's own units; below 0 where it is better."""
@@ -44,6 +51,14 @@ class Metric:
     def goodness(self, value: float) -> float:
         """What is higher the better `value` is."""
         return -value if self.lower_is_better else value
+
+    def retained(self, value: float, dense: float) -> float | None:
+        """`value` ÷ `dense`, or the inverse where lower is better, so that 1 is as good as dense and less is worse.
+
+        None where the quotient would mislead, as one of them is not above 0.
+        """
+        part, whole = (dense, value) if self.lower_is_better else (value, dense)
+        return part / whole if whole > 0 else None
 
 
 METRICS: Mapping[MetricName, Metric] = {
@@ -56,7 +71,7 @@ METRICS: Mapping[MetricName, Metric] = {
     "rouge1": Metric("ROUGE-1", share=True),
     "rouge2": Metric("ROUGE-2", share=True),
     "rougeL": Metric("ROUGE-L", share=True),
-    "perplexity": Metric("perplexity", lower_is_better=True),
+    "perplexity": Metric("perplexity", lower_is_better=True, bounded=False),
 }
 BY_KIND: Mapping[TaskKind, tuple[MetricName, ...]] = {
     "classification": ("accuracy", "f1", "matthews"),

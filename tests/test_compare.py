@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from ruamel.yaml import YAML
 
 from eckart.targets import Target
 from tasks import compare
+from tasks.metrics import BY_KIND, MetricName, TaskKind
 from tasks.report import heatmap, names, numbers, plots, results, summary
 from tasks.stage import StageError
 
@@ -51,20 +53,23 @@ def curve(points: int, first: int = 1, **measures: float) -> str:
 
 
 def make_study(
-    recipes: list[str], keeps: list[float], target_names: list[str], metric: str = "accuracy", dense: float = 0.8
+    recipes: list[str],
+    keeps: list[float],
+    target_names: list[str],
+    metric: MetricName = "accuracy",
+    dense: float = 0.8,
+    kind: TaskKind | None = None,
 ) -> None:
-    """A workspace whose candidates score as `metric_of` says."""
-    regression = metric in ("pearson", "spearman")
+    """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
+    kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
     params = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
     part = {"weighting": {"kind": "none"}, "ranks": {"kind": "uniform"}, "recovery": {"kind": "finetune", "steps": 60}}
     params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps}
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML
-    task = {"kind": "regression" if regression else "classification", "labels": [] if regression else ["no", "yes"]}
-    write(
-        "data/splits/task.json",
-        {**task, "metric": metric, "max_length": 8, "target_length": None, "stride": None, "sizes": {}, "seed": 0},
-    )
+    labels = ["no", "yes"] if kind in ("classification", "token_classification") else []
+    task = {"kind": kind, "labels": labels, "metric": metric, "max_length": 8, "target_length": None, "stride": None}
+    write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
     write("reports/teacher.json", {"score": score(dense), "size": size(1000)})
     write("reports/teacher.jsonl", curve(20))
@@ -87,11 +92,12 @@ def make_candidate(
     searched: str = "",
     average_rank: float | None = None,
     recovered: str | None = None,
+    factorized: float | None = None,
 ) -> None:
     """The first target stays dense; the others have rank 1 or 2 in turn.
 
     With `rows` they have so many sparse rows beside, and the factorized model has no score; `searched` and `recovered`
-    are curves.
+    are curves; `factorized` is the metric before recovery, by default 0.1 lower.
     """
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
@@ -102,11 +108,21 @@ def make_candidate(
     decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank}
     write(f"models/ranks/{name}/ranks.json", decision)
     write(f"reports/search/{name}.jsonl", searched)
-    scores = {"factorized": None if rows else score(metric - 0.1), "recovered": score(metric)}
+    scores = {
+        "factorized": None if rows else score(metric - 0.1 if factorized is None else factorized),
+        "recovered": score(metric),
+    }
     total = after + sum(10 * each["rows"] for each in sizes.values())
     write(f"reports/evaluate/{name}.json", {**scores, "size": size(700), "targets": sizes, "target_parameters": total})
     write(f"reports/benchmark/{name}.json", {"dense_seconds": 0.3, "candidate_seconds": 0.2, "speedup": 1.5})
     write(f"reports/finetune/{name}.jsonl", curve(10) if recovered is None else recovered)
+
+
+def make_perplexities(dense: float, **candidates: tuple[float, float]) -> None:
+    """A language model at keep 0.5: recipe = its perplexity before recovery and after."""
+    make_study(list(candidates), [0.5], ["map"], "perplexity", dense)
+    for recipe, (factorized, recovered) in candidates.items():
+        make_candidate(recipe, 0.5, ["map"], recovered, factorized=factorized)
 
 
 def bert_like(layers: int) -> list[str]:
@@ -203,7 +219,7 @@ def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspa
     assert '<th scope="row">losparse-0.5</th><td>–</td><td><span>0.500</span></td>' in page()
     assert "A dash: sparse rows" in page()
     assert columns_of(page()) == {9}
-    assert "Recovery lowered" not in page()
+    assert "Recovery worsened" not in page()
 
 
 def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> None:
@@ -443,7 +459,103 @@ def test_summary_names_all_winners_and_setbacks(workspace: Path) -> None:
     write("reports/evaluate/kfac-0.5.json", evaluation)
     text = plain(" ".join(summary.summary(results.load_results())))
     assert "kfac and svd recover best" in text  # the lower loss first
-    assert "Recovery lowered the accuracy of kfac-0.5." in text
+    assert "Recovery worsened the accuracy of kfac-0.5." in text
+
+
+def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
+    found = results.load_results()
+    assert [one.recipe for one in found.at("0.5")] == ["kfac", "svd", "drone"]
+    compare.compare()
+    text = plain(compare.TEXT.read_text())
+    assert "perplexity (lower is better)" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    assert "25.00 *" in lines["kfac-0.5"]
+    assert "80.0 %" in lines["kfac-0.5"]  # 20 ÷ 25
+    assert "100.0 %" in lines["dense"]
+    assert [name for name, line in lines.items() if "*" in line] == ["kfac-0.5"]
+    assert '<td class="best"><span>25.00</span>' in page()
+    assert page().count('class="best"') == 1
+    assert "<dt>of dense</dt><dd>dense ÷ recovered, as lower is better, both" in page()
+
+
+def test_the_highest_share_is_the_best(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"], "rouge1", dense=0.5)
+    make_candidate("svd", 0.5, ["map"], 0.4)
+    make_candidate("kfac", 0.5, ["map"], 0.3)
+    found = results.load_results()
+    assert [one.recipe for one in found.at("0.5")] == ["svd", "kfac"]
+    assert found.retained(0.4) == 0.8
+    compare.compare()
+    assert "ROUGE-1 on the test split<" in page()
+    assert "<dt>of dense</dt><dd>recovered ÷ dense, both" in page()
+    assert "lower is better" not in page() + compare.TEXT.read_text()
+
+
+def test_summary_of_perplexities(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "reaches perplexity 20.00 on 400 test rows; lower is better." in text
+    assert "At keep 0.5, kfac recovers best: perplexity 25.00, 80.0 % of dense" in text
+    assert "Recovery worsened the perplexity of drone-0.5." in text
+    assert "standard error" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "known"),
+    [
+        ("classification", "accuracy", True),
+        ("token_classification", "accuracy", False),  # tokens of one row are not independent
+        ("classification", "f1", False),
+        ("question_answering", "exact_match", False),
+    ],
+)
+def test_only_the_accuracy_of_rows_has_a_standard_error(
+    workspace: Path, kind: TaskKind, metric: MetricName, known: bool
+) -> None:
+    make_study(["svd"], [0.5], ["map"], metric, kind=kind)
+    assert (results.load_results().standard_error is not None) is known
+
+
+@pytest.mark.parametrize(
+    ("worst", "axis"),
+    [
+        (199.0, "(lower is better)"),
+        (13_000.0, "(lower is better, scale finest at dense)"),
+        (1e12, "(lower is better, scale finest at dense)"),
+        (1e304, "(lower is better, scale finest at dense)"),
+    ],
+)
+def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: str) -> None:
+    make_perplexities(20.0, svd=(worst, 30.0), kfac=(25.0, 22.0))
+    assert {"perplexity on the test split", axis} <= set(titles(plots.tradeoff_svg(results.load_results())))
+    compare.compare()
+    assert f"{axis}</text>" in page()
+
+
+def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(130_000.0, 40.0), kfac=(25.0, 22.0))
+    ticks = ticks_of(plots.tradeoff_svg(results.load_results()))
+    assert {20.0, 30.0, 100.0, 1000.0, 10_000.0, 100_000.0} <= set(ticks)
+    bottom, top = ticks[20.0], ticks[100_000.0]
+    assert (ticks[50.0] - bottom) / (top - bottom) > 0.45
+    heights = [ticks[value] for value in sorted(ticks)]
+    assert all(after - before > 15 for before, after in itertools.pairwise(heights))  # points; a label has 10
+
+
+def ticks_of(plot: str) -> dict[float, float]:
+    """What the ticks of the vertical axis say → how high they are, in points."""
+    found = {}
+    for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text"):
+        if "text-anchor: end" in text.get("style", ""):
+            found[float((text.text or "").replace(",", ""))] = -float(text.get("y", "nan"))
+    return found
+
+
+def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
+    assert "accuracy on the test split" in titles(plots.tradeoff_svg(results.load_results()))
 
 
 def test_targets_have_short_names_and_layers() -> None:
@@ -470,3 +582,33 @@ def test_numbers_are_readable() -> None:
     ]
     assert plain(numbers.size(90_867_952)) == "90.9 MB"
     assert plain(numbers.size(12)) == "12 B"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.8416, "0.842"),
+        (-0.5, "-0.500"),
+        (0.99996, "1.000"),
+        (8.1268, "8.127"),
+        (9.9996, "10.00"),
+        (23.408, "23.41"),
+        (99.996, "100.0"),
+        (204.31, "204.3"),
+        (999.96, "1,000"),
+        (1203.6, "1,204"),
+        (99_999.6, "1.0e5"),
+        (131_072.0, "1.3e5"),
+        (4.2e14, "4.2e14"),
+        (1.01e304, "1.0e304"),
+    ],
+)
+def test_a_score_has_the_digits_that_its_size_asks_for(value: float, shown: str) -> None:
+    assert numbers.score(value) == shown
+
+
+def test_a_spread_ends_with_the_digit_of_its_mean() -> None:
+    assert numbers.score(0.8416, 0.0182) == "0.842 ± 0.018"
+    assert numbers.score(1203.6, 20.4) == "1,204 ± 20"
+    assert numbers.score(131_072.0, 20_000.0) == "1.3e5 ± 2.0e4"
+    assert numbers.score(1e304, float("inf")) == "1.0e304 ± inf"

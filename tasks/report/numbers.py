@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 _GAP = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
-_METRICS = {
-    "f1": "F1",
-    "matthews": "Matthews correlation",
-    "pearson": "Pearson correlation",
-    "spearman": "Spearman correlation",
-}
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -33,14 +27,22 @@ def times(factor: float) -> str:
     return f"{factor:.2f}{_GAP}×"
 
 
-def score(metric: float) -> str:
-    """Three decimals: the standard error of a test split below 100,000 rows is larger than their last."""
-    return f"{metric:.3f}"
+def score(metric: float, spread: float | None = None) -> str:
+    """Three decimals of a share: the standard error of a test split below 100,000 rows is larger than their last.
+
+    A perplexity has fewer the larger it is: 8.127, 23.41, 1,204, 1.3e5. A `spread` comes after it, to the same digit.
+    """
+    both = [metric] if spread is None else [metric, spread]
+    return " ± ".join(_to_digit(value, abs(metric)) for value in both)
 
 
-def metric_name(metric: str) -> str:
-    """As it stands in a sentence."""
-    return _METRICS.get(metric, metric)
+def _to_digit(value: float, size: float) -> str:
+    """`value` to the last digit that is shown of a metric of `size`."""
+    for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
+        if round(size, decimals) < limit:
+            return f"{value:,.{decimals}f}"
+    digits, _, exponent = f"{value:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}" if exponent else digits  # the spread of perplexities near 1e300 is infinite
 
 
 def rank(average: float) -> str:

@@ -8,7 +8,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tasks.report.heatmap import heat_maps, order_of_kinds
-from tasks.report.numbers import metric_name
 from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
@@ -42,7 +41,7 @@ def page(results: Results) -> str:
     )
     return environment.get_template("page.html.j2").render(
         results=results,
-        metric=metric_name(results.task.metric),
+        metric=results.metric,
         summary=summary(results),
         dense=dense_row(results),
         rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},

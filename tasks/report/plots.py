@@ -12,13 +12,14 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from tasks.report.numbers import count, metric_name, score
+from tasks.report.numbers import count, score
 from tasks.report.results import Candidate, Curve, Results
 
 _COLOURS = (  # each is legible on white and on near black
@@ -37,6 +38,10 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
+_EVEN = 0.2  # loss over dense, in nats, up to which a scale that is widest at dense is nearly even
+_LOSS = 600.0  # over dense, in nats, at which such a scale ends: its exponential is a float yet
+_TICKS_APART = 0.06  # of such a scale, at least, as a share of its length
+_MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of its ticks, the roundest first
 _STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
     {"linestyle": "-", "linewidth": 2.6, "alpha": 0.6},
     {"linestyle": (0, (5, 1.5)), "linewidth": 1.4},
@@ -139,9 +144,51 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
     axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
     axes.set_xlim(-0.5, len(keeps) - 0.5)
     axes.set_xlabel("size: keep over targets, parameters of the whole model")
-    axes.set_ylabel(f"{metric_name(results.task.metric)} on the test split")
+    _scale(axes, results)
     figure.legend(handles=_legend(results, palette), loc="outside right upper", labelcolor=palette.ink)
     return figure
+
+
+def _scale(axes: Axes, results: Results) -> None:
+    """The axis of the metric: even, or widest at dense where values span more than a decade."""
+    notes = ["lower is better"] if results.metric.lower_is_better else []
+    dense = results.teacher.score.metric
+    values = [dense, *(one.recovered for one in results.candidates)]
+    values += [one.factorized for one in results.candidates if one.factorized is not None]
+    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
+        _widen(axes, dense, min(values), max(values))
+        notes.append("scale finest at dense")
+    said = f"\n({', '.join(notes)})" if notes else ""
+    axes.set_ylabel(f"{results.metric.title} on the test split{said}")
+
+
+def _widen(axes: Axes, dense: float, least: float, largest: float) -> None:
+    """Even in the loss over dense, log(perplexity ÷ dense), while that is small, and logarithmic in it far from there.
+
+    A plain logarithm would leave a tenth of the axis to all that is of interest beside one perplexity of 10⁵.
+    """
+
+    def place(value: Any) -> Any:
+        above_0 = np.maximum(value, np.finfo(float).tiny)  # matplotlib asks for the place of 0, too
+        return np.arcsinh(np.log(above_0 / dense) / _EVEN)
+
+    def back(place: Any) -> Any:
+        return dense * np.exp(np.minimum(_EVEN * np.sinh(place), _LOSS))
+
+    length = place(largest) - place(least)
+    bottom, top = (float(back(end)) for end in (place(least) - 0.05 * length, place(largest) + 0.05 * length))
+    axes.set_ylim(bottom, top)  # before the scale, which has no place for the 0 and less of an even one
+    axes.set_yscale("function", functions=(place, back))
+    apart = _TICKS_APART * length
+    ticks: list[float] = []
+    for mantissas in _MANTISSAS:
+        for decade in range(math.floor(math.log10(bottom)), math.ceil(math.log10(top))):
+            for tick in (mantissa * 10.0**decade for mantissa in mantissas):
+                if bottom <= tick <= top and all(abs(place(tick) - place(other)) >= apart for other in ticks):
+                    ticks.append(tick)
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"e\+0*", "e", f"{value:,g}")))
 
 
 def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[float], Look]]:
@@ -184,15 +231,14 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    dense, error = score(results.teacher.score.metric), results.standard_error
-    margin = "" if error is None else f" ± {score(error)}"
+    dense = score(results.teacher.score.metric, results.standard_error)
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),
         Line2D(
             [], [], color=palette.ink, marker="o", linestyle="--", markerfacecolor=palette.paper, label="factorized"
         ),
-        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}{margin}"),
+        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}"),
     ]
 
 

@@ -45,13 +45,20 @@ def _facts(results: Results) -> dict[str, str]:
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
         "Data": f"{source}, split and sampled with seed {data.seed}; {results.teacher.score.rows:,} test rows, "
-        f"the same for every model; texts are cut to {data.max_length} tokens.",
+        f"the same for every model; {cut(data)}.",
         "Base model": " at ".join(filter(None, (model.base, model.revision))),
         "Dense model": _training(teacher, seed),
         "Recovery": f"Each factorized model trains on the task with seed {seed}, as its recipe below says{search}.",
         "Speed": f"Median over {timing.repetitions} pairs of forwards of {timing.batch_size} rows × {timing.tokens} "
         "tokens, dense and candidate in turn in one process.",
     }
+
+
+def cut(data: params.Data) -> str:
+    """What a row has of a text."""
+    if data.task == "language_modeling":
+        return f"each a block of {data.max_length} tokens of the text"
+    return f"texts are cut to {data.max_length} tokens"
 
 
 def _training(teacher: params.Training, seed: int) -> str:

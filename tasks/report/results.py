@@ -15,6 +15,7 @@ from tasks import params
 from tasks.calibration import TARGETS
 from tasks.candidates import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
 from tasks.dataset import SPLITS, Task
+from tasks.metrics import METRICS, Metric
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
 from tasks.stage import StageError, candidate
 
@@ -103,6 +104,11 @@ class Results:
     candidates: tuple[Candidate, ...]
 
     @property
+    def metric(self) -> Metric:
+        """How the task's metric reads."""
+        return METRICS[self.task.metric]
+
+    @property
     def target_parameters(self) -> int:
         """Of the dense model."""
         return sum(target.parameters for target in self.targets)
@@ -130,25 +136,24 @@ class Results:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy and so a share of rows."""
+        """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy of rows, which are independent."""
         score = self.teacher.score
-        if self.task.metric != "accuracy":
+        if (self.task.kind, self.task.metric) != ("classification", "accuracy"):
             return None
         return math.sqrt(score.metric * (1 - score.metric) / score.rows)
 
     def at(self, keep: str) -> list[Candidate]:
         """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
         some = [one for one in self.candidates if one.keep == keep]
-        return sorted(some, key=lambda one: (-one.recovered, one.evaluation.recovered.loss))
+        return sorted(some, key=lambda one: (-self.metric.goodness(one.recovered), one.evaluation.recovered.loss))
 
     def is_best(self, one: Candidate) -> bool:
-        """Whether no candidate at its keep has a higher metric."""
+        """Whether no candidate at its keep has a better metric."""
         return one.recovered == self.at(one.keep)[0].recovered
 
     def retained(self, metric: float) -> float | None:
-        """`metric` ÷ dense; None where the dense metric is not above 0 and the quotient would mislead."""
-        dense = self.teacher.score.metric
-        return metric / dense if dense > 0 else None
+        """How much of the dense metric `metric` is; None where the quotient would mislead."""
+        return self.metric.retained(metric, self.teacher.score.metric)
 
 
 def load_results() -> Results:

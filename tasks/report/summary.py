@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.report.numbers import count, counted, metric_name, percent, score
+from tasks.report.numbers import count, counted, percent, score
 from tasks.report.results import Candidate, Results
 
 
@@ -13,22 +13,22 @@ def summary(results: Results) -> list[str]:
 
 
 def _dense(results: Results) -> str:
-    dense, metric = results.teacher, metric_name(results.task.metric)
+    dense, metric = results.teacher, results.metric
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
-        f"them in {counted(len(results.targets), 'target')}, and reaches {metric} {score(dense.score.metric)} on "
-        f"{counted(dense.score.rows, 'test row')}."
+        f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
+        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}."
     )
 
 
 def _best_at(results: Results, keep: str) -> str:
     """Who is best at `keep`, how much of dense that is, and what it saves."""
     ranked = results.at(keep)
-    best, metric = ranked[0], metric_name(results.task.metric)
+    best = ranked[0]
     retained = results.retained(best.recovered)
     of_dense = "" if retained is None else f", {percent(retained)} of dense"
     return (
-        f"At keep {keep}, {_winners(results, ranked)} {metric} {score(best.recovered)}{of_dense}, "
+        f"At keep {keep}, {_winners(results, ranked)} {results.metric.title} {score(best.recovered)}{of_dense}, "
         f"{_savings(results, best)}{_rivals(results, ranked)}."
     )
 
@@ -54,7 +54,7 @@ def _rivals(results: Results, ranked: list[Candidate]) -> str:
     error, best, others = results.standard_error, ranked[0], ranked[1:]
     if error is None or not others:
         return ""
-    close = sum(best.recovered - one.recovered <= error for one in others)
+    close = sum(results.metric.worse_by(one.recovered, best.recovered) <= error for one in others)
     if len(others) == 1:
         return "; the other recipe lies within one standard error of it" if close else ""
     verb = "lies" if close == 1 else "lie"
@@ -63,11 +63,15 @@ def _rivals(results: Results, ranked: list[Candidate]) -> str:
 
 def _setbacks(results: Results) -> str:
     """Recovery does not always help, and a reader of the best values alone would not see it."""
-    worse = [one.name for one in results.candidates if one.factorized is not None and one.recovered < one.factorized]
+    worse = [
+        one.name
+        for one in results.candidates
+        if one.factorized is not None and results.metric.worse_by(one.recovered, one.factorized) > 0
+    ]
     if not worse:
         return ""
     which = _enumerated(worse) if len(worse) <= 3 else f"{len(worse)} of {len(results.candidates)} candidates"
-    return f"Recovery lowered the {metric_name(results.task.metric)} of {which}."
+    return f"Recovery worsened the {results.metric.title} of {which}."
 
 
 def _chance(results: Results) -> str:

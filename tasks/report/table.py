@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tasks.report.numbers import count, metric_name, percent, rank, score, size, times
+from tasks.report.numbers import count, percent, rank, score, size, times
 from tasks.report.results import Candidate, Results
 
 COLUMNS = (
@@ -150,7 +150,7 @@ def _retained(share: float | None) -> str:
 
 def to_text(results: Results) -> str:
     """The table for a terminal; a star marks the best at each keep."""
-    table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {metric_name(results.task.metric)}", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate")
     if results.searches_trained:
         table.add_column("steps before\nfactorization", justify="right")

@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 
 from eckart.recipes import Recipe
 from flows.params import check
+from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
 
@@ -179,29 +180,80 @@ def test_evidence_that_only_an_unused_recipe_reads_is_not_asked_for(tmp_path: Pa
     assert check(tmp_path)["importance"].evidence == ("fisher",)
 
 
+COLUMNS = {
+    "question_answering": {"text": "question", "text_pair": "context", "label": "answers"},
+    "language_modeling": {"text": "text", "text_pair": None, "label": None},
+}
+"""Of the kinds whose columns are not those of the tiny parameters."""
+
+
 @pytest.mark.parametrize(
-    ("task", "metric", "fits"),
+    ("task", "metrics"),
     [
-        ("classification", "accuracy", True),
-        ("classification", "f1", True),
-        ("classification", "matthews", True),
-        ("classification", "pearson", False),
-        ("classification", "spearman", False),
-        ("regression", "accuracy", False),
-        ("regression", "f1", False),
-        ("regression", "matthews", False),
-        ("regression", "pearson", True),
-        ("regression", "spearman", True),
+        ("classification", {"accuracy", "f1", "matthews"}),
+        ("regression", {"pearson", "spearman"}),
+        ("token_classification", {"accuracy", "f1"}),
+        ("question_answering", {"exact_match", "f1"}),
+        ("summarization", {"rouge1", "rouge2", "rougeL"}),
+        ("language_modeling", {"perplexity"}),
     ],
 )
-def test_a_metric_fits_its_task(tmp_path: Path, task: str, metric: str, fits: bool) -> None:
-    params = tiny_params(data={"task": task, "metric": metric})
-    if fits:
+@pytest.mark.parametrize("metric", METRICS)
+def test_a_metric_fits_its_task(tmp_path: Path, task: str, metric: str, metrics: set[str]) -> None:
+    params = tiny_params(data={"task": task, "metric": metric, "columns": COLUMNS.get(task, {})})
+    if metric in metrics:
         write_params(tmp_path, params)
         assert check(tmp_path)["data"].metric == metric
     else:
         line = only(report(tmp_path, params), "data.metric")
-        assert metric not in line.split("; ")[1]
+        assert set(line.split("; write one of ")[1].split(", ")) == metrics
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "name", "advice"),
+    [
+        *((kind, "label", None, "write the name of a column") for kind in KINDS if kind != "language_modeling"),
+        ("language_modeling", "label", "label", "write null"),
+        ("question_answering", "text_pair", None, "write the name of the contexts' column"),
+        ("token_classification", "text_pair", "other", "write null"),
+        ("summarization", "text_pair", "other", "write null"),
+        ("language_modeling", "text_pair", "other", "write null"),
+    ],
+)
+def test_a_task_has_the_columns_that_it_reads(
+    tmp_path: Path, task: TaskKind, column: str, name: str | None, advice: str
+) -> None:
+    columns = {**COLUMNS.get(task, {}), column: name}
+    params = tiny_params(data={"task": task, "metric": BY_KIND[task][0], "columns": columns})
+    line = only(report(tmp_path, params), f"data.columns.{column}")
+    assert task in line
+    assert line.endswith(f"; {advice}")
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("pair", ["other", None])
+def test_sentences_may_be_pairs(tmp_path: Path, task: TaskKind, pair: str | None) -> None:
+    data = {"task": task, "metric": BY_KIND[task][0], "columns": {"text_pair": pair}}
+    write_params(tmp_path, tiny_params(data=data))
+    assert check(tmp_path)["data"].columns.text_pair == pair
+
+
+@pytest.mark.parametrize("key", ["task", "metric"])
+@pytest.mark.parametrize("value", [None, ["accuracy"], {"a": 1}, "magic", 1])
+def test_a_kind_or_metric_that_there_is_not_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
+    params = tiny_params()
+    params["data"][key] = value
+    assert paths(report(tmp_path, params)) == [f"data.{key}"]
+
+
+@pytest.mark.parametrize("gain", [-1, 1, 20])
+def test_only_a_perplexity_can_gain_as_much_as_1(tmp_path: Path, gain: float) -> None:
+    params = tiny_params(promotion={"least_gain": gain})
+    assert "accuracy" in only(report(tmp_path, params), "promotion.least_gain")
+    columns = COLUMNS["language_modeling"]
+    data = {"task": "language_modeling", "metric": "perplexity", "columns": columns}
+    write_params(tmp_path, merged(params, {"data": data}))
+    assert check(tmp_path)["promotion"].least_gain == gain
 
 
 @pytest.mark.parametrize("name", ["my-kfac", "a b", "a/b", "", "..", "a.b"])

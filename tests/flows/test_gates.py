@@ -12,9 +12,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from flows.gates import TEST, Candidate, Champion, Gate, Refused, Setting, digest, limits, measure, short
+from flows.gates import (
+    TEST,
+    Candidate,
+    Champion,
+    Gate,
+    Refused,
+    Setting,
+    as_recorded,
+    digest,
+    gain,
+    limits,
+    measure,
+    short,
+)
 from flows.params import Promotion
 from tasks.dataset import SPLITS
+from tasks.metrics import METRICS, MetricName
 from tests.flows.toy import call
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
@@ -39,6 +53,10 @@ def wanting(**changes: Any) -> Setting:
     return dataclasses.replace(SETTING, wanted=WANTED.model_copy(update=changes))
 
 
+def of_perplexity(**changes: Any) -> Setting:
+    return dataclasses.replace(wanting(**changes), metric="perplexity")
+
+
 def refusals(setting: Setting = SETTING, metric: float = 0.84, **changes: Any) -> list[str]:
     found = limits(dataclasses.replace(CANDIDATE, **changes), metric, setting)
     return [gate.refusal for gate in found if not gate.passed]
@@ -59,7 +77,7 @@ class TestLimits:
         [
             (
                 {"metric": 0.801},
-                "accuracy 0.801 is 0.041 below the teacher's 0.842; 0.01 are allowed: too low by 0.031",
+                "accuracy 0.801 is 0.041 worse than the teacher's 0.842; 0.01 are allowed: too much by 0.031",
             ),
             ({"keep": 0.62}, "keep is 0.62; 0.5 are allowed: too large by 0.12"),
             ({"speedup": 1.1}, "1.1 times as fast as the teacher; 1.2 are asked for: too slow by 0.1"),
@@ -73,6 +91,42 @@ class TestLimits:
 
     def test_what_is_null_is_not_asked_for(self) -> None:
         assert not refusals(wanting(keep=None, least_speedup=None), keep=0.9, speedup=0.5)
+
+
+class TestPerplexity:
+    """Lower is better, and there is no largest value."""
+
+    def test_a_higher_one_than_the_teacher_s_is_a_drop(self) -> None:
+        assert refusals(of_perplexity(largest_drop=1.0), metric=21.3, teacher=20.1) == [
+            "perplexity 21.3 is 1.2 worse than the teacher's 20.1; 1 are allowed: too much by 0.2"
+        ]
+        assert not refusals(of_perplexity(largest_drop=1.0), metric=21.1, teacher=20.1)
+
+    def test_a_lower_one_than_the_teacher_s_passes_any_limit(self) -> None:
+        (drop, *_) = limits(dataclasses.replace(CANDIDATE, teacher=20.1), 18.1, of_perplexity(largest_drop=0.0))
+        assert drop.passed
+        assert drop.words.startswith("perplexity 18.1 is 2 better than the teacher's 20.1; 0 are allowed")
+
+    def test_a_gain_is_how_much_lower_it_is_than_the_champion_s(self) -> None:
+        champion = Champion(Path(), "version 3")
+        setting = of_perplexity(least_gain=1.5)
+        assert gain(18.5, 20.0, champion, setting).passed
+        assert gain(19.0, 20.0, champion, setting).refusal == (
+            "perplexity 19 against 20 of the champion (version 3) is a gain of 1; 1.5 is asked for: too low by 0.5"
+        )
+        assert gain(21.0, 20.0, champion, setting).value == -1
+
+    @pytest.mark.parametrize(("recorded", "passes"), [(20.019, True), (20.03, False), (19.97, False)])
+    def test_the_record_is_met_up_to_a_share_of_it_whatever_the_rows(self, recorded: float, passes: bool) -> None:
+        assert [as_recorded(20.0, recorded, rows, of_perplexity()).passed for rows in (10, 10**6)] == [passes] * 2
+        assert as_recorded(20_000.0, 1000 * recorded, 10, of_perplexity()).passed is passes
+
+
+@pytest.mark.parametrize("metric", [name for name, one in METRICS.items() if one.bounded])
+def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move(metric: MetricName) -> None:
+    setting = dataclasses.replace(SETTING, metric=metric)
+    assert as_recorded(0.72, 0.70, 100, setting).passed
+    assert not as_recorded(0.721, 0.70, 100, setting).passed
 
 
 def test_a_gate_as_a_row_of_a_table() -> None:
@@ -150,7 +204,7 @@ class TestMeasure:
         gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, SETTING)
         assert [gate.refusal for gate in gates if not gate.passed] == [
             "accuracy is 0.5 here, but the study recorded 0.7; a difference of 0.1 is allowed: too far off by 0.1",
-            "accuracy 0.5 is 0.2 below the teacher's 0.7; 0.01 are allowed: too low by 0.19",
+            "accuracy 0.5 is 0.2 worse than the teacher's 0.7; 0.01 are allowed: too much by 0.19",
         ]
 
     def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Candidate) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -21,8 +22,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
 from flows import engine, processes, promotion
-from flows.gates import Refused
+from flows.gates import Candidate, Refused, Setting
+from flows.params import Promotion
 from flows.registry import Registry
+from tasks.metrics import MetricName
 from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 
@@ -196,6 +199,18 @@ def written(root: Path) -> None:
     assert "| drop from the teacher |" in version.description
     assert tags["eckart.decision"].startswith("Promoted at ")
     assert tags["eckart.decision"] in version.description
+
+
+@pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
+def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: MetricName, wanted: str) -> None:
+    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0)
+    setting = Setting(Path(), "s", metric, threads=1, batch_size=8, wanted=wants)
+    one = Candidate(
+        name="low", content="", test="", metric=0.5, teacher=1, parameters=9, keep=1, speedup=1, outcomes=(), inputs={}
+    )
+    some = [one, dataclasses.replace(one, name="low and small", parameters=5)]
+    some.append(dataclasses.replace(one, name="high", metric=0.6))
+    assert promotion.best(some, setting).name == wanted
 
 
 class TestChoice:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from flows import summary, workspaces
 from flows.__main__ import app
 from flows.workspaces import StudyFile, WorkspaceError, carry, check_committed, load, merge, prepare
+from tasks.metrics import METRICS, MetricName
 from tasks.params import ParamsError
 from tests.flows.toy import ENVIRONMENT, call
 from tests.workspace import REVIEWS, tiny_params, tiny_workspace, write_params
@@ -427,7 +428,7 @@ class TestCarry:
         assert self.content(target).keys() == {"a.csv", "deep/b.csv", "linked/c.csv"}
 
 
-def made_up(metric: str = "accuracy", seeds: int = 2) -> pd.DataFrame:
+def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
     """Two candidates at each of two keeps; `b` is better at 0.5 and `a` at 0.25."""
     recovered = {("a", "0.25"): 0.7, ("b", "0.25"): 0.6, ("a", "0.5"): 0.8, ("b", "0.5"): 0.84}
     return pd.DataFrame(
@@ -446,7 +447,7 @@ def made_up(metric: str = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "search_steps": 10,
             "average_rank": 380.0 if recipe == "a" else None,
             "test_rows": 1000,
-            "retained": (value + 0.02 * seed) / (0.8 + 0.1 * seed),
+            "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
             "target_share": 0.5,
             "model_share": 0.6,
             "macs_share": 0.75,
@@ -454,6 +455,18 @@ def made_up(metric: str = "accuracy", seeds: int = 2) -> pd.DataFrame:
         for seed in range(seeds)
         for (recipe, keep), value in recovered.items()
     )
+
+
+def finished(root: Path, rows: pd.DataFrame) -> None:
+    """Fill `root` with what `collect` reads of a study that found `rows`."""
+    relative = ["seed", "test_rows", "retained", *(f"{a}_share" for a in ("target", "model", "macs"))]
+    for folder in ("reports", "data/importance"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
+    dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
+    dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
+    (root / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
+    (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
 
 
 class TestSummary:
@@ -489,6 +502,32 @@ class TestSummary:
         heads, lines = summary.cells(made_up("matthews"))
         assert dict(zip(heads, lines[0], strict=True))["recovered"] == "0.850 ± 0.014"
 
+    def test_a_perplexity_is_better_the_lower_it_is(self) -> None:
+        rows = made_up("perplexity")
+        heads, lines = summary.cells(rows)
+        assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
+        assert dict(zip(heads, lines[1], strict=True))["retained, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
+        data = {"task": "language_modeling", "metric": "perplexity"}
+        text = summary.to_markdown(rows, "two", "", tiny_params(data=data))
+        assert "- Metric: perplexity (lower is better) on 1,000 test rows; retained is dense ÷ recovered.\n" in text
+        assert "retained is recovered ÷ dense" in summary.to_markdown(made_up(), "two", "", tiny_params())
+
+    def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
+        rows = made_up("perplexity")
+        rows["dense"], rows["recovered"], rows["factorized"] = 20 + rows.seed, 1000.0 + rows.seed, 1e5 * (1 + rows.seed)
+        heads, lines = summary.cells(rows)
+        row = dict(zip(heads, lines[0], strict=True))
+        assert (row["dense"], row["recovered"]) == ("20.50 ± 0.71", "1,000 ± 1")  # √½
+        assert row["factorized"] == "1.5e5 ± 7.1e4"
+
+    def test_what_is_retained_is_read_in_the_metric_s_direction(self, tmp_path: Path) -> None:
+        finished(tmp_path, made_up("perplexity", seeds=1))
+        rows = summary.collect({0: tmp_path})
+        assert rows.retained.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
+        finished(tmp_path, made_up("rouge1", seeds=1))
+        rows = summary.collect({0: tmp_path})
+        assert rows.retained.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
+
     def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
         command = "python -m flows study studies/two.yaml"
         text = summary.to_markdown(made_up(), "two", command, tiny_params())
@@ -510,18 +549,10 @@ class TestSummary:
 
     def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
         """Words that pandas would read as missing values, and keeps as they are written."""
-        tables = made_up(seeds=1).drop(
-            columns=["seed", "test_rows", "retained", *(f"{a}_share" for a in ("target", "model", "macs"))]
-        )
+        tables = made_up(seeds=1)
         tables["recipe"] = ["none", "NA", "null", "nan"]
         tables["keep"] = ["0.50", "0.5", "1", "1.0"]
-        for folder in ("reports", "data/importance"):
-            (tmp_path / folder).mkdir(parents=True)
-        tables.to_csv(tmp_path / summary.COMPARISON, index=False)
-        dense = {"score": {"metric": 0.8, "loss": 1.0, "rows": 20}}
-        dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
-        (tmp_path / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
-        (tmp_path / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
+        finished(tmp_path, tables)
         rows = summary.collect({0: tmp_path, 5: tmp_path})
         assert list(rows.recipe) == ["none", "NA", "null", "nan"] * 2
         assert list(rows.keep) == ["0.50", "0.5", "1", "1.0"] * 2
