@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
                 options["quantization_config"] = GgufConfig(dequantize=True)
+                stack.enter_context(redirect_stderr(StringIO()))  # a progress bar that nothing else turns off
             model = kind.auto.from_pretrained(
                 source, use_safetensors=True, dtype=torch.float32, **options, **kind.head(task)
             )

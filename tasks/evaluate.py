@@ -53,9 +53,8 @@ def evaluate(recipe: str, keep: str) -> None:
 
 def _same_weights(one: Path, other: Path) -> bool:
     """Whether recovery took no step, so that there is nothing new to score."""
-    files = [sorted(folder.glob("*.safetensors")) for folder in (one, other)]
-    names = [[file.name for file in some] for some in files]
-    return names[0] == names[1] and all(filecmp.cmp(*pair, shallow=False) for pair in zip(*files, strict=True))
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
+    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
 
 
 def _sizes(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, TargetSize]:
