@@ -13,9 +13,11 @@ Squares are of per-sample gradients: squaring the mean gradient of a batch is an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -50,6 +52,8 @@ def collect(
     targets: Iterable[Target],
     kinds: Iterable[Kind] = KINDS,
     loss: Loss = mean_loss_times_batch,
+    then: Target | None = None,
+    offload_activations: bool = False,
 ) -> Evidence:
     """Gather evidence of `kinds` for `targets` in one pass; memory does not grow with the number of samples.
 
@@ -58,6 +62,9 @@ def collect(
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
         loss: whose gradients are gathered.
+        then: a target that runs after all of `targets`. Where inputs are all that is asked for, the forward ends
+            there; not where the first batch shows that one of `targets` runs later too.
+        offload_activations: keep what the backward pass needs on the CPU until then.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
@@ -65,14 +72,107 @@ def collect(
     """
     collector = _Collector(model, tuple(targets), frozenset(kinds))
     needs_gradients = bool(collector.kinds - {"inputs"})
-    with _frozen(model), collector.attached(), torch.set_grad_enabled(needs_gradients):
+    end = None if needs_gradients or then is None else _End(model, collector.modules.values(), then)
+    with _frozen(model), collector.attached(), end or nullcontext(), torch.set_grad_enabled(needs_gradients):
         for batch in batches:
             collector.batch = batch
             collector.samples += _batch_size(batch)
-            total = loss(model, batch)
+            try:
+                with _activations_on_cpu(model) if offload_activations else nullcontext():
+                    total = loss(model, batch)
+            except _Reached:
+                continue
             if needs_gradients:
                 total.backward()
+            if end:
+                end.learn()
     return collector.finish()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over the calibration data gathers for, and the target at which inputs are complete."""
+
+    targets: tuple[Target, ...]
+    then: Target | None
+
+
+def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
+    """Share `targets` out to passes over `layers_at_once` layers each, in order of execution; None is one pass.
+
+    A layer is what shares its name up to the first number, such as `model.layers.3`; what has no number between two
+    layers is one too. Each target's evidence is bit for bit that of a single pass, as no target's hooks see another's.
+    """
+    if layers_at_once is None:
+        return [Pass(tuple(targets), None)]
+    layers: dict[str, list[Target]] = {}
+    numbered = ""
+    for target in targets:
+        layer = _layer(target.name)
+        numbered = layer or numbered
+        layers.setdefault(layer or f"after {numbered}", []).append(target)
+    every, step = list(layers.values()), layers_at_once
+    groups = [list(chain.from_iterable(every[start : start + step])) for start in range(0, len(every), step)]
+    following = [group[0] for group in groups[1:]]
+    return [Pass(tuple(group), then) for group, then in zip(groups, [*following, None], strict=True)]
+
+
+def _layer(name: str) -> str:
+    """`name` up to and including its first number; nothing where it has none."""
+    parts = name.split(".")
+    number = next((position for position, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+class _Reached(Exception):
+    """Everything that is to be gathered from this forward has run."""
+
+
+class _End:
+    """Ends forwards before `then`, once a whole one has shown that all `modules` run before it."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:
+        self.modules = tuple(modules)
+        self.module = model.get_submodule(then.name)
+        self.passed = False
+        self.late = False
+        self.armed = False
+
+    def __enter__(self) -> None:
+        self.hooks = [module.register_forward_pre_hook(self._before_target) for module in self.modules]
+        self.hooks.append(self.module.register_forward_pre_hook(self._before_then))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _before_target(self, *_: object) -> None:
+        self.late |= self.passed
+
+    def _before_then(self, *_: object) -> None:
+        if self.armed:
+            raise _Reached
+        self.passed = True
+
+    def learn(self) -> None:
+        """After a whole forward."""
+        self.armed = self.passed and not self.late
+        self.passed = False
+
+
+@contextmanager
+def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
+    """What the graph saves goes to the CPU, but for the model's weights, which stay where they are anyway."""
+    resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        return tensor if tensor.untyped_storage().data_ptr() in resident else (tensor.device, tensor.cpu())
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[1].to(packed[0])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class _Collector:
@@ -128,7 +228,7 @@ class _Collector:
             raise ValueError(
                 f"{target.name}: {tuple(values.shape)} cannot be split into {size} samples; exclude this target"
             )
-        values = values.reshape(size, -1, values.shape[-1]).to(torch.promote_types(values.dtype, torch.float32))
+        values = values.reshape(size, -1, values.shape[-1]).to(_summed(values))
         mask = self.batch.get("attention_mask")
         if mask is None or values.shape[1] == 1 or bool(mask.all()):
             return values
@@ -137,12 +237,12 @@ class _Collector:
                 f"{target.name}: {values.shape[1]} tokens per sample, but attention_mask has {mask.shape[1]}, "
                 "so padding cannot be told from data; exclude this target"
             )
-        return values.masked_fill(mask.unsqueeze(-1) == 0, 0)
+        return values.masked_fill(mask.to(values.device).unsqueeze(-1) == 0, 0)
 
     def _tokens(self, x: Tensor) -> Tensor:
         mask = self.batch.get("attention_mask")
         padded = mask is not None and mask.shape == x.shape[:2]
-        return mask.sum().to(x.dtype) if mask is not None and padded else x.new_tensor(x.shape[0] * x.shape[1])
+        return mask.sum().to(x) if mask is not None and padded else x.new_tensor(x.shape[0] * x.shape[1])
 
     def _add_axes(self, kind: str, target: Target, by_input: Tensor, by_output: Tensor) -> None:
         self._add(kind, f"{target.name}.input", by_input)
@@ -155,7 +255,8 @@ class _Collector:
     def _fill(self) -> None:
         """A target that no gradient reaches (a pooler beside an unpooled head) weighs nothing."""
         for target, module in self.modules.items():
-            like = weight_of(module)
+            some = next(module.parameters())
+            like = torch.empty(0, device="cpu" if some.is_meta else some.device, dtype=_summed(some))
             if "output_gradients" in self.kinds:
                 square = like.new_zeros(target.out_features, target.out_features)
                 self.sums["output_gradients"].setdefault(target.name, square)
@@ -222,36 +323,44 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _summed(values: Tensor) -> torch.dtype:
+    """The type that statistics of `values` are summed in: sums of squares in bfloat16 would soon stop growing."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
 def _batch_size(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
 
 
-def save_evidence(evidence: Evidence, folder: Path) -> None:
-    """Write one `KIND.safetensors` for each kind."""
+def save_evidence(evidence: Evidence, folder: Path, part: int | None = None) -> None:
+    """Write `KIND.safetensors` for each kind; of evidence that comes in parts `KIND-00001.safetensors`, and so on."""
     folder.mkdir(parents=True, exist_ok=True)
+    suffix = "" if part is None else f"-{part:05}"
     for kind, tensors in evidence.items():
-        save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, folder / f"{kind}.safetensors")
+        file = folder / f"{kind}{suffix}.safetensors"
+        save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, file)
 
 
 def load_evidence(folder: Path) -> Evidence:
-    """Read what `save_evidence` wrote; a tensor comes from the disk when it is asked for."""
-    return {path.stem: _Stored(path) for path in sorted(folder.glob("*.safetensors"))}
+    """Read what `save_evidence` wrote, of all parts; a tensor comes from the disk when it is asked for."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        files.setdefault(path.stem.partition("-")[0], []).append(path)
+    return {kind: _Stored(paths) for kind, paths in files.items()}
 
 
 class _Stored(Mapping[str, Tensor]):
-    """A safetensors file as a mapping that reads one tensor at a time."""
+    """Safetensors files as one mapping that reads one tensor at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-        self._keys = tuple(self._file.keys())
+    def __init__(self, paths: Sequence[Path]) -> None:
+        opened = [safe_open(path, framework="pt") for path in paths]
+        self._file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 (no mapping)
 
     def __getitem__(self, key: str) -> Tensor:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._file.get_tensor(key)
+        return self._file_of[key].get_tensor(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._file_of)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._file_of)

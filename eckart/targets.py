@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from accelerate.utils import align_module_device
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -45,8 +46,12 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a linear map as `(out, in)`. A GPT-2 Conv1D stores the transpose."""
-    weight = module.get_parameter("weight").detach()
+    """The weight of a linear map as `(out, in)`. A GPT-2 Conv1D stores the transpose.
+
+    One that a device map left on the CPU or the disk is brought to where its module runs.
+    """
+    with align_module_device(module):
+        weight = module.get_parameter("weight").detach()
     return weight.T if isinstance(module, Conv1D) else weight
 
 

@@ -37,7 +37,7 @@ _CONVERT = (
 
 
 def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base model in float32 with a head for `task`.
+    """The base model in `params.dtype` with a head for `task`.
 
     A head that the base model has already is kept, its outputs put into the order of the task's labels.
 
@@ -57,7 +57,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
                 options["quantization_config"] = GgufConfig(dequantize=True)
                 stack.enter_context(redirect_stderr(StringIO()))  # a progress bar that nothing else turns off
             model = kind.auto.from_pretrained(
-                source, use_safetensors=True, dtype=torch.float32, **options, **kind.head(task)
+                source, use_safetensors=True, dtype=getattr(torch, params.dtype), **options, **kind.head(task)
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise StageError(

@@ -15,7 +15,7 @@ from tasks.candidates import EVALUATIONS, FACTORIZED, FINETUNED
 from tasks.dataset import load_split, load_task
 from tasks.kinds import kind_of
 from tasks.models import load, size
-from tasks.params import Evaluate, section
+from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, Score, TargetSize
 from tasks.stage import StageError, candidate, run_candidate, say
 
@@ -25,15 +25,16 @@ def evaluate(recipe: str, keep: str) -> None:
     name, task, targets = candidate(recipe, keep), load_task(), load_targets().targets
     kind = kind_of(task)
     batch_size = section("evaluate", Evaluate).batch_size
+    device_map = section("model", Model).device_map
 
     def scored(model: PreTrainedModel, step: str) -> Score:
         result = kind.score(model, tokenizer, load_split("test"), task, batch_size)
         say(f"{step}: {task.metric} {result.metric:.4f}")
         return result
 
-    model, tokenizer = load(FACTORIZED / name, kind.auto)
+    model, tokenizer = load(FACTORIZED / name, kind.auto, device_map=device_map)
     before = None if residual_rows(model) else scored(model, "factorized")
-    model, tokenizer = load(FINETUNED / name, kind.auto)
+    model, tokenizer = load(FINETUNED / name, kind.auto, device_map=device_map)
     sizes = _sizes(model, targets)
     same = before if _same_weights(FACTORIZED / name, FINETUNED / name) else None
     result = Evaluation(

@@ -1,46 +1,57 @@
-"""Importance: find the targets and gather the evidence in one pass over the calibration sample → data/importance."""
+"""Importance: find the targets and gather the evidence, one pass for each group of layers → data/importance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from eckart.batch import Batch
-from eckart.evidence import collect, save_evidence
+from eckart.evidence import collect, passes, save_evidence
 from eckart.targets import find_targets
 from tasks.batches import batches, encoded
 from tasks.calibration import IMPORTANCE, TARGETS
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
-from tasks.models import TEACHER, load
-from tasks.params import Importance, TargetPatterns, section
+from tasks.models import TEACHER, load, place
+from tasks.params import Importance, Model, TargetPatterns, section
 from tasks.stage import explained, output, run, say
 
 
 def importance() -> None:
-    """Write targets.json, with the reason why each other linear map is none, and one file for each kind of evidence."""
+    """Write targets.json, with the reason why each other linear map is none, and the evidence, a file for each kind."""
     params, patterns = section("importance", Importance), section("targets", TargetPatterns)
     kind = kind_of(load_task())
-    model, tokenizer = load(TEACHER, kind.auto)
+    model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
     data, collate = encoded("calibration", tokenizer), kind.collate(tokenizer, model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device)  # type: ignore[arg-type]
+    device = place(model)
     with explained(), output(IMPORTANCE) as folder:
         batch = next(batches(data.select(range(1)), collate, 1, device))
         found = find_targets(model, batch, patterns.include, patterns.exclude, patterns.heads)
         say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
-        every = _progress(batches(data, collate, params.batch_size, device), len(data))
-        save_evidence(collect(model, every, found.targets, params.evidence, kind.loss), folder)
+        todo = passes(found.targets, params.layers_at_once)
+        for number, each in enumerate(todo, 1):
+            every = _progress(batches(data, collate, params.batch_size, device), len(data), f"{number}/{len(todo)}")
+            save_evidence(  # and let it go before the next pass
+                collect(
+                    model,
+                    every,
+                    each.targets,
+                    params.evidence,
+                    kind.loss,
+                    then=each.then,
+                    offload_activations=params.offload_activations,
+                ),
+                folder,
+                part=number if len(todo) > 1 else None,
+            )
         (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
 
 
-def _progress(every: Iterator[Batch], rows: int) -> Iterator[Batch]:
+def _progress(every: Iterator[Batch], rows: int, number: str) -> Iterator[Batch]:
     done = 0
     for batch in every:
         yield batch
         done += len(batch["labels"])
-        say(f"evidence from {done}/{rows} rows")
+        say(f"evidence from {done}/{rows} rows, pass {number}")
 
 
 if __name__ == "__main__":

@@ -20,17 +20,35 @@ TEACHER = Path("models/teacher")
 
 
 def load(
-    folder: Path, auto: Any, dtype: torch.dtype | Literal["auto"] = "auto"
+    folder: Path,
+    auto: Any,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    device_map: str | dict[str, str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model that a stage wrote, with its tokenizer.
 
     Args:
         auto: the transformers class that loads it, with the head of its kind of task.
         dtype: by default the one that it was saved in.
+        device_map: how accelerate spreads it over the devices, for forward passes alone; by default it is on the CPU.
     """
     with only_tensors():
-        model = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        model = auto.from_pretrained(
+            folder, dtype=dtype, device_map=device_map, use_safetensors=True, trust_remote_code=False
+        )
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def place(model: PreTrainedModel) -> str:
+    """Bring `model` to the accelerator, where there is one and no device map placed it; where its inputs belong."""
+    if getattr(model, "hf_device_map", None) is None:
+        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return inputs_device(model)
+
+
+def inputs_device(model: PreTrainedModel) -> str:
+    """Where the inputs of `model` belong; accelerate brings them to weights that wait on the CPU or the disk."""
+    return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 @contextmanager
@@ -63,7 +81,7 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
     """Inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
-    ids = torch.randint(model.config.vocab_size, (rows, tokens), device=model.device)
+    ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
 

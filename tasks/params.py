@@ -87,6 +87,8 @@ class Data(Section):
 class Model(Section):
     base: Address
     revision: str | None
+    dtype: Literal["float32", "bfloat16"]
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None
 
 
 class Training(Section):
@@ -106,6 +108,8 @@ class TargetPatterns(Section):
 class Importance(Section):
     evidence: Annotated[tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)]
     batch_size: Count
+    layers_at_once: Count | None
+    offload_activations: bool
 
 
 class Evaluate(Section):

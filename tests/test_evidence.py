@@ -15,6 +15,7 @@ from eckart.evidence import (
     fisher_sums,
     load_evidence,
     mean_loss_times_batch,
+    passes,
     save_evidence,
     taylor_sums,
 )
@@ -449,6 +450,159 @@ def test_tokens_of_all_samples_in_one_axis_are_told_apart():
     """Some models flatten to `(batch × tokens, features)` before their linear maps."""
     flat = collect(Reshaped(lambda x: x.flatten(0, 1)), [{"x": TWO}], [MAP])
     assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
+
+
+# --- a few layers at once ---------------------------------------------------------------------------------------------
+
+
+def in_parts(model, targets, layers, folder, **options):
+    """Evidence that was gathered by `layers` layers, each part written and let go."""
+    for number, part in enumerate(passes(targets, layers), 1):
+        gathered = collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then, **options)
+        save_evidence(gathered, folder, number)
+    return load_evidence(folder)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ["inputs"]])
+@pytest.mark.parametrize("layers", [1, 2, 9])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_layer_by_layer_is_bitwise_the_single_pass(family, layers, kinds, tmp_path):
+    model = tiny.FAMILIES[family]()
+    targets = targets_of(model)
+    whole = collect(model, tiny.batches(SAMPLES, 4), targets, kinds)
+    assert_same(in_parts(model, targets, layers, tmp_path, kinds=kinds), whole, rtol=0, atol=0)
+
+
+def test_passes_are_the_layers_in_order():
+    targets = targets_of(tiny.bert())
+    one, two, pooler = passes(targets, 1)
+    assert {target.name.split(".")[3] for target in one.targets} == {"0"}
+    assert {target.name.split(".")[3] for target in two.targets} == {"1"}
+    assert [target.name for target in pooler.targets] == ["bert.pooler.dense"]
+    assert (one.then, two.then, pooler.then) == (two.targets[0], pooler.targets[0], None)
+    assert [part.targets for part in passes(targets, 2)] == [one.targets + two.targets, pooler.targets]
+    assert [part.targets for part in passes(targets, None)] == [targets]
+
+
+def test_what_has_no_number_is_a_layer_between_its_neighbours():
+    names = ["first", "a.0.x", "a.0.y.7.z", "between.x", "also", "b.c.0", "b.c.1", "last"]
+    targets = [Target(name=name, out_features=1, in_features=1, input_of=name) for name in names]
+    got = [[target.name for target in part.targets] for part in passes(targets, 1)]
+    assert got == [["first"], ["a.0.x", "a.0.y.7.z"], ["between.x", "also"], ["b.c.0"], ["b.c.1"], ["last"]]
+
+
+def count_forwards(module: nn.Module) -> list[None]:
+    calls: list[None] = []
+    module.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def test_inputs_run_the_layers_below_and_no_others():
+    model = tiny.llama()
+    part = passes(targets_of(model), 1)[0]
+    first, second = (count_forwards(model.model.layers[layer].mlp.down_proj) for layer in (0, 1))
+    collect(model, tiny.batches(SAMPLES, 4), part.targets, ["inputs"], then=part.then)
+    assert (len(first), len(second)) == (4, 1)  # the first batch shows that nothing of the part comes later
+    collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then)
+    assert (len(first), len(second)) == (8, 5)  # gradients come from the end
+
+
+class Late(Sum):
+    """Runs its map after another one that was said to come later, and before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.map(x).sum() + self.other(self.map(x)).sum() + self.map(x).sum())
+
+
+def test_a_target_that_runs_again_later_is_waited_for():
+    other = Target(name="other", out_features=1, in_features=1, input_of="other")
+    batches = [{"x": TWO}] * 3
+    expected = collect(Late(), batches, [MAP], ["inputs"])
+    assert_same(collect(Late(), batches, [MAP], ["inputs"], then=other), expected, rtol=0, atol=0)
+
+
+def test_the_graph_begins_at_the_first_target():
+    """Activations below it are not kept."""
+    model = tiny.llama()
+    second, graphs = passes(targets_of(model), 1)[1], []
+    model.model.layers[0].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
+    model.model.layers[1].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
+    collect(model, [tiny.collate(SAMPLES)], second.targets)
+    assert graphs == [False, True]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_offloaded_activations_give_the_same_evidence(family):
+    model = tiny.FAMILIES[family]()
+    targets = targets_of(model)
+    options = {"model": model, "targets": targets}
+    kept = collect(batches=tiny.batches(SAMPLES, 4), **options)
+    assert_same(collect(batches=tiny.batches(SAMPLES, 4), offload_activations=True, **options), kept, rtol=0, atol=0)
+
+
+def test_what_is_offloaded_are_activations_and_no_weights():
+    model, moved = tiny.llama(), []
+    weights = {parameter.shape for parameter in model.parameters()}
+    to_cpu = Tensor.cpu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor) or to_cpu(tensor))
+        collect(model, tiny.batches(SAMPLES[:3], 3, 11), targets_of(model), offload_activations=True)
+    assert moved
+    resident = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not resident & {tensor.data_ptr() for tensor in moved}
+    assert not weights & {tensor.shape for tensor in moved if tensor.dim() == 2}
+
+
+def test_half_precision_is_near_single():
+    model = tiny.bert().bfloat16()
+    targets = targets_of(model)
+    half = collect(model, tiny.batches(SAMPLES, 4), targets)
+    single = collect(model.float(), tiny.batches(SAMPLES, 4), targets)  # the same weights
+    for kind, tensors in single.items():
+        for key, tensor in tensors.items():
+            error = (half[kind][key] - tensor).norm() / tensor.norm().clamp(min=1e-12)
+            assert error < 0.1, f"{kind} of {key}: {error:.3f}"
+
+
+# --- a device map -----------------------------------------------------------------------------------------------------
+
+
+def spread(family: str, folder, device_map: dict[str, str]) -> nn.Module:
+    """A tiny model as accelerate places it."""
+    model = tiny.FAMILIES[family]()
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, device_map=device_map, offload_folder=folder / "offload")
+
+
+MAPS = {
+    "whole": {"": "cpu"},
+    "disk": {
+        **dict.fromkeys(["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "score"], "cpu"),
+        "model.layers.0": "disk",
+    },
+}
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize("name", MAPS)
+def test_a_model_that_waits_on_the_disk_gives_the_same_evidence(name, layers, tmp_path):
+    here = tiny.llama()
+    there = spread("llama", tmp_path / "model", MAPS[name])
+    offloaded = name == "disk"
+    assert there.model.layers[0].mlp.up_proj.weight.is_meta == offloaded
+    targets = targets_of(there)
+    assert targets == targets_of(here)
+    expected = collect(here, tiny.batches(SAMPLES, 4), targets)
+    assert_same(in_parts(there, targets, layers, tmp_path / "evidence"), expected, rtol=0, atol=0)
+    assert there.model.layers[0].mlp.up_proj.weight.is_meta == offloaded
+    for target in targets:
+        torch.testing.assert_close(
+            weight_of(there.get_submodule(target.name)), weight_of(here.get_submodule(target.name))
+        )
 
 
 # --- on the disk -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def refusal(base: str = BASE) -> str:
     with pytest.raises(StageError) as caught:
-        load_base(Model(base=base, revision=None), TASK)
+        load_base(Model(base=base, revision=None, dtype="float32", device_map=None), TASK)
     return str(caught.value)
 
 
@@ -120,7 +120,7 @@ class TestModels:
         command = shlex.split(refusal().partition("in its folder: ")[2])
         assert command[0] == "python"
         subprocess.run([sys.executable, *command[1:]], cwd=BASE, check=True)
-        model, _ = load_base(Model(base=BASE, revision=None), TASK)
+        model, _ = load_base(Model(base=BASE, revision=None, dtype="float32", device_map=None), TASK)
         state = model.bert.state_dict()
         assert all(torch.equal(state[name], value) for name, value in weights.items())
 
