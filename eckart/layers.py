@@ -83,6 +83,10 @@ def factorize(
         residual: `(out, in)`, added to their product.
     """
     module = model.get_submodule(name)
+    if module.get_parameter("weight").is_meta:
+        raise ValueError(
+            f"{name} waits on the CPU or the disk, where it cannot be replaced: use no device map for this"
+        )
     layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
     with torch.no_grad():
         layer.left.copy_(left)

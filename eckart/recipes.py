@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from eckart.ranks import RankSearch
 from eckart.ranks.hypernetwork import Hypernetwork
@@ -29,6 +29,8 @@ class Recipe(BaseModel):
     weighting: Weighting
     ranks: RankSearch
     residual: Residual | None
+    sequential: int | None = Field(ge=1)
+    """Layers that are factorized between two captures of the evidence; None takes that of the dense model."""
     recovery: Recovery
 
 
@@ -37,6 +39,7 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _of_weighting(recipe)
     yield from _of_ranks(recipe)
     yield from _of_residual(recipe)
+    yield from _of_order(recipe)
     yield from _of_schedules(recipe)
 
 
@@ -80,6 +83,17 @@ def _of_residual(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "recovery", "mixed_rank runs the dense weight beside the factors, and so does a residual; write finetune"
     if not recipe.recovery.steps:
         yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
+
+
+def _of_order(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if recipe.sequential is None:
+        return
+    if isinstance(recipe.weighting, Plain | Movement):
+        yield "sequential", f"weighting {recipe.weighting.kind} has no evidence to gather anew; write null"
+    if _leaves_low_rank(recipe):
+        yield "sequential", f"{recipe.ranks.kind} leaves weights of low rank, which evidence cannot change; write null"
+    if recipe.residual is not None:
+        yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
 
 
 def _leaves_low_rank(recipe: Recipe) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from eckart import hub, layers
+from collections.abc import Iterator
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eckart import hub
+from eckart.batch import Batch
 from eckart.evidence import load_evidence
-from eckart.residual import Residual, rest
-from eckart.svd import decompose
-from eckart.targets import weight_of
-from eckart.weighting import Weighting, weigh
+from eckart.factorization import factorize as factorize_at_once
+from eckart.factorization import factorize_in_order
+from eckart.layers import factorized
+from eckart.residual import Residual
+from eckart.weighting import Weighting
+from tasks.batches import batches, encoded
 from tasks.calibration import IMPORTANCE, load_targets
 from tasks.candidates import FACTORIZED, RANKS, SCORES, load_decision, source_model
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
-from tasks.models import TEACHER, load
-from tasks.params import section
-from tasks.stage import StageError, candidate, output, run_candidate, say
+from tasks.kinds.kind import Kind
+from tasks.models import TEACHER, load, place
+from tasks.params import Count, Importance, Model, section
+from tasks.stage import candidate, explained, output, run_candidate, say
 
 
 def factorize(recipe: str, keep: str) -> None:
@@ -22,25 +30,58 @@ def factorize(recipe: str, keep: str) -> None:
 
     With a residual, what the factors leave of W stands beside them until recovery has pruned it.
     """
-    name, weighting = candidate(recipe, keep), section(f"recipes.{recipe}.weighting", Weighting)
-    residual = section(f"recipes.{recipe}.residual", Residual | None)
-    ranks = load_decision(name).ranks
-    model, tokenizer = load(source_model(name, TEACHER), kind_of(load_task()).auto)
-    evidence = {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)}
-    for target in load_targets().targets:
-        rank = ranks[target.name]
-        if rank is None:
-            continue
-        weight = weight_of(model.get_submodule(target.name))
-        try:
-            left, right = decompose(weight, weigh(weighting, target, evidence)).truncate(rank)
-        except ValueError as error:
-            raise StageError(f"{target.name}: {error}") from error
-        layers.factorize(model, target.name, left, right, rest(weight, left, right) if residual else None)
+    name = candidate(recipe, keep)
+    layers_at_once = section(f"recipes.{recipe}.sequential", Count | None)
+    device_map = section("model", Model).device_map if layers_at_once else None
+    kind = kind_of(load_task())
+    model, tokenizer = load(source_model(name, TEACHER), kind.auto, device_map=device_map)
+    with explained():
+        if layers_at_once:
+            _in_order(model, tokenizer, kind, recipe, name, layers_at_once)
+        else:
+            _at_once(model, recipe, name)
     with output(FACTORIZED / name) as folder:
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
-    say(f"{len(layers.factorized(model))} targets factorized, {model.num_parameters():,} parameters in all")
+    say(f"{len(factorized(model))} targets factorized, {model.num_parameters():,} parameters in all")
+
+
+def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
+    factorize_at_once(
+        model,
+        load_targets().targets,
+        load_decision(name).ranks,
+        section(f"recipes.{recipe}.weighting", Weighting),
+        {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)},
+        residual=section(f"recipes.{recipe}.residual", Residual | None) is not None,
+    )
+
+
+def _in_order(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    recipe: str,
+    name: str,
+    layers_at_once: int,
+) -> None:
+    settings, data = section("importance", Importance), encoded("calibration", tokenizer)
+    collate, device = kind.collate(tokenizer, model), place(model)
+
+    def calibration() -> Iterator[Batch]:
+        say(f"evidence anew, {len(factorized(model))} targets factorized")
+        return batches(data, collate, settings.batch_size, device)
+
+    factorize_in_order(
+        model,
+        load_targets().targets,
+        load_decision(name).ranks,
+        section(f"recipes.{recipe}.weighting", Weighting),
+        calibration,
+        layers_at_once,
+        kind.loss,
+        settings.offload_activations,
+    )
 
 
 if __name__ == "__main__":

@@ -41,12 +41,15 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning_alone": ("losparse", {"residual": {"low_rank": 0.0}}),
     "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
     "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
+    "drone_in_order": ("drone", {"sequential": 1}),
+    "kfac_in_order": ("kfac", {"sequential": 2}),
+    "pruned_in_order": ("lpaf", {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": 1}),
     "lpaf_distilled": ("lpaf", {"shaping": FEW, "recovery": DISTILLED}),
 }
 NAMES = [*METHODS, *RECOMBINATIONS]
 OF_LOW_RANK = ["drone_tolerance", "softlm", "elements"]
 WITH_ROWS = ["losparse", "kfac_losparse", "pruning_alone", "factors_alone", "losparse_distilled"]
-PRUNED = ["lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled"]
+PRUNED = ["lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled", "pruned_in_order"]
 
 
 def recipes() -> dict[str, Any]:

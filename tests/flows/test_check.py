@@ -325,6 +325,20 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"},
         "residual: hypernetwork leaves weights of low rank",
     ),
+    ({"sequential": 1}, "sequential: weighting none has no evidence to gather anew"),
+    (
+        {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": 1},
+        "sequential: weighting movement has no evidence to gather anew",
+    ),
+    (
+        {"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": 2},
+        "sequential: tolerance leaves weights of low rank",
+    ),
+    (
+        {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": 1},
+        "sequential: factors and residual are W together",
+    ),
+    ({"weighting": {"kind": "kfac"}, "sequential": 0}, "sequential: is 0; write greater than or equal to 1"),
 ]
 
 

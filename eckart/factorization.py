@@ -1,0 +1,101 @@
+"""Factorizing a whole model: every target that has a rank gives way to its factors.
+
+Either all under the evidence of the dense model, or in order of execution, each group of layers under evidence that is
+gathered anew after those below it were factorized: what a layer reads is by then what it will read (sequential
+calibration).
+
+Source of the order: DRONE (Chen et al., NeurIPS 2021), section 3.3: "the changes of lower layer parameters will cause
+the distribution of representation shifts in upper layers", so components are approximated one by one from the lower
+layers to the higher ones, as algorithm 2 does.
+Departs from the paper: ranks are those that were decided before, and evidence is gathered anew after a number of layers
+rather than after each component, as each capture is a pass over the calibration data.
+
+The error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖, as in the
+paper; what the layers below have lost already is not made up for. On a chain of two linear maps under weighting
+`inputs` this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its rank,
+(W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
+
+    ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
+
+whose second term, and no other, depends on Ŵ₂. Deeper or with nonlinear functions between, it is no theorem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from transformers import PreTrainedModel
+
+from eckart import layers
+from eckart.batch import Batch
+from eckart.budget import Ranks
+from eckart.evidence import Evidence, collect, passes
+from eckart.losses import Loss, mean_loss_times_batch
+from eckart.residual import rest
+from eckart.svd import decompose
+from eckart.targets import Target, weight_of
+from eckart.weighting import Weighting, evidence_needed, weigh
+
+
+def factorize(
+    model: PreTrainedModel,
+    targets: Iterable[Target],
+    ranks: Ranks,
+    weighting: Weighting,
+    evidence: Evidence,
+    residual: bool = False,
+) -> None:
+    """Replace each of `targets` that has a rank by the best factors of that rank under `weighting`.
+
+    Args:
+        ranks: target name → rank; None leaves the target as it is.
+        residual: whether what the factors leave of W stands beside them.
+
+    Raises:
+        ValueError: a weight or its evidence is not fit; the message names the target.
+    """
+    for target in targets:
+        rank = ranks[target.name]
+        if rank is None:
+            continue
+        weight = weight_of(model.get_submodule(target.name))
+        try:
+            left, right = decompose(weight, weigh(weighting, target, evidence)).truncate(rank)
+        except ValueError as error:
+            raise ValueError(f"{target.name}: {error}") from error
+        layers.factorize(model, target.name, left, right, rest(weight, left, right) if residual else None)
+
+
+def factorize_in_order(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    ranks: Ranks,
+    weighting: Weighting,
+    batches: Callable[[], Iterable[Batch]],
+    layers_at_once: int,
+    loss: Loss = mean_loss_times_batch,
+    offload_activations: bool = False,
+) -> None:
+    """As `factorize`, with evidence that is gathered anew for every `layers_at_once` layers; no more is in memory.
+
+    Args:
+        targets: in order of execution, as `find_targets` gives them.
+        batches: the calibration data from their beginning; model inputs with labels, each tensor `(batch, …)`.
+        loss, offload_activations: as for `collect`.
+
+    Raises:
+        ValueError: as for `factorize` and `collect`.
+    """
+    for part in passes([target for target in targets if ranks[target.name] is not None], layers_at_once):
+        some = _among_themselves(part.targets)
+        kinds = evidence_needed(weighting)
+        evidence = collect(model, batches(), some, kinds, loss, part.then, offload_activations)
+        factorize(model, some, ranks, weighting, evidence)
+
+
+def _among_themselves(targets: Iterable[Target]) -> list[Target]:
+    """The same targets, whose first reader of a tensor is the first of these: others may be factorized, or dense."""
+    first: dict[str, str] = {}
+    return [
+        target.model_copy(update={"input_of": first.setdefault(target.input_of, target.name)}) for target in targets
+    ]
