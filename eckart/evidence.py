@@ -84,6 +84,7 @@ def collect(
                 continue
             if needs_gradients:
                 total.backward()
+            del total  # and with it the graph, before the next one grows
             if end:
                 end.learn()
     return collector.finish()
@@ -310,13 +311,19 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no parameter gradients; both restored afterwards."""
+    """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
     try:
         model.eval().requires_grad_(False)
+        if config is not None and caches is not None:
+            config.use_cache = False
         yield
     finally:
+        if config is not None and caches is not None:
+            config.use_cache = caches
         for parameter in wanted:
             parameter.requires_grad_(True)
         for module, mode in modes.items():
@@ -353,14 +360,18 @@ class _Stored(Mapping[str, Tensor]):
     """Safetensors files as one mapping that reads one tensor at a time."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        opened = [safe_open(path, framework="pt") for path in paths]
-        self._file_of = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 (no mapping)
+        self._path_of: dict[str, Path] = {}
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                self._path_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._file_of[key].get_tensor(key)
+        # An open file is mapped: all that was ever read of it would count as memory of this process.
+        with safe_open(self._path_of[key], framework="pt") as file:
+            return file.get_tensor(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._path_of)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._path_of)

@@ -1,0 +1,227 @@
+"""Memory and time of evidence and factorization: what arithmetic predicts, and what processes of scaled-down LLaMAs need.
+
+    python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
+    python benchmarks/memory.py --predict    # arithmetic alone, for LLaMA-7B too
+
+Every point is a process of its own. Its peak is that of its resident memory (getrusage's ru_maxrss) less what Python and
+its libraries take before the model is made. Weights are random, in the type that is named. glibc is told to give memory
+back at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with tensors above 32 MiB, so that small shapes behave as big ones.
+Seconds are of one processor, on one thread, so that they do not depend on what else the machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+KINDS = {"inputs": ("inputs",), "kfac": ("inputs", "output_gradients")}
+"""Weighting → the evidence that it reads."""
+BYTES = {"float32": 4, "bfloat16": 2}
+BATCHES = 2
+_MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Point:
+    """A LLaMA without grouped queries, and how its evidence is gathered."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    dtype: str
+    weighting: str
+    layers_at_once: int | None
+    rows: int = 4
+    tokens: int = 256
+    vocabulary: int = 1000
+
+    @property
+    def group(self) -> int:
+        """Layers whose evidence is in memory."""
+        return min(self.layers_at_once or self.layers, self.layers)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the model's weights."""
+        maps = 4 * self.hidden**2 + 3 * self.hidden * self.mlp
+        return (self.layers * maps + self.vocabulary * self.hidden) * BYTES[self.dtype]
+
+    @property
+    def evidence(self) -> int:
+        """Bytes of one layer's second moments, in float32.
+
+        C_in of query, key and value; of the attention's output; of gate and up; of down. C_out of all seven.
+        """
+        h, m = self.hidden**2, self.mlp**2
+        return 4 * (3 * h + m + (5 * h + 2 * m if self.weighting == "kfac" else 0))
+
+    @property
+    def activations(self) -> int:
+        """Bytes that a batch has in memory at the peak: of all layers where gradients are needed, else of one.
+
+        A layer's graph holds the inputs of two norms in float32, query, key, value and output of the attention, and
+        three tensors of the MLP; maps that are frozen hold nothing. Each target of the group holds its input in float32,
+        which is a copy where the model computes in another type, and else one tensor for all that read it.
+        """
+        size, tokens = BYTES[self.dtype], self.rows * self.tokens
+        layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
+        readers = 3 if self.dtype == "float32" else 6
+        inputs = 4 * (readers * self.hidden + self.mlp)
+        return tokens * (self.layers * layer + self.group * inputs if self.weighting == "kfac" else layer)
+
+    @property
+    def term(self) -> int:
+        """Bytes of the largest term of a sum, before it is added, with what it is made of in float32."""
+        return 4 * (self.mlp**2 + self.rows * self.tokens * self.mlp)
+
+    @property
+    def decomposition(self) -> int:
+        """Bytes beside the weights while the largest target is decomposed, all but the evidence as read in float64.
+
+        W, W B, two factors and their balanced copies; C of the wider side twice; three matrices of the narrower.
+        """
+        h, m = self.hidden, self.mlp
+        return 4 * m**2 + 8 * (2 * h * m + 2 * (h * m + h * h) + m * m + 3 * h * h)
+
+    def predicted(self, stage: str) -> int:
+        """Bytes at the peak of a stage."""
+        if stage == "factorize":
+            return self.weights + self.decomposition
+        return self.weights + self.group * self.evidence + self.activations + self.term
+
+
+POINTS = [
+    Point(hidden, 43 * hidden // 16, layers, dtype, weighting, at_once)
+    for hidden, layers, weighting, dtype in [
+        (256, 8, "inputs", "float32"),
+        (256, 8, "kfac", "float32"),
+        (512, 8, "inputs", "float32"),
+        (512, 8, "kfac", "float32"),
+        (512, 8, "kfac", "bfloat16"),
+        (1024, 4, "kfac", "bfloat16"),
+    ]
+    for at_once in (None, 1)
+]
+SEVEN = [
+    Point(4096, 11008, 32, dtype, weighting, at_once, rows=1, tokens=2048, vocabulary=32000)
+    for weighting, dtype, at_once in product(KINDS, BYTES, [None, 8, 1])
+]
+
+
+def main() -> None:
+    """Print the tables, or what one point needs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--point", help="JSON: a point to measure in this process")
+    parser.add_argument("--stage", choices=("importance", "factorize"))
+    parser.add_argument("--folder", type=Path)
+    arguments = parser.parse_args()
+    if arguments.point:
+        print(json.dumps(_measure(Point(**json.loads(arguments.point)), arguments.stage, arguments.folder)))
+        return
+    if not arguments.predict:
+        _table(POINTS, measured=True)
+    _table(SEVEN, measured=False)
+
+
+def _table(points: list[Point], measured: bool) -> None:
+    print(
+        "| hidden | layers | weighting | weights | layers_at_once | weights MiB | evidence MiB | importance MiB | ",
+        end="",
+    )
+    print("measured | seconds | factorize MiB | measured | seconds |" if measured else "factorize MiB |")
+    print("|---" * (13 if measured else 9) + "|", flush=True)
+    for point in points:
+        cells = [point.hidden, point.layers, point.weighting, point.dtype, point.layers_at_once or "null"]
+        cells += [point.weights // MIB, point.group * point.evidence // MIB]
+        with tempfile.TemporaryDirectory() as folder:
+            for stage in ("importance", "factorize"):
+                cells.append(point.predicted(stage) // MIB)
+                if measured:
+                    cells += _in_a_process(point, stage, Path(folder))
+        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:
+    """Peak in MiB, and seconds."""
+    command = [
+        sys.executable,
+        __file__,
+        "--point",
+        json.dumps(asdict(point)),
+        "--stage",
+        stage,
+        "--folder",
+        str(folder),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **_MEASURABLE}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result["bytes"] // MIB, f"{result['seconds']:.1f}"
+
+
+def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    from eckart.budget import largest_rank
+    from eckart.evidence import collect, load_evidence, passes, save_evidence
+    from eckart.factorization import factorize
+    from eckart.targets import find_targets
+    from eckart.weighting import Inputs, Kfac
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(BATCHES):
+            ids = torch.randint(1, point.vocabulary, (point.rows, point.tokens), generator=generator)
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
+
+    before = _resident()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=point.vocabulary,
+        hidden_size=point.hidden,
+        intermediate_size=point.mlp,
+        num_hidden_layers=point.layers,
+        num_attention_heads=point.hidden // 64,
+        num_labels=2,
+        pad_token_id=0,
+        dtype=point.dtype,
+    )
+    model = LlamaForSequenceClassification._from_config(config, dtype=getattr(torch, point.dtype)).eval()
+    probe = {key: values[:1, :8] if values.dim() > 1 else values[:1] for key, values in next(batches()).items()}
+    targets = find_targets(model, probe).targets
+    start = time.process_time()
+    if stage == "importance":
+        parts = passes(targets, point.layers_at_once)
+        for number, part in enumerate(parts, 1):
+            save_evidence(
+                collect(model, batches(), part.targets, KINDS[point.weighting], then=part.then), folder, number
+            )
+    else:
+        weighting = Kfac(kind="kfac") if point.weighting == "kfac" else Inputs(kind="inputs")
+        ranks = {target.name: largest_rank(target) // 2 for target in targets}
+        factorize(model, targets, ranks, weighting, load_evidence(folder))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"bytes": peak - before, "seconds": time.process_time() - start}
+
+
+def _resident() -> int:
+    """Bytes that this process has in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()
