@@ -1,12 +1,12 @@
-"""Memory and time of evidence and factorization: what arithmetic predicts, and what processes of scaled-down LLaMAs need.
+"""Memory and time of evidence and factorization: predicted by arithmetic, measured on scaled-down LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
     python benchmarks/memory.py --predict    # arithmetic alone, for LLaMA-7B too
 
-Every point is a process of its own. Its peak is that of its resident memory (getrusage's ru_maxrss) less what Python and
-its libraries take before the model is made. Weights are random, in the type that is named. glibc is told to give memory
-back at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with tensors above 32 MiB, so that small shapes behave as big ones.
-Seconds are of one processor, on one thread, so that they do not depend on what else the machine does.
+Every point is a process of its own. Its peak is that of its resident memory (getrusage's ru_maxrss) less what Python
+and its libraries take before the model is made. Weights are random, in the type that is named. glibc is told to give
+memory back at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with tensors above 32 MiB, so that small shapes
+behave as big ones. Seconds are of one processor, on one thread, so that they do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Point:
         """Bytes that a batch has in memory at the peak: of all layers where gradients are needed, else of one.
 
         A layer's graph holds the inputs of two norms in float32, query, key, value and output of the attention, and
-        three tensors of the MLP; maps that are frozen hold nothing. Each target of the group holds its input in float32,
-        which is a copy where the model computes in another type, and else one tensor for all that read it.
+        three tensors of the MLP; maps that are frozen hold nothing. Each target of the group holds its input in
+        float32, which is a copy where the model computes in another type, and else one tensor for all that read it.
         """
         size, tokens = BYTES[self.dtype], self.rows * self.tokens
         layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
