@@ -6,7 +6,7 @@
 Every point is a process of its own. Its peak is that of its resident memory (getrusage's ru_maxrss) less what Python
 and its libraries take before the model is made. Weights are random, in the type that is named. glibc is told to give
 memory back at once (MALLOC_MMAP_THRESHOLD_), as it does by itself with tensors above 32 MiB, so that small shapes
-behave as big ones. Seconds are of one processor, on one thread, so that they do not depend on what else the machine does.
+behave as big ones. Seconds are of one processor, on one thread: what else the machine does matters little then.
 """
 
 from __future__ import annotations
