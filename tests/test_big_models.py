@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from eckart.evidence import load_evidence
 from eckart.layers import factorize
@@ -18,6 +18,7 @@ from tasks.models import TEACHER, load, place, size
 from tests.test_methods import recipes
 from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 
+AUTO = AutoModelForSequenceClassification
 HALF = {"model": {"dtype": "bfloat16"}}
 NAMES = ["ars", "softlm", "lpaf", "losparse", "drone_tolerance", "kfac_in_order", "kfac_distilled"]
 
@@ -94,13 +95,13 @@ def offloaded() -> PreTrainedModel:
     """The teacher with what is not on the CPU on the disk, its first parameter among that."""
     parts = ["bert.encoder.layer.0", "bert.pooler", "classifier"]
     disk = dict.fromkeys(["bert.embeddings", "bert.encoder.layer.1"], "disk")
-    return load(TEACHER, device_map={**dict.fromkeys(parts, "cpu"), **disk})[0]
+    return load(TEACHER, AUTO, device_map={**dict.fromkeys(parts, "cpu"), **disk})[0]
 
 
 def test_a_model_that_a_device_map_placed_stays_there(root: Path) -> None:
-    model, tokenizer = load(TEACHER, device_map="auto")
+    model, tokenizer = load(TEACHER, AUTO, device_map="auto")
     assert place(model) == str(model.device)
-    there, (here, _) = offloaded(), load(TEACHER)
+    there, (here, _) = offloaded(), load(TEACHER, AUTO)
     assert place(there) == "cpu"
     assert there.bert.embeddings.word_embeddings.weight.is_meta
     assert place(here) == str(here.device)
