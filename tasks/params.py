@@ -97,6 +97,11 @@ class Training(Section):
     weight_decay: Annotated[float, Field(ge=0)]
 
 
+class Trainer(Section):
+    precision: Literal["bf16"] | None
+    processes: Count
+
+
 class TargetPatterns(Section):
     include: tuple[str, ...]
     exclude: tuple[str, ...]

@@ -72,6 +72,7 @@ class MixedRankRule(Rule):
     """
 
     settings: MixedRank
+    alone = True
 
     def __init__(
         self,
