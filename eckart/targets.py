@@ -211,6 +211,8 @@ class _Probe:
         rows = self._rows.get(name, [])
         if not rows:
             return "its forward ran 0 times for one batch"
+        if any(x.is_nested for x in self._inputs[name]):
+            return "it reads a nested tensor, whose rows no mask of the batch describes"
         if self._doubled.get(name) != [2 * count for count in rows]:
             return "not all that it reads belongs to the samples of a batch"
         changes = [self._change(name, mask) for mask in self._changed]
@@ -248,7 +250,7 @@ def _inputs(model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str,
 def _rows(maps: Mapping[str, nn.Module], inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, list[int]]:
     """How many rows each map sees in each of its calls: tokens of all samples."""
     return {
-        name: [math.prod(x.shape if is_embedding(maps[name]) else x.shape[:-1]) for x in calls]
+        name: [x.numel() // (1 if is_embedding(maps[name]) else weight_of(maps[name]).shape[1]) for x in calls]
         for name, calls in inputs.items()
     }
 

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-import eckart  # noqa: F401  teaches transformers the format
+import eckart.lstm  # and teaches transformers the format
 from eckart import ranks as rank_searches
 from eckart.batch import Batch
 from eckart.budget import allowance, largest_rank, total
 from eckart.evidence import collect
 from eckart.hub import save
 from eckart.layers import factorize, factorized
+from eckart.losses import mean_loss_times_batch, token_loss
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
 from eckart.ranks.threshold import ThresholdSearch
@@ -190,6 +191,19 @@ FAMILIES = {
         6,
         {HEAD: 1, "its forward ran 0 times for one batch": 2},
     ),
+    # 2 a layer, of which one runs for each token
+    "lstm": Family(
+        "causal",
+        lambda: tiny.drawn(
+            eckart.lstm.LSTMForCausalLM,
+            eckart.lstm.LSTMConfig(
+                vocab_size=tiny.VOCABULARY, embedding_size=12, hidden_size=16, pad_token_id=tiny.PAD
+            ),
+        ),
+        4,
+        {HEAD: 1},
+        2,
+    ),
     # 6 a layer of the encoder, 10 of the decoder
     "bart": Family(
         "seq2seq",
@@ -282,14 +296,13 @@ def collate(some: Sequence[Mapping[str, Tensor]], more: int = 0) -> dict[str, Te
 
 def loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Sum over samples of each one's loss: of its label, or the mean of its tokens'."""
-    logits = model(**{name: values for name, values in batch.items() if name != "labels"}).logits
     labels = batch["labels"]
     if labels.dim() == 1:
-        return nn.functional.cross_entropy(logits, labels, reduction="sum")
-    if "decoder_input_ids" not in batch:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = nn.functional.cross_entropy(logits.mT, labels, reduction="none")
-    return (losses.sum(1) / (labels != -100).sum(1)).sum()
+        return mean_loss_times_batch(model, batch)
+    if "decoder_input_ids" in batch:
+        return token_loss(model, batch)
+    losses = nn.functional.cross_entropy(model(**batch).logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).sum()
 
 
 @dataclass(frozen=True)
@@ -344,9 +357,11 @@ def test_each_target_has_the_mask_of_its_side(case):
             assert target.mask == "attention_mask", target.name
 
 
-def test_only_the_layer_of_albert_is_repeated(case):
+def test_shared_layers_and_cells_alone_are_repeated(case):
     repeated = {target.name for target in case.targets if target.repeated}
-    assert repeated == {target.name for target in case.targets if ".albert_layers." in target.name}
+    assert repeated == {
+        some.name for some in case.targets if ".albert_layers." in some.name or "hidden_map" in some.name
+    }
 
 
 def test_the_model_comes_back_from_the_probes(case):
