@@ -9,7 +9,7 @@ from transformers import BartConfig, BartForSequenceClassification, BertModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import factorize
-from eckart.targets import Targets, find_targets, is_linear, weight_of
+from eckart.targets import Targets, find_targets, is_embedding, is_linear, weight_of
 from tests import tiny
 from tests.architectures import FAMILIES
 
@@ -120,6 +120,15 @@ def test_a_subclass_of_linear_is_no_linear_map():
     assert is_linear(Conv1D(1, 1))
     assert not is_linear(Special(1, 1))
     assert not is_linear(nn.Embedding(1, 1))
+
+
+def test_an_embedding_that_changes_its_weight_as_it_runs_is_no_linear_map():
+    class Special(nn.Embedding):
+        pass
+
+    assert is_embedding(nn.Embedding(1, 1))
+    assert not is_embedding(nn.Embedding(1, 1, max_norm=1.0))
+    assert not is_embedding(Special(1, 1))
 
 
 # --- who reads what --------------------------------------------------------------------------------------------------
@@ -353,7 +362,7 @@ def test_readers_share_their_input_only_where_all_their_calls_do():
 
     def from_the_second_call_on(_, args):
         seen.append(args)
-        return (args[0] + 1,) if len(seen) % 3 else None
+        return None if len(seen) % 3 == 1 else (args[0] + 1,)
 
     attention.key.register_forward_pre_hook(from_the_second_call_on)
     by_name = {target.name: target for target in found(model).targets}

@@ -329,7 +329,7 @@ def start(family):
 FAMILIES = pytest.mark.parametrize("family", list(tiny.FAMILIES.values()), ids=list(tiny.FAMILIES))
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", [*tiny.FAMILIES.values(), tiny.albert], ids=[*tiny.FAMILIES, "albert"])
 @pytest.mark.parametrize("weighting", [INPUTS, KFAC, NONE], ids=lambda weighting: weighting.kind)
 def test_each_weight_is_the_best_under_the_evidence_of_the_model_before_it(family, weighting):
     """Walked again by hand: the evidence is gathered on the model whose earlier targets are approximated already."""
