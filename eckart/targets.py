@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 import torch
@@ -136,10 +137,11 @@ def find_targets(
 
 
 def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """A decoder that reads tokens of its own needs a mask of its own."""
+    """A decoder that reads tokens of its own, given or made from labels, needs a mask of its own."""
     labels = batch.get("labels")
     tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-    if model.config.is_encoder_decoder and (tokens or "decoder_input_ids" in batch):
+    has_decoder = "decoder_input_ids" in signature(model.forward).parameters
+    if has_decoder and (tokens or "decoder_input_ids" in batch):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             if name not in batch:
                 raise ValueError(

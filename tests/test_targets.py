@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForSequenceClassification, BertModel
+from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import factorize
@@ -389,6 +389,13 @@ def test_a_decoder_without_a_mask_is_an_error(missing):
 def test_sides_of_one_length_are_told_apart(family):
     masks = {target.mask for target in find_targets(FAMILIES[family].build(), translation()).targets}
     assert masks == {"attention_mask", "decoder_attention_mask"}
+
+
+def test_an_encoder_alone_that_labels_tokens_needs_no_mask_of_a_decoder():
+    config = T5Config(vocab_size=tiny.VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    batch = {**inputs, "labels": torch.zeros_like(BATCH["input_ids"])}
+    assert len(find_targets(T5ForTokenClassification(config), batch).targets) == 6
 
 
 def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
