@@ -252,7 +252,7 @@ def _inputs(model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str,
 def _rows(maps: Mapping[str, nn.Module], inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, list[int]]:
     """How many rows each map sees in each of its calls: tokens of all samples."""
     return {
-        name: [x.numel() // (1 if is_embedding(maps[name]) else weight_of(maps[name]).shape[1]) for x in calls]
+        name: [x.numel() // (1 if is_embedding(maps[name]) else x.size(-1)) for x in calls]
         for name, calls in inputs.items()
     }
 
