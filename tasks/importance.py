@@ -28,7 +28,7 @@ def importance() -> None:
     model.to(device)  # type: ignore[arg-type]
     with explained(), output(IMPORTANCE) as folder:
         batch = next(batches(data.select(range(1)), collate, 1, device))
-        found = find_targets(model, batch, patterns.include, patterns.exclude, patterns.heads)
+        found = find_targets(model, batch, **patterns.model_dump())
         say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
         every = _progress(batches(data, collate, params.batch_size, device), len(data))
         save_evidence(collect(model, every, found.targets, params.evidence, kind.loss), folder)

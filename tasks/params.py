@@ -106,6 +106,7 @@ class TargetPatterns(Section):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     heads: bool
+    embeddings: bool
 
 
 class Importance(Section):
