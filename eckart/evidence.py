@@ -1,7 +1,8 @@
 """Evidence: what the calibration data say about every target, gathered in one streaming pass.
 
 For sample n at a target with inputs X_n `(tokens, in)` and output gradients Δ_n `(tokens, out)`, the gradient of
-the sample's loss is G_n = Δ_nᵀ X_n `(out, in)`, and over N samples
+the sample's loss is G_n = Δ_nᵀ X_n `(out, in)`, and over N samples (the tokens of a target that runs several times are
+those of all its calls)
 
     inputs            C_in  = (1/N) Σ X_nᵀ X_n               (DRONE, eq. 3: the Gram matrix of X)
     output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor)
@@ -13,6 +14,7 @@ Squares are of per-sample gradients: squaring the mean gradient of a batch is an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ from transformers import PreTrainedModel
 
 from eckart.batch import Batch
 from eckart.losses import Loss, mean_loss_times_batch
-from eckart.targets import Target, weight_of
+from eckart.targets import MASKS, Target, is_embedding, weight_of
 
 Kind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -37,7 +39,7 @@ Axis = Literal["input", "output"]
 Evidence = Mapping[str, Mapping[str, Tensor]]
 """Kind → key → statistic:
 
-    inputs            Target.input_of            (in, in)
+    inputs            Target.input_of            (in, in)   (in,) for an embedding: its diagonal, and there is no more
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
@@ -57,7 +59,7 @@ def collect(
 ) -> Evidence:
     """Gather evidence of `kinds` for `targets` in one pass; memory does not grow with the number of samples.
 
-    The model runs in eval mode and comes back as it was. Padding (zeros of `attention_mask`) counts for nothing.
+    The model runs in eval mode and comes back as it was. Padding (zeros of each target's mask) counts for nothing.
 
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
@@ -75,8 +77,7 @@ def collect(
     end = None if needs_gradients or then is None else _End(model, collector.modules.values(), then)
     with _frozen(model), collector.attached(), end or nullcontext(), torch.set_grad_enabled(needs_gradients):
         for batch in batches:
-            collector.batch = batch
-            collector.samples += _batch_size(batch)
+            collector.start(batch)
             try:
                 with _activations_on_cpu(model) if offload_activations else nullcontext():
                     total = loss(model, batch)
@@ -183,6 +184,8 @@ class _Collector:
         self.modules = {target: model.get_submodule(target.name) for target in targets}
         self.kinds = kinds
         self.batch: Batch = {}
+        self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
+        """Of this batch: what each call read and its gradient, kept where calls must be joined."""
         self.samples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS if kind in kinds}
         if "inputs" in kinds:
@@ -199,55 +202,105 @@ class _Collector:
             for hook in hooks:
                 hook.remove()
 
+    def start(self, batch: Batch) -> None:
+        """Go on to the next batch; all calls of the one before are done."""
+        self._join()
+        self.batch = batch
+        self.samples += _batch_size(batch)
+
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = self._samples(target, args[0].detach())
+        call = self._call(target)
+        shape = args[0].shape if is_embedding(module) else args[0].shape[:-1]
+        real = self._real(target, shape, call)
+        real = None if real is None else real.to(args[0].device)
+        x = self._samples(args[0].unsqueeze(-1) if is_embedding(module) else args[0].detach(), real)
         if "inputs" in self.kinds and target.input_of == target.name:
-            flat = x.flatten(0, 1)
-            self._add("inputs", target.name, flat.T @ flat)
-            self._add("tokens", target.name, self._tokens(x))
+            precision = torch.promote_types(output.dtype, torch.float32)
+            moment = _counts(x, real, target.in_features) if is_embedding(module) else _gram(x)
+            tokens = moment.new_tensor(x.shape[0] * x.shape[1]) if real is None else real.sum()
+            self._add("inputs", target.name, moment.to(precision))
+            self._add("tokens", target.name, tokens.to(precision))
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # parameters are frozen, so the first targets start the graph
             output = output.detach().requires_grad_().clone()
-        output.register_hook(partial(self._backward, target, x))
+        output.register_hook(partial(self._backward, target, call, x, real))
         return output
 
-    def _backward(self, target: Target, x: Tensor, gradient: Tensor) -> None:
-        delta = self._samples(target, gradient.detach())
+    def _backward(self, target: Target, call: int, x: Tensor, real: Tensor | None, gradient: Tensor) -> None:
+        delta = self._samples(gradient.detach(), real)
         if "output_gradients" in self.kinds:
-            flat = delta.flatten(0, 1)
-            self._add("output_gradients", target.name, flat.T @ flat)
-        if "fisher" in self.kinds:
-            self._add_axes("fisher", target, *fisher_sums(x, delta))
-        if "taylor" in self.kinds:
-            self._add_axes("taylor", target, *taylor_sums(x, delta, weight_of(self.modules[target])))
+            self._add("output_gradients", target.name, _gram(delta))
+        if target.repeated:
+            self.calls[target][call] = x, delta
+        else:
+            self._add_squares(target, x, delta)
 
-    def _samples(self, target: Target, values: Tensor) -> Tensor:
-        """`values` as `(batch, tokens, features)` in float32 or better, zero where the token is padding."""
+    def _call(self, target: Target) -> int:
+        """Which call of `target` for this batch this is, from 0."""
+        calls = self.calls.setdefault(target, [])
+        if calls and not target.repeated:
+            raise ValueError(f"{target.name}: its forward ran again for the same batch; exclude this target")
+        calls.append(None)
+        return len(calls) - 1
+
+    def _join(self) -> None:
+        """Squares of gradients that several calls share, once the gradients of all of them are there."""
+        for target, calls in self.calls.items():
+            if pairs := [pair for pair in calls if pair is not None]:
+                self._add_squares(target, *(torch.cat(parts, 1) for parts in zip(*pairs, strict=True)))
+        self.calls = {}
+
+    def _add_squares(self, target: Target, x: Tensor, delta: Tensor) -> None:
+        module = self.modules[target]
+        for kind in self.kinds & {"fisher", "taylor"}:
+            weight = weight_of(module)
+            if is_embedding(module):
+                sums = lookup_sums(x, delta, weight, taylor=kind == "taylor")
+            else:
+                sums = fisher_sums(x, delta) if kind == "fisher" else taylor_sums(x, delta, weight)
+            self._add(kind, f"{target.name}.input", sums[0])
+            self._add(kind, f"{target.name}.output", sums[1])
+
+    def _real(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
+        """Which tokens of this call are no padding, `(batch, tokens)` of 0 and 1; None where all are.
+
+        Args:
+            shape: of its rows.
+        """
         size = _batch_size(self.batch)
-        if values.shape[0] != size if values.dim() > 2 else values.shape[0] % size:
+        if shape[0] != size if len(shape) > 1 else shape[0] % size:
             raise ValueError(
-                f"{target.name}: {tuple(values.shape)} cannot be split into {size} samples; exclude this target"
+                f"{target.name}: rows of {tuple(shape)} cannot be split into {size} samples; exclude this target"
             )
-        values = values.reshape(size, -1, values.shape[-1]).to(_summed(values))
-        mask = self.batch.get("attention_mask")
-        if mask is None or values.shape[1] == 1 or bool(mask.all()):
-            return values
-        if mask.shape != values.shape[:2]:
+        tokens, mask = math.prod(shape) // size, self._mask(target)
+        if mask is not None and target.mask and target.repeated and tokens == 1:
+            # a cell: its calls are the tokens, in their order
+            mask = mask[:, call : call + 1]
+        elif mask is None or tokens == 1 or bool(mask.all()):
+            return None
+        if mask.shape != (size, tokens):
             raise ValueError(
-                f"{target.name}: {values.shape[1]} tokens per sample, but attention_mask has {mask.shape[1]}, "
+                f"{target.name}: {tokens} tokens per sample, but {target.mask or MASKS[0]} has {mask.shape[1]}, "
                 "so padding cannot be told from data; exclude this target"
             )
-        return values.masked_fill(mask.to(values.device).unsqueeze(-1) == 0, 0)
+        return mask
 
-    def _tokens(self, x: Tensor) -> Tensor:
-        mask = self.batch.get("attention_mask")
-        padded = mask is not None and mask.shape == x.shape[:2]
-        return mask.sum().to(x) if mask is not None and padded else x.new_tensor(x.shape[0] * x.shape[1])
+    def _mask(self, target: Target) -> Tensor | None:
+        """The mask of what `target` sees; of what sees the tokens of none, some mask, which will not fit."""
+        masks = {name: self.batch[name] for name in MASKS if name in self.batch}
+        if target.mask is None:
+            return next((mask for mask in masks.values() if not mask.all()), None)
+        if masks and target.mask not in masks:
+            raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
+        return masks.get(target.mask)
 
-    def _add_axes(self, kind: str, target: Target, by_input: Tensor, by_output: Tensor) -> None:
-        self._add(kind, f"{target.name}.input", by_input)
-        self._add(kind, f"{target.name}.output", by_output)
+    def _samples(self, values: Tensor, real: Tensor | None) -> Tensor:
+        """`values` as `(batch, tokens, features)`, in float32 or better if no ids; zero where the token is padding."""
+        if values.is_floating_point():
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+        values = values.reshape(_batch_size(self.batch), -1, values.shape[-1])
+        return values if real is None else values.masked_fill(real.unsqueeze(-1) == 0, 0)
 
     def _add(self, kind: str, key: str, value: Tensor) -> None:
         sums = self.sums[kind]
@@ -268,6 +321,7 @@ class _Collector:
     def finish(self) -> Evidence:
         if not self.samples:
             raise ValueError("there is no calibration sample: raise data.sizes.calibration")
+        self._join()
         self._fill()
         for kind, sums in self.sums.items():
             for key, value in sums.items():
@@ -298,6 +352,36 @@ def taylor_sums(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
     """Σ_n (G_n ⊙ W)² summed over outputs `(in,)` and over inputs `(out,)`; shapes as in `fisher_sums`."""
     squares = _squared_gradients(x, delta).mul_(weight.to(x.dtype).square())  # W² is the same for all samples
     return squares.sum(0), squares.sum(1)
+
+
+def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, taylor: bool) -> tuple[Tensor, Tensor]:
+    """`fisher_sums` or, if `taylor`, `taylor_sums` of an embedding: only columns that a sample looks up have gradients.
+
+    Args:
+        ids: `(batch, tokens, 1)`.
+        delta: `(batch, tokens, out)`, zero where the token is padding.
+        weight: `(out, in)`.
+    """
+    by_input, by_output = delta.new_zeros(weight.shape[1]), delta.new_zeros(weight.shape[0])
+    for one_ids, one_delta in zip(ids.squeeze(-1), delta, strict=True):
+        seen, places = one_ids.unique(return_inverse=True)
+        gradient = delta.new_zeros(len(seen), len(by_output)).index_add_(0, places, one_delta)
+        squares = (gradient * weight.T[seen] if taylor else gradient).square()
+        by_input[seen] += squares.sum(1)
+        by_output += squares.sum(0)
+    return by_input, by_output
+
+
+def _gram(x: Tensor) -> Tensor:
+    """Σ_n X_nᵀ X_n `(features, features)` of `(batch, tokens, features)`."""
+    flat = x.flatten(0, 1)
+    return flat.T @ flat
+
+
+def _counts(ids: Tensor, real: Tensor | None, size: int) -> Tensor:
+    """How often each of `size` ids is looked up `(size,)`: the diagonal of Σ_n X_nᵀ X_n of one-hot rows."""
+    flat = ids.flatten() if real is None else ids.flatten()[real.flatten() != 0]
+    return torch.bincount(flat, minlength=size)
 
 
 def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:

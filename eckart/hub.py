@@ -30,7 +30,7 @@ class EckartConfig(QuantizationConfigMixin):
 
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
-    """Swaps the targets named by the config for LowRankLinear before the weights are loaded."""
+    """Swaps the targets named by the config for low-rank layers before the weights are loaded."""
 
     quantization_config: EckartConfig
     requires_calibration = True  # the weights must come from a file

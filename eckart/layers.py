@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -30,6 +30,11 @@ class LowRankLinear(nn.Module):
         self.transposed = False
         """Whether the dense module is a Conv1D, which the architecture asks for where `merge` puts it back."""
 
+    @staticmethod
+    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
+        return linear(x, matrix, bias)
+
     @property
     def rank(self) -> int:
         return self.right.shape[0]
@@ -41,29 +46,45 @@ class LowRankLinear(nn.Module):
         return weight if self.residual is None or self.rows is None else weight.index_add(0, self.rows, self.residual)
 
     def forward(self, x: Tensor) -> Tensor:
-        components = linear(x, self.right)
+        components = self.project(x, self.right)
         if self.gate is not None:
             components = components * self.gate
         y = linear(components, self.left, self.bias)
         if self.residual is None or self.rows is None:
             return y
-        return y.index_add(-1, self.rows, linear(x, self.residual))
+        return y.index_add(-1, self.rows, self.project(x, self.residual))
+
+
+class LowRankEmbedding(LowRankLinear):
+    """The same for x of one-hot rows, given by their ids `(…,)`: y `(…, out)` is a row of the vocabulary, which is in.
+
+    W `(out, in)` is the transpose of what an embedding stores. The row of a padding token is what the factors make it.
+    """
+
+    @staticmethod
+    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Columns of a matrix `(n, in)` by ids: `(…, n)`."""
+        columns = embedding(x, matrix.T)
+        return columns if bias is None else columns + bias
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """`(out, in)` of a Linear or a Conv1D."""
+    """`(out, in)` of a Linear, a Conv1D or an Embedding."""
     if isinstance(module, Conv1D):
         columns, rows = module.weight.shape
         return rows, columns
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim, module.num_embeddings
     return module.out_features, module.in_features  # type: ignore[return-value]
 
 
 def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
-    """An unfilled LowRankLinear of `rank` with the shape, bias, type and device of a Linear or a Conv1D."""
+    """An unfilled low-rank layer of `rank` with the shape, bias, type and device of a Linear, Conv1D or Embedding."""
     out_features, in_features = shape_of(module)
     weight = module.get_parameter("weight")
     with torch.device(weight.device):
-        layer = LowRankLinear(in_features, out_features, rank, bias=module.bias is not None, rows=rows)
+        kind = LowRankEmbedding if isinstance(module, nn.Embedding) else LowRankLinear
+        layer = kind(in_features, out_features, rank, bias=getattr(module, "bias", None) is not None, rows=rows)
     layer.transposed = isinstance(module, Conv1D)
     return layer.to(weight.dtype)
 
@@ -100,9 +121,9 @@ def factorize(
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
-    """Make `weight` `(out, in)` the weight of a Linear or a Conv1D."""
+    """Make `weight` `(out, in)` the weight of a Linear, a Conv1D or an Embedding."""
     with torch.no_grad():
-        module.get_parameter("weight").copy_(weight.T if isinstance(module, Conv1D) else weight)
+        module.get_parameter("weight").copy_(weight.T if isinstance(module, Conv1D | nn.Embedding) else weight)
 
 
 def merge(model: PreTrainedModel, name: str) -> nn.Module:
@@ -112,11 +133,7 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
     out_features, in_features = len(layer.left), layer.right.shape[1]
     with torch.device("meta"):  # draws no random weights
-        module: nn.Module = (
-            Conv1D(out_features, in_features)
-            if layer.transposed
-            else nn.Linear(in_features, out_features, bias=layer.bias is not None)
-        )
+        module = _dense(layer, out_features, in_features)
     module = module.to_empty(device=layer.left.device).to(layer.left.dtype).train(layer.training)
     set_weight(module, layer.weight)
     if layer.bias is not None:
@@ -124,6 +141,14 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
             module.get_parameter("bias").copy_(layer.bias)
     replace(model, name, module)
     return module
+
+
+def _dense(layer: LowRankLinear, out_features: int, in_features: int) -> nn.Module:
+    if isinstance(layer, LowRankEmbedding):
+        return nn.Embedding(in_features, out_features)
+    if layer.transposed:
+        return Conv1D(out_features, in_features)
+    return nn.Linear(in_features, out_features, bias=layer.bias is not None)
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:

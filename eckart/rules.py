@@ -41,6 +41,9 @@ class Rule:
     forward_options: Mapping[str, Any] = {}
     """What the model is called with besides the batch."""
 
+    alone: bool = False
+    """Whether it works in one process only: it trains parameters that are not the model's, or runs the model twice."""
+
     def before_forward(self, step: int) -> None:
         """Set up the model for this step."""
 

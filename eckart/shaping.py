@@ -76,7 +76,7 @@ class WeightPruning(Rule):
         for name, module in self.modules.items():
             gradient = module.get_parameter("weight").grad
             if gradient is not None:
-                gradient = gradient.T if isinstance(module, Conv1D) else gradient
+                gradient = gradient.T if isinstance(module, Conv1D | nn.Embedding) else gradient
                 change = -gradient * weight_of(module)
                 signed = self.pruning.score == "first_order"
                 self.scores[name] = self._score(name) + (change if signed else change.abs())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from inspect import signature
+from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
@@ -13,9 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+MASKS = ("attention_mask", "decoder_attention_mask")
+"""Entries of a batch, each `(batch, tokens)`, that are 0 where a token is padding."""
+
 
 class Target(BaseModel):
-    """A linear map y = x Wᵀ + b that is to be factorized; W is always `(out, in)`."""
+    """A linear map y = x Wᵀ + b that is to be factorized; W is always `(out, in)`.
+
+    An embedding is one too: x are one-hot rows of the vocabulary, which is `in`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,7 +32,12 @@ class Target(BaseModel):
     out_features: int
     in_features: int
     input_of: str
-    """The first target that reads the same tensor (query for key and value); itself if it is the first."""
+    """The first target that reads the same tensors (query for key and value); itself if it is the first."""
+    repeated: bool = False
+    """Whether its forward may run several times for a batch (a layer that is shared, a cell that runs for each token);
+    its tokens are those of all its calls."""
+    mask: str | None = MASKS[0]
+    """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
 
     @property
     def parameters(self) -> int:
@@ -45,14 +59,19 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, Conv1D)
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Exact type only, and none whose lookups change its weight."""
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a linear map as `(out, in)`. A GPT-2 Conv1D stores the transpose.
+    """The weight of a linear map as `(out, in)`. A GPT-2 Conv1D and an embedding store the transpose.
 
     One that a device map left on the CPU or the disk is brought to where its module runs.
     """
     with align_module_device(module):
         weight = module.get_parameter("weight").detach()
-    return weight.T if isinstance(module, Conv1D) else weight
+    return weight.T if isinstance(module, Conv1D | nn.Embedding) else weight
 
 
 def find_targets(
@@ -61,82 +80,275 @@ def find_targets(
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     heads: bool = False,
+    embeddings: bool = False,
 ) -> Targets:
     """Find the targets of `model`.
 
-    A linear map is a target if its forward runs exactly once for `batch`, its weight belongs to it alone, its
-    name matches a pattern of `include` and none of `exclude`, and it is no head (a module outside
-    `model.base_model`), unless `heads`.
+    A linear map is a target if its forward runs for `batch` on what belongs to the samples, nothing but its forward
+    uses its weight, its weight belongs to it alone, its name matches a pattern of `include` and none of `exclude`, and
+    it is no head (a module outside `model.base_model`), unless `heads`.
 
     Args:
-        batch: model inputs, each `(batch, …)`.
+        batch: model inputs, each `(batch, …)`; an encoder-decoder's with `decoder_input_ids` and
+            `decoder_attention_mask`, unless its decoder reads the encoder's tokens.
         include, exclude: shell patterns over module names, such as `*.attention.*`.
+        embeddings: whether embeddings may be targets.
 
     Raises:
-        ValueError: no linear map is a target; the message gives the reason for each.
+        ValueError: no linear map is a target (the message gives the reason for each), or the batch does not say which
+            tokens of a decoder are padding.
     """
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
-    calls, inputs = _probe(model, linear, batch)
+    _check(model, batch)
+    maps = {
+        name: module
+        for name, module in model.named_modules()
+        if is_linear(module) or (embeddings and is_embedding(module))
+    }
     owners = _weight_owners(model)
-    base = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    with _eval_mode(model), torch.no_grad():
+        probe = _Probe(model, maps, batch)
+        reasons = {
+            name: reason
+            for name in maps
+            if (
+                reason := _unwanted(name, include, exclude)
+                or _head(model, name, heads)
+                or _tied(name, owners[f"{name}.weight"])
+            )
+        }
+        reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
+        wanted = [name for name in probe.order if name not in reasons]
+        reasons |= _used_outside(model, batch, wanted)
 
+    first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
-    excluded: dict[str, str] = {}
-    first_reader: dict[int, str] = {}
-    order = {name: position for position, name in enumerate(calls)}
-    for name in sorted(linear, key=lambda name: order.get(name, len(order))):
-        others = [owner for owner in owners[id(linear[name].weight)] if owner != name]
-        if not any(fnmatchcase(name, pattern) for pattern in include):
-            excluded[name] = "matches no include pattern"
-        elif any(fnmatchcase(name, pattern) for pattern in exclude):
-            excluded[name] = "matches an exclude pattern"
-        elif not heads and not name.startswith(base):
-            excluded[name] = "is a head"
-        elif others:
-            excluded[name] = f"shares its weight with {', '.join(others)}"
-        elif calls[name] != 1:
-            excluded[name] = f"its forward ran {calls[name]} times for one batch"
-        else:
-            rows, columns = weight_of(linear[name]).shape
-            reader = first_reader.setdefault(id(inputs[name]), name)
-            targets.append(Target(name=name, out_features=rows, in_features=columns, input_of=reader))
+    for name in (name for name in wanted if name not in reasons):
+        rows, columns = weight_of(maps[name]).shape
+        targets.append(
+            Target(
+                name=name,
+                out_features=rows,
+                in_features=columns,
+                input_of=first_reader.setdefault((columns, probe.reads(name)), name),
+                repeated=probe.repeated(name),
+                mask=probe.mask(name),
+            )
+        )
+    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
     if not targets:
-        reasons = "; ".join(f"{name} {reason}" for name, reason in excluded.items()) or "it has no linear map"
-        raise ValueError(f"the model has no targets: {reasons}")
+        why = "; ".join(f"{name} {reason}" for name, reason in excluded.items()) or "it has no linear map"
+        raise ValueError(f"the model has no targets: {why}")
     return Targets(targets=tuple(targets), excluded=excluded)
 
 
-def _probe(
-    model: PreTrainedModel, linear: Mapping[str, nn.Module], batch: Mapping[str, Tensor]
-) -> tuple[Counter[str], dict[str, Tensor]]:
-    """How often each linear map runs for `batch`, in order of first execution, and what it reads."""
-    calls: Counter[str] = Counter()
-    inputs: dict[str, Tensor] = {}  # holds the tensors, so that no two share an id
+def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """A decoder that reads tokens of its own, given or made from labels, needs a mask of its own."""
+    labels = batch.get("labels")
+    tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    has_decoder = "decoder_input_ids" in signature(model.forward).parameters
+    if has_decoder and (tokens or "decoder_input_ids" in batch):
+        for name in ("decoder_input_ids", "decoder_attention_mask"):
+            if name not in batch:
+                raise ValueError(
+                    f"the batch has no {name}, so a decoder's padding cannot be told from data: add decoder_input_ids "
+                    "(the labels, shifted to the right) and decoder_attention_mask (0 where these are padding)"
+                )
 
-    def record(name: str, args: tuple[Tensor, ...]) -> None:
-        calls[name] += 1
-        inputs[name] = args[0]
 
+# --- reasons that a name or a weight gives ---------------------------------------------------------------------------
+
+
+def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
+    if not any(fnmatchcase(name, pattern) for pattern in include):
+        return "matches no include pattern"
+    if any(fnmatchcase(name, pattern) for pattern in exclude):
+        return "matches an exclude pattern"
+    return None
+
+
+def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
+    base = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    is_head = not name.startswith(base) or model.get_submodule(name) is model.get_output_embeddings()
+    return "is a head" if is_head and not heads else None
+
+
+def _tied(name: str, owners: Sequence[str]) -> str | None:
+    others = [owner for owner in owners if owner != name]
+    return f"shares its weight with {', '.join(others)}" if others else None
+
+
+def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
+    """Every parameter's modules by its names, tied ones (an embedding and its head) included.
+
+    By name, as parameters that a device map left on the disk are others after each forward.
+    """
+    owners: dict[int, list[str]] = {}
+    every = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in every:
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name: owners[id(parameter)] for name, parameter in every}
+
+
+# --- reasons that running the model gives ----------------------------------------------------------------------------
+
+
+class _Probe:
+    """What some maps read when the model runs: for the batch, for every sample twice, and for other lengths."""
+
+    def __init__(self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
+        self.samples = _samples(batch)
+        self._inputs = _inputs(model, maps, batch)
+        self.order = list(self._inputs)
+        self._rows = _rows(maps, self._inputs)
+        self._doubled = _rows(maps, _inputs(model, maps, {name: torch.cat([x, x]) for name, x in batch.items()}))
+        self._changed = {
+            mask: _rows(maps, _inputs(model, maps, _other_length(batch, mask))) for mask in MASKS if mask in batch
+        }
+
+    def reads(self, name: str) -> tuple[int, ...]:
+        """What tells the tensors that it reads from others, as long as this probe lives and holds them."""
+        return tuple(map(id, self._inputs[name]))
+
+    def repeated(self, name: str) -> bool:
+        """A cell runs once where the batch has a single token, and twice where it has another."""
+        return any(len(rows.get(name, ())) > 1 for rows in (self._rows, *self._changed.values()))
+
+    def mask(self, name: str) -> str | None:
+        """The mask whose tokens it sees."""
+        return next((mask for mask in self._changed if self._change(name, mask)), None)
+
+    def reason(self, name: str) -> str | None:
+        """Why its rows cannot be told apart by sample and token, if so."""
+        rows = self._rows.get(name, [])
+        if not rows:
+            return "its forward ran 0 times for one batch"
+        if any(x.is_nested for x in self._inputs[name]):
+            return "it reads a nested tensor, whose rows no mask of the batch describes"
+        if self._doubled.get(name) != [2 * count for count in rows]:
+            return "not all that it reads belongs to the samples of a batch"
+        changes = [self._change(name, mask) for mask in self._changed]
+        if None in changes or sum(map(bool, changes)) > 1:
+            return "its tokens are not those of a mask"
+        return None
+
+    def _change(self, name: str, mask: str) -> bool | None:
+        """Whether it reads one token of each sample less, or more, where there is one less or more; None: neither."""
+        rows, others = self._rows[name], self._changed[mask].get(name, [])
+        if rows == others:
+            return False
+        if len(rows) == len(others):
+            each = {abs(count - other) for count, other in zip(rows, others, strict=True)}
+            return True if each == {self.samples} else None
+        cell = abs(len(rows) - len(others)) == 1 and {*rows, *others} == {self.samples}  # a call for each token
+        return True if cell else None
+
+
+def _inputs(model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    """What each map reads in each of its calls, in order of first execution."""
+    inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
     hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
-        for name, module in linear.items()
+        module.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0]))
+        for name, module in maps.items()
     ]
+    try:
+        model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs
+
+
+def _rows(maps: Mapping[str, nn.Module], inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, list[int]]:
+    """How many rows each map sees in each of its calls: tokens of all samples."""
+    return {
+        name: [x.numel() // (1 if is_embedding(maps[name]) else x.size(-1)) for x in calls]
+        for name, calls in inputs.items()
+    }
+
+
+def _other_length(batch: Mapping[str, Tensor], mask: str) -> dict[str, Tensor]:
+    """The batch without its first column of what `mask` masks, or with it twice where it is the only one; no labels.
+
+    Less, not more: a model may take no longer batch. The first, not the last: a model may look for a token at the end.
+    """
+    shape = batch[mask].shape
+    inputs = {name: values for name, values in batch.items() if name != "labels"}
+    side = mask.startswith("decoder_")
+    for name, values in inputs.items():
+        if values.shape == shape and name.startswith("decoder_") == side:
+            inputs[name] = values[:, 1:] if shape[1] > 1 else values.repeat(1, 2)
+    return inputs
+
+
+class _StandIn(nn.Module):
+    """Does what a module does, as a low-rank layer will; who else uses its weight gets what is not a number."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.bias = getattr(module, "bias", None)
+        self.read = False
+
+    @property
+    def weight(self) -> Tensor:
+        self.read = True
+        return torch.full_like(self.module.get_parameter("weight"), math.nan)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
+    """Which of the modules `names` cannot be replaced, as more than their forward is used, and why.
+
+    A look at the weight's type or device is no use of it (T5).
+    """
+    expected = _not_numbers(model(**batch))
+    failed, read = _replaced(model, batch, names, expected)
+    if failed is None:
+        return {}
+    alone = {name: _replaced(model, batch, [name], expected)[0] for name in read or names}
+    return {name: reason for name, reason in alone.items() if reason} or dict.fromkeys(names, failed)
+
+
+def _replaced(
+    model: nn.Module, batch: Mapping[str, Tensor], names: Sequence[str], expected: Sequence[bool]
+) -> tuple[str | None, list[str]]:
+    """What goes wrong where stand-ins take the place of `names`, and whose weights were read if the model ran."""
+    modules = {name: model.get_submodule(name) for name in names}
+    others = {name: _StandIn(module).eval() for name, module in modules.items()}
+    try:
+        for name, other in others.items():
+            model.set_submodule(name, other)
+        found = _not_numbers(model(**batch))
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        return f"cannot be replaced: {error}", []
+    finally:
+        for name, module in modules.items():
+            model.set_submodule(name, module)
+    read = [name for name, other in others.items() if other.read]
+    return (None if found == expected else "its weight is used outside its forward"), read
+
+
+def _not_numbers(output: Any) -> list[bool]:
+    """Of each tensor of a model's output, whether it has any entry that is not a number."""
+    if isinstance(output, Tensor):
+        return [bool(output.isnan().any())]
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    return [found for part in output for found in _not_numbers(part)] if isinstance(output, tuple | list) else []
+
+
+def _samples(batch: Mapping[str, Tensor]) -> int:
+    return next(iter(batch.values())).shape[0]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad():
-            model(**batch)
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for hook in hooks:
-            hook.remove()
-    return calls, inputs
-
-
-def _weight_owners(model: nn.Module) -> dict[int, list[str]]:
-    """Every weight's modules by name, tied ones (an embedding and its head) included."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return owners

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from eckart.recipes import Recipe, contradictions
+from eckart.recipes import Recipe, contradictions, in_one_process
 from eckart.weighting import evidence_needed
 from tasks import params
 from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
@@ -37,6 +37,7 @@ SECTIONS: dict[str, Any] = {
     "data": params.Data,
     "model": params.Model,
     "teacher": params.Training,
+    "trainer": params.Trainer,
     "targets": params.TargetPatterns,
     "importance": params.Importance,
     "evaluate": params.Evaluate,
@@ -135,8 +136,24 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
         yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
+    if typed["trainer"] and typed["trainer"].processes > 1:
+        yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in used}, content)
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
+
+
+def _unshared(
+    trainer: params.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
+) -> Iterator[str]:
+    """What several processes cannot train together."""
+    for name, recipe in recipes.items():
+        for part in in_one_process(recipe) if recipe else ():
+            yield f"recipes.{name}.{part}: trains in one process only; set trainer.processes to 1"
+    sizes = {f"recipes.{name}.recovery": recipe.recovery.batch_size for name, recipe in recipes.items() if recipe}
+    teacher = _at(content, "teacher", "batch_size")
+    for path, size in {**sizes, "teacher": teacher}.items():
+        if isinstance(size, int) and size % trainer.processes:
+            yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
 
 def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:

@@ -18,13 +18,14 @@ from typing import Any
 import pyarrow as pa
 import torch
 import transformers
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eckart.rules import Rule
-from tasks.stage import say
+from tasks.stage import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")
 SECONDS = "ECKART_CHECKPOINT_SECONDS"
@@ -61,21 +62,27 @@ class Checkpoints(TrainerCallback):
         return str(last)
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if leads():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Only here: between two logged points the Trainer keeps sums that no checkpoint holds."""
         over = control.should_training_stop or state.global_step == state.max_steps
-        if time.monotonic() - self.saved >= self.seconds and not over:
+        due = [time.monotonic() - self.saved >= self.seconds and not over]
+        if args.world_size > 1:
+            broadcast_object_list(due)  # all processes save at the same step, or none
+        if due[0]:
             control.should_save = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.saved = time.monotonic()
+        if not leads():
+            return
         folder = self.folder / f"checkpoint-{state.global_step}"
         for number, rule in enumerate(self.rules):
             if tensors := rule.state():
                 save_file({name: value.contiguous() for name, value in tensors.items()}, folder / _RULE.format(number))
         (folder / _DIGEST).write_text(self.digest)
-        self.saved = time.monotonic()
 
 
 def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:

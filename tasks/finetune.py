@@ -22,7 +22,7 @@ from tasks.candidates import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.dataset import Task, load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, load
-from tasks.params import Seed, section
+from tasks.params import Seed, Trainer, section
 from tasks.stage import candidate, explained, output, run_candidate
 from tasks.training import train
 
@@ -32,7 +32,7 @@ def finetune(recipe: str, keep: str) -> None:
     name, part = candidate(recipe, keep), f"recipes.{recipe}"
     recovery = section(f"{part}.recovery", Recovery)
     residual = section(f"{part}.residual", Residual | None)
-    seed = section("seed", Seed)
+    seed, precision = section("seed", Seed), section("trainer", Trainer).precision
     set_seed(seed)
     task = load_task()
     kind = kind_of(task)
@@ -42,7 +42,8 @@ def finetune(recipe: str, keep: str) -> None:
     with explained(), output(FINETUNED / name) as folder:
         rules = list(_rules(model, task, name, float(keep), recovery, residual, seed))
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        train(model, collate, data, CURVES / f"{name}.jsonl", **recovery.options(), seed=seed, rules=rules)
+        options = {**recovery.options(), "seed": seed, "precision": precision}
+        train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
 
@@ -76,4 +77,4 @@ def _budget(model: PreTrainedModel, keep: float) -> int:
 
 
 if __name__ == "__main__":
-    run_candidate("finetune", finetune)
+    run_candidate("finetune", finetune, trains=True)

@@ -25,7 +25,7 @@ def importance() -> None:
     device = place(model)
     with explained(), output(IMPORTANCE) as folder:
         batch = next(batches(data.select(range(1)), collate, 1, device))
-        found = find_targets(model, batch, patterns.include, patterns.exclude, patterns.heads)
+        found = find_targets(model, batch, **patterns.model_dump())
         say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
         todo = passes(found.targets, params.layers_at_once)
         for number, each in enumerate(todo, 1):

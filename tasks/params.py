@@ -99,10 +99,16 @@ class Training(Section):
     weight_decay: Annotated[float, Field(ge=0)]
 
 
+class Trainer(Section):
+    precision: Literal["bf16"] | None
+    processes: Count
+
+
 class TargetPatterns(Section):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     heads: bool
+    embeddings: bool
 
 
 class Importance(Section):

@@ -38,8 +38,8 @@ from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Collate, Kind
 from tasks.models import TEACHER, load
-from tasks.params import Importance, Seed, section
-from tasks.stage import StageError, candidate, explained, output, run_candidate, say
+from tasks.params import Importance, Seed, Trainer, section
+from tasks.stage import StageError, candidate, explained, leads, output, run_candidate, say
 from tasks.training import train
 
 Found = TypeVar("Found")
@@ -86,7 +86,8 @@ def search(recipe: str, keep: str) -> None:
         seed=seed,
     )
     this.curve.parent.mkdir(parents=True, exist_ok=True)
-    this.curve.write_text("")
+    if leads():
+        this.curve.write_text("")
     with explained(), output(RANKS / name) as folder:
         rank_left = _shape(this, shaping, folder) if shaping else None
         ranks, spectra = _ranks(this, method, bool(residual))
@@ -183,6 +184,7 @@ def _train(this: _Search, options: Mapping[str, float], rule: Rule, constant: bo
         rules=[rule],
         schedule="constant" if constant else "linear",
         before=this.steps,
+        precision=section("trainer", Trainer).precision,
     )
     this.model.cpu()
 
@@ -216,4 +218,4 @@ def _loss_left(values: Tensor, rank: Rank) -> float:
 
 
 if __name__ == "__main__":
-    run_candidate("search", search)
+    run_candidate("search", search, trains=True)

@@ -7,7 +7,9 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,27 +17,57 @@ from pathlib import Path
 import torch
 import transformers
 
-from tasks.params import ParamsError, Threads, section
+from tasks.params import ParamsError, Threads, Trainer, section
 
 
 class StageError(RuntimeError):
     """A mistake of the input, said in words that tell what to do; shown without a traceback."""
 
 
-def run(name: str, work: Callable[[], None]) -> None:
-    """Run a stage that has no arguments."""
+def run(name: str, work: Callable[[], None], trains: bool = False) -> None:
+    """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says."""
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
-    _guard(name, "shared", work)
+    _guard(name, "shared", _spread(name, work) if trains else work)
 
 
-def run_candidate(name: str, work: Callable[[str, str], None]) -> None:
-    """Run a stage for one candidate, named by `--recipe` and `--keep`."""
+def run_candidate(name: str, work: Callable[[str, str], None], trains: bool = False) -> None:
+    """Run a stage for one candidate, named by `--recipe` and `--keep`; see `run`."""
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
     parser.add_argument("--keep", required=True, help="share of the targets' parameters to keep, in (0, 1]")
     arguments = parser.parse_args()
     stage = f"{name}@{arguments.recipe}-{arguments.keep}"
-    _guard(stage, "candidate", lambda: work(arguments.recipe, arguments.keep))
+
+    def of_candidate() -> None:
+        work(arguments.recipe, arguments.keep)
+
+    _guard(stage, "candidate", _spread(name, of_candidate) if trains else of_candidate)
+
+
+def leads() -> bool:
+    """Whether this process writes the results: of several that train together, the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _spread(name: str, work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, or what does it in several processes: each runs the whole stage, the Trainer joins their gradients."""
+    processes = section("trainer", Trainer).processes
+    if processes == 1 or "RANK" in os.environ:
+        return work
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+    def launched() -> None:
+        last, command = "", [*launch, "-m", f"tasks.{name}", *sys.argv[1:]]
+        code = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+        with subprocess.Popen(command, env=code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as group:
+            assert group.stdout
+            for line in group.stdout:
+                say(line.rstrip())
+                last = line if line.startswith((f"{name}: ", f"{name}@")) else last  # what ended one of them
+        if group.returncode:
+            sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
+
+    return launched
 
 
 @contextmanager
@@ -54,12 +86,17 @@ def candidate(recipe: str, keep: str) -> str:
 
 def say(message: str) -> None:
     """A line of progress."""
-    print(message, flush=True)
+    if leads():
+        print(message, flush=True)
 
 
 @contextmanager
 def output(path: Path) -> Iterator[Path]:
-    """A fresh folder to fill, which becomes `path` only when it is complete."""
+    """A fresh folder to fill, which becomes `path` only when it is complete, and only in the process that leads."""
+    if not leads():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -11,9 +11,9 @@ from tasks.batches import encoded
 from tasks.dataset import load_split, load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, size
-from tasks.params import Evaluate, Model, Seed, Training, section
+from tasks.params import Evaluate, Model, Seed, Trainer, Training, section
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS, TeacherReport
-from tasks.stage import output, run, say
+from tasks.stage import leads, output, run, say
 from tasks.training import train
 
 
@@ -26,7 +26,7 @@ def teacher() -> None:
     model, tokenizer = load_base(section("model", Model), task)
     check_length(model, task.max_length, "data.max_length")
     data = encoded("train", tokenizer)
-    options = settings.model_dump(exclude={"epochs"})
+    options = settings.model_dump(exclude={"epochs"}) | {"precision": section("trainer", Trainer).precision}
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
     with output(TEACHER) as folder:
         train(model, kind.collate(tokenizer, model), data, TEACHER_CURVE, steps=steps, seed=seed, **options)
@@ -36,9 +36,10 @@ def teacher() -> None:
             score=kind.score(model, tokenizer, load_split("test"), task, section("evaluate", Evaluate).batch_size),
             size=size(model, folder, task.max_length),
         )
-    TEACHER_METRICS.write_text(result.model_dump_json(indent=2))
+    if leads():
+        TEACHER_METRICS.write_text(result.model_dump_json(indent=2))
     say(f"{task.metric} {result.score.metric:.4f} on {result.score.rows} test rows")
 
 
 if __name__ == "__main__":
-    run("teacher", teacher)
+    run("teacher", teacher, trains=True)

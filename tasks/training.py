@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +26,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.rules import Rule
 from tasks.checkpoints import Checkpoints
-from tasks.kinds.kind import Collate
-from tasks.stage import StageError, say
+from tasks.kinds.kind import Collate, devices
+from tasks.stage import StageError, leads, say
 
 _POINTS = 20  # of a training curve, at most
 
@@ -46,6 +47,7 @@ def train(
     rules: Sequence[Rule] = (),
     schedule: Literal["linear", "constant"] = "linear",
     before: int = 0,
+    precision: Literal["bf16"] | None = None,
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
 
@@ -54,29 +56,31 @@ def train(
     Args:
         collate: rows of `data` → a batch.
         schedule: of the learning rate after its linear warm-up: down to 0, or constant.
+        precision: of mixed-precision training; None computes in the type of the weights.
         before: steps of an earlier training on the same curve, which this one continues.
 
     Returns:
         The steps that were taken.
 
     Raises:
-        StageError: the loss is not finite.
+        StageError: the loss is not finite, or the processes cannot share the rows of a step or what a rule trains.
     """
     curve.parent.mkdir(parents=True, exist_ok=True)
-    if not before:
+    if not before and leads():
         curve.write_text("")
     if not steps:
         _finish(model, rules)
         return 0
     settings: dict[str, Any] = {
         "max_steps": steps,
-        "per_device_train_batch_size": batch_size,
+        "per_device_train_batch_size": _share(batch_size, rules),
         "learning_rate": learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
         "warmup_steps": math.ceil(warmup * steps),
         "weight_decay": weight_decay,
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
+        "bf16": precision == "bf16",
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, settings)
     trainer = _RuleTrainer(
@@ -96,10 +100,23 @@ def train(
     return trainer.state.global_step
 
 
+def _share(batch_size: int, rules: Sequence[Rule]) -> int:
+    """Rows of a step that each process takes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch_size % processes:
+        raise StageError(f"{batch_size} rows cannot be shared by {processes} processes: write a multiple of them")
+    if processes > 1 and any(rule.alone for rule in rules):
+        names = ", ".join(type(rule).__name__ for rule in rules if rule.alone)
+        raise StageError(f"{names} cannot be shared by processes: set trainer.processes to 1")
+    return batch_size // processes
+
+
 def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         str(folder),
         **settings,
+        **devices(),
+        average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
         logging_nan_inf_filter=False,  # a loss that is not finite must be seen
         save_strategy="no",  # checkpoints asks for it by itself
         save_total_limit=2,
@@ -107,6 +124,8 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; DataParallel would copy what rules hold
+    return arguments
 
 
 def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
@@ -126,7 +145,7 @@ class _RuleTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         lengths = [len(ids) for ids in self.train_dataset["input_ids"]]  # type: ignore[index]
-        return _Order(self.args.train_batch_size, lengths, self.args.seed)
+        return _Order(self.args.train_batch_size * self.args.world_size, lengths, self.args.seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
@@ -209,11 +228,12 @@ class _Curve(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write again what was logged before a kill."""
-        with self.file.open("a") as lines:
-            lines.writelines(self._line(point) for point in _points(state.log_history))
+        self._write(_points(state.log_history))
 
-    def _line(self, point: Mapping[str, float]) -> str:
-        return json.dumps({**point, "step": point["step"] + self.before}) + "\n"
+    def _write(self, points: Iterable[Mapping[str, float]]) -> None:
+        if leads():
+            with self.file.open("a") as lines:
+                lines.writelines(json.dumps({**one, "step": one["step"] + self.before}) + "\n" for one in points)
 
     def on_log(
         self,
@@ -226,8 +246,7 @@ class _Curve(TrainerCallback):
         for point in _points([{**(logs or {}), "step": state.global_step}]):
             if not all(map(math.isfinite, point.values())):
                 raise StageError(f"the loss is not finite at step {state.global_step}: lower the learning rate")
-            with self.file.open("a") as lines:
-                lines.write(self._line(point))
+            self._write([point])
             extras = "".join(f"  {name} {value:.4g}" for name, value in point.items() if name not in _PLAIN)
             say(f"step {state.global_step}/{state.max_steps}  loss {point['loss']:.4f}{extras}")
 

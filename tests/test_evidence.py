@@ -452,6 +452,115 @@ def test_tokens_of_all_samples_in_one_axis_are_told_apart():
     assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
 
 
+# --- targets that run several times, and whose tokens they see -------------------------------------------------------
+
+
+class Cell(nn.Module):
+    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens, of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        h, total = torch.zeros_like(x[:, 0]), x.new_zeros(())
+        for token, real in zip(x.unbind(1), attention_mask.unbind(1), strict=True):
+            h = torch.tanh(self.map(h) + token) * real.unsqueeze(-1)
+            total = total + h.sum()
+        return SimpleNamespace(loss=total / len(x))
+
+
+CELL = Target(name="map", out_features=3, in_features=3, input_of="map", repeated=True)
+
+
+def rows(left: bool) -> list[dict[str, Tensor]]:
+    """Samples of 1 to 5 tokens with all padding on one side, as batches of one; then all of them as one batch."""
+    generator = torch.Generator().manual_seed(0)
+    each, padded = [], []
+    for length in (2, 5, 1, 3):
+        x = torch.randn(length, 3, generator=generator, dtype=torch.float64)
+        mask = torch.ones(length, dtype=torch.int64)
+        each.append({"x": x[None], "attention_mask": mask[None]})
+        sides = (7 - length, 0) if left else (0, 7 - length)
+        padded.append((nn.functional.pad(x, (0, 0, *sides), value=9.0), nn.functional.pad(mask, sides)))
+    x, mask = (torch.stack(parts) for parts in zip(*padded, strict=True))
+    return [*each, {"x": x, "attention_mask": mask}]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_tokens_of_a_cell_are_its_calls_and_their_padding_counts_for_nothing(left):
+    torch.manual_seed(0)
+    model = Cell()
+    *each, together = rows(left)
+    fisher = torch.zeros(3, 3, dtype=torch.float64)
+    for one in each:
+        model.zero_grad()
+        model(**one).loss.backward()
+        fisher += model.map.weight.grad**2 / len(each)
+    got = collect(model, [together], [CELL])
+    torch.testing.assert_close(got["fisher"]["map.input"], fisher.sum(0), **CLOSE)
+    torch.testing.assert_close(got["fisher"]["map.output"], fisher.sum(1), **CLOSE)
+    assert float(got["tokens"]["map"]) == (2 + 5 + 1 + 3) / 4
+    assert_same(got, collect(model, each, [CELL]))
+
+
+def test_calls_that_no_gradient_reaches_add_nothing_to_it():
+    class Detached(Cell):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            self.map(x[:, 0])
+            return SimpleNamespace(loss=self.map(x[:, 1]).sum() / len(x))
+
+    model, batch = Detached(), {"x": torch.ones(2, 2, 3, dtype=torch.float64), "attention_mask": torch.ones(2, 2)}
+    got = collect(model, [batch], [CELL])
+    torch.testing.assert_close(got["fisher"]["map.input"], 3 * torch.ones(3, dtype=torch.float64))
+    assert float(got["tokens"]["map"]) == 2.0
+
+
+def test_a_cell_that_runs_more_often_than_there_are_tokens_is_an_error():
+    class Twice(Cell):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            return super().forward(torch.cat([x, x], 1), torch.cat([attention_mask] * 2, 1))
+
+    with pytest.raises(ValueError, match="map: 1 tokens per sample, but attention_mask has 0"):
+        collect(Twice(), rows(left=False)[-1:], [CELL])
+
+
+def test_a_target_that_runs_again_unexpectedly_is_an_error():
+    once = CELL.model_copy(update={"repeated": False})
+    with pytest.raises(ValueError, match="map: its forward ran again for the same batch; exclude this target"):
+        collect(Cell(), rows(left=False)[1:2], [once])
+
+
+def test_each_target_is_masked_by_its_own_mask():
+    """The same numbers, masked by one or the other side of the batch."""
+    mask, other = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 0], [0, 1]])
+
+    class Two(Sum):
+        def forward(self, x: Tensor, attention_mask: Tensor, decoder_attention_mask: Tensor) -> SimpleNamespace:
+            return super().forward(x)
+
+    batch = {"x": TWO, "attention_mask": mask, "decoder_attention_mask": other}
+    for name, chosen in (("attention_mask", mask), ("decoder_attention_mask", other)):
+        target = MAP.model_copy(update={"mask": name})
+        expected = collect(Sum(), [{"x": TWO, "attention_mask": chosen}], [MAP])
+        assert_same(collect(Two(), [batch], [target]), expected)
+
+
+def test_a_batch_without_the_mask_of_a_target_is_an_error():
+    target = MAP.model_copy(update={"mask": "decoder_attention_mask"})
+    batch = {"x": TWO, "attention_mask": torch.ones(2, 2)}
+    with pytest.raises(ValueError, match="map: the batch has no decoder_attention_mask: add it"):
+        collect(Sum(), [batch], [target])
+
+
+def test_tokens_of_no_mask_beside_padding_are_an_error():
+    target = MAP.model_copy(update={"mask": None})
+    assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
+    batch = {"x": torch.cat([TWO, TWO], 1), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    with pytest.raises(ValueError, match=r"map: 4 tokens per sample.*exclude this target"):
+        collect(Reshaped(lambda x: x), [batch], [target])
+
+
 # --- a few layers at once ---------------------------------------------------------------------------------------------
 
 
@@ -521,8 +630,9 @@ class Late(Sum):
 def test_a_target_that_runs_again_later_is_waited_for():
     other = Target(name="other", out_features=1, in_features=1, input_of="other")
     batches = [{"x": TWO}] * 3
-    expected = collect(Late(), batches, [MAP], ["inputs"])
-    assert_same(collect(Late(), batches, [MAP], ["inputs"], then=other), expected, rtol=0, atol=0)
+    again = MAP.model_copy(update={"repeated": True, "mask": None})
+    expected = collect(Late(), batches, [again], ["inputs"])
+    assert_same(collect(Late(), batches, [again], ["inputs"], then=other), expected, rtol=0, atol=0)
 
 
 def test_the_graph_begins_at_the_first_target():

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from eckart.layers import LowRankLinear, factorize, factorized, low_rank_like, replace, shape_of
+from eckart.layers import (
+    LowRankEmbedding,
+    LowRankLinear,
+    factorize,
+    factorized,
+    low_rank_like,
+    merge,
+    replace,
+    shape_of,
+)
 from eckart.svd import decompose
 from eckart.targets import find_targets, is_linear, weight_of
 from eckart.weighting import Metrics
@@ -118,7 +127,33 @@ def test_factors_can_be_trained():
         assert layer.right.grad.any()
 
 
-@pytest.mark.parametrize("module", [nn.Linear(5, 3), Conv1D(3, 5)], ids=["Linear", "Conv1D"])
+def test_a_low_rank_embedding_looks_up_rows_of_the_product():
+    """With a gate and a residual of one row too."""
+    torch.manual_seed(0)
+    layer = LowRankEmbedding(7, 5, 2, bias=False, rows=1).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    layer.rows.fill_(3)
+    layer.gate = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    ids = torch.tensor([[0, 6, 6], [2, 1, 0]])
+    torch.testing.assert_close(layer(ids), layer.weight.T[ids])
+    expected = (layer.left * layer.gate) @ layer.right
+    expected[3] += layer.residual[0]
+    torch.testing.assert_close(layer.weight, expected)
+
+
+def test_a_merged_embedding_is_an_embedding_again():
+    model, name = tiny.bert(), "bert.embeddings.word_embeddings"
+    expected = model.get_submodule(name).weight.detach().clone()
+    factorize(model, name, *factors(model, name, 16))
+    module = merge(model, name)
+    assert type(module) is nn.Embedding
+    torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(5, 3), Conv1D(3, 5), nn.Embedding(5, 3)], ids=lambda some: type(some).__name__
+)
 def test_shapes_are_out_by_in(module):
     assert shape_of(module) == tuple(weight_of(module).shape) == (3, 5)
     layer = low_rank_like(module, 2)

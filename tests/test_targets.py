@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import BertModel
+from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import factorize
-from eckart.targets import Targets, find_targets, is_linear, weight_of
+from eckart.targets import Targets, find_targets, is_embedding, is_linear, weight_of
 from tests import tiny
+from tests.architectures import FAMILIES
 
 BATCH = tiny.collate(tiny.samples(2))
 
@@ -121,6 +122,15 @@ def test_a_subclass_of_linear_is_no_linear_map():
     assert not is_linear(nn.Embedding(1, 1))
 
 
+def test_an_embedding_that_changes_its_weight_as_it_runs_is_no_linear_map():
+    class Special(nn.Embedding):
+        pass
+
+    assert is_embedding(nn.Embedding(1, 1))
+    assert not is_embedding(nn.Embedding(1, 1, max_norm=1.0))
+    assert not is_embedding(Special(1, 1))
+
+
 # --- who reads what --------------------------------------------------------------------------------------------------
 
 
@@ -202,11 +212,9 @@ def test_two_maps_with_one_weight_are_both_excluded():
 
 
 def test_maps_of_a_shared_layer_run_several_times():
-    result = found(tiny.albert())
-    assert names(result) == ["albert.encoder.embedding_hidden_mapping_in", "albert.pooler"]
-    shared = {name: reason for name, reason in result.excluded.items() if ".albert_layers." in name}
-    assert len(shared) == 6
-    assert set(shared.values()) == {"its forward ran 3 times for one batch"}
+    targets = found(tiny.albert()).targets
+    assert len(targets) == 8
+    assert all(target.repeated is (".albert_layers." in target.name) for target in targets)
 
 
 def test_a_map_that_never_runs_is_excluded():
@@ -272,3 +280,136 @@ def test_the_factors_of_a_factorized_target_are_no_targets():
     name = "bert.encoder.layer.0.output.dense"
     factorize(model, name, torch.ones(16, 2), torch.ones(2, 40))
     assert names(found(model)) == [other for other in EXPECTED["bert"] if other != name]
+
+
+# --- what running the model shows ------------------------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def changed(forward) -> Targets:
+    """What is found where the first block of feed-forward maps runs `forward(block, x)`."""
+    model = tiny.llama()
+    block = model.model.layers[0].mlp
+    block.forward = lambda x: forward(block, x)
+    return found(model)
+
+
+def plain(block, x):
+    return block.down_proj(block.act_fn(block.gate_proj(x)) * block.up_proj(x))
+
+
+def test_a_weight_that_is_used_outside_its_forward_too_is_excluded():
+    """Its evidence would lack what the other use says."""
+    result = changed(lambda block, x: plain(block, x) + x @ block.up_proj.weight.T @ block.up_proj.weight)
+    assert result.excluded[NAME] == "its weight is used outside its forward"
+    assert len(result.targets) == len(EXPECTED["llama"]) - 1
+
+
+def test_so_it_is_where_torch_does_not_see_the_use():
+    """As in a kernel: here by way of numpy."""
+    result = changed(lambda block, x: plain(block, x) * float(block.up_proj.weight.detach().numpy().sum()))
+    assert result.excluded[NAME] == "its weight is used outside its forward"
+
+
+def test_a_look_at_the_type_of_a_weight_is_no_use_of_it():
+    result = changed(lambda block, x: plain(block, x.to(block.up_proj.weight.dtype).to(block.up_proj.weight.device)))
+    assert names(result) == EXPECTED["llama"]
+
+
+def test_a_map_of_which_the_model_asks_more_than_a_low_rank_layer_has_is_excluded():
+    result = changed(lambda block, x: plain(block, x) / block.up_proj.out_features)
+    assert result.excluded[NAME].startswith("cannot be replaced: ")
+    assert "out_features" in result.excluded[NAME]
+
+
+def test_a_map_that_also_reads_what_belongs_to_no_sample_is_excluded():
+    """Its gradient cannot be told apart by sample."""
+    result = changed(lambda block, x: plain(block, x) + block.up_proj(torch.ones(1, 16)).sum())
+    assert result.excluded[NAME] == "not all that it reads belongs to the samples of a batch"
+
+
+def test_a_map_that_reads_tokens_and_something_else_is_excluded():
+    result = changed(lambda block, x: plain(block, x) + block.up_proj(x.mean(1)).mean())
+    assert result.excluded[NAME] == "its tokens are not those of a mask"
+
+
+def test_a_map_that_runs_once_for_each_token_is_a_target():
+    def one_by_one(block, x):
+        up = torch.stack([block.up_proj(token) for token in x.unbind(1)], 1)
+        return block.down_proj(block.act_fn(block.gate_proj(x)) * up)
+
+    for length in (1, 5):  # a batch of one token is no reason to think that it runs once
+        model = tiny.llama()
+        block = model.model.layers[0].mlp
+        block.forward = lambda x, block=block: one_by_one(block, x)
+        batch = {name: values[:, :length] for name, values in BATCH.items() if name != "labels"}
+        by_name = {target.name: target for target in find_targets(model, batch).targets}
+        assert by_name[NAME].repeated
+        assert by_name[NAME].mask == "attention_mask"
+        assert not any(target.repeated for name, target in by_name.items() if name != NAME)
+
+
+def test_readers_share_their_input_only_where_all_their_calls_do():
+    by_name = {target.name: target for target in found(tiny.albert()).targets}
+    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0."
+    assert by_name[f"{layer}attention.key"].input_of == f"{layer}attention.query"
+    assert by_name[f"{layer}attention.query"].input_of == f"{layer}attention.query"
+
+    model = tiny.albert()
+    attention = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention
+    seen = []
+
+    def from_the_second_call_on(_, args):
+        seen.append(args)
+        return None if len(seen) % 3 == 1 else (args[0] + 1,)
+
+    attention.key.register_forward_pre_hook(from_the_second_call_on)
+    by_name = {target.name: target for target in found(model).targets}
+    assert by_name[f"{layer}attention.key"].input_of == f"{layer}attention.key"
+
+
+# --- tokens of a decoder ---------------------------------------------------------------------------------------------
+
+
+def translation() -> dict[str, torch.Tensor]:
+    """Encoder and decoder of one length."""
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    return {**inputs, **{f"decoder_{name}": values for name, values in inputs.items()}, "labels": BATCH["input_ids"]}
+
+
+@pytest.mark.parametrize("missing", [["decoder_attention_mask"], ["decoder_input_ids", "decoder_attention_mask"]])
+def test_a_decoder_without_a_mask_is_an_error(missing):
+    batch = {name: values for name, values in translation().items() if name not in missing}
+    with pytest.raises(ValueError, match=f"the batch has no {missing[0]}.*: add decoder_input_ids"):
+        find_targets(FAMILIES["bart"].build(), batch)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_sides_of_one_length_are_told_apart(family):
+    masks = {target.mask for target in find_targets(FAMILIES[family].build(), translation()).targets}
+    assert masks == {"attention_mask", "decoder_attention_mask"}
+
+
+def test_an_encoder_alone_that_labels_tokens_needs_no_mask_of_a_decoder():
+    config = T5Config(vocab_size=tiny.VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    batch = {**inputs, "labels": torch.zeros_like(BATCH["input_ids"])}
+    assert len(find_targets(T5ForTokenClassification(config), batch).targets) == 6
+
+
+def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
+    config = BartConfig(
+        vocab_size=tiny.VOCABULARY + 1,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        eos_token_id=tiny.VOCABULARY,
+        pad_token_id=tiny.PAD,
+    )
+    ids = torch.tensor([[3, 4, 5, tiny.VOCABULARY]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])}
+    result = find_targets(BartForSequenceClassification(config), batch)
+    assert {target.mask for target in result.targets} == {"attention_mask"}

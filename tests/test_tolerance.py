@@ -329,7 +329,7 @@ def start(family):
 FAMILIES = pytest.mark.parametrize("family", list(tiny.FAMILIES.values()), ids=list(tiny.FAMILIES))
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", [*tiny.FAMILIES.values(), tiny.albert], ids=[*tiny.FAMILIES, "albert"])
 @pytest.mark.parametrize("weighting", [INPUTS, KFAC, NONE], ids=lambda weighting: weighting.kind)
 def test_each_weight_is_the_best_under_the_evidence_of_the_model_before_it(family, weighting):
     """Walked again by hand: the evidence is gathered on the model whose earlier targets are approximated already."""
@@ -464,6 +464,14 @@ def test_macs_of_a_model():
         assert macs[some.name] == rows * some.parameters
 
 
+def test_macs_of_a_shared_layer_are_those_of_all_its_calls():
+    model, targets = start(tiny.albert)
+    macs = module_macs(model, targets, BATCHES[0])
+    for some in targets:
+        rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else BATCHES[0]["input_ids"].numel()
+        assert macs[some.name] == (3 if some.repeated else 1) * rows * some.parameters
+
+
 class Clocked(nn.Linear):
     """A map whose forwards take the seconds that are written."""
 
@@ -488,6 +496,15 @@ def test_seconds_are_the_median_of_each_module_alone(monkeypatch):
     assert seconds == pytest.approx({"maps.a": 2, "maps.b": 5})
     assert model.training
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_seconds_of_a_module_that_runs_again_are_those_of_all_its_calls(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tolerance.time, "perf_counter", lambda: clock.now)
+    model = Additive(a=losing(4, 2, 1))
+    module = model.maps["a"] = Clocked(clock, [50, 50, 1, 2, 3, 4])
+    model.forward = lambda x: module(module(x))
+    assert module_seconds(model, model.targets(), EYE[0], 2) == pytest.approx({"maps.a": 5})
 
 
 def test_measured_times_decide_where_none_are_given():

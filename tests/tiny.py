@@ -39,7 +39,7 @@ def bert() -> PreTrainedModel:
         max_position_embeddings=32,
         num_labels=LABELS,
     )
-    return _drawn(BertForSequenceClassification, config)
+    return drawn(BertForSequenceClassification, config)
 
 
 def gpt2() -> PreTrainedModel:
@@ -47,17 +47,17 @@ def gpt2() -> PreTrainedModel:
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, num_labels=LABELS, pad_token_id=PAD
     )
-    return _drawn(GPT2ForSequenceClassification, config)
+    return drawn(GPT2ForSequenceClassification, config)
 
 
 def llama() -> PreTrainedModel:
     """Two key-value heads for four query heads, no biases."""
-    return _drawn(LlamaForSequenceClassification, _llama_config())
+    return drawn(LlamaForSequenceClassification, _llama_config())
 
 
 def causal_llama() -> PreTrainedModel:
     """The same with a head that is tied to the embedding."""
-    return _drawn(LlamaForCausalLM, _llama_config())
+    return drawn(LlamaForCausalLM, _llama_config())
 
 
 def albert() -> PreTrainedModel:
@@ -72,13 +72,13 @@ def albert() -> PreTrainedModel:
         max_position_embeddings=32,
         num_labels=LABELS,
     )
-    return _drawn(AlbertForSequenceClassification, config)
+    return drawn(AlbertForSequenceClassification, config)
 
 
 def t5() -> PreTrainedModel:
     """An encoder whose blocks look at the weight of their last map before they call it."""
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=PAD)
-    return _drawn(T5EncoderModel, config)
+    return drawn(T5EncoderModel, config)
 
 
 FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
@@ -99,7 +99,7 @@ def _llama_config() -> LlamaConfig:
     )
 
 
-def _drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     """The same model every time, with no parameter left at zero or one: a forgotten bias must show."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

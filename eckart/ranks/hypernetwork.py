@@ -97,6 +97,8 @@ class _Told(BaseModel):
 class HypernetworkSearch(Rule):
     """Trains masks over the components of `model`'s targets; `finish` puts the dense targets back."""
 
+    alone = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -81,6 +81,8 @@ class _Told(BaseModel):
 class ThresholdSearch(Rule):
     """Trains soft thresholds in `model`; `finish` puts dense targets back, whose weights have the ranks found."""
 
+    alone = True
+
     def __init__(self, model: PreTrainedModel, targets: Sequence[Target], settings: Threshold, keep: float) -> None:
         """Replace the targets of `model` by U, V and a gate T(Σ).
 

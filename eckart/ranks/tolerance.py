@@ -129,12 +129,12 @@ def grid_ranks(target: Target, count: int) -> list[int]:
 def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
     """Multiply-accumulates of every target's dense module for `batch`, padding included."""
     rows = {target.name: target.out_features for target in targets}
-    counts: dict[str, float] = {}
+    counts = dict.fromkeys(rows, 0.0)
 
     def count(name: str, x: Tensor) -> None:
-        counts[name] = float(x.numel() * rows[name])
+        counts[name] += x.numel() * rows[name]
 
-    _run(model, targets, batch, 1, before=count)
+    _run(model, targets, batch, before=count)
     return counts
 
 
@@ -143,13 +143,15 @@ def module_seconds(
 ) -> dict[str, float]:
     """Median seconds of every target's module in `repetitions` forwards of `batch`, after one that is not counted.
 
+    A forward's seconds are those of all calls of the module.
+
     Raises:
         ValueError: `repetitions` is below 1.
     """
     if repetitions < 1:
         raise ValueError(f"repetitions={repetitions} measures nothing: raise it to 1 or more")
     started: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {target.name: [] for target in targets}
+    seconds: list[dict[str, float]] = []
 
     def start(name: str, x: Tensor) -> None:
         _synchronize(x)
@@ -157,10 +159,12 @@ def module_seconds(
 
     def stop(name: str, y: Tensor) -> None:
         _synchronize(y)
-        seconds[name].append(time.perf_counter() - started[name])
+        seconds[-1][name] += time.perf_counter() - started[name]
 
-    _run(model, targets, batch, 1 + repetitions, before=start, after=stop)
-    return {name: median(values[1:]) for name, values in seconds.items()}
+    for _ in range(1 + repetitions):
+        seconds.append(dict.fromkeys(_names(targets), 0.0))
+        _run(model, targets, batch, before=start, after=stop)
+    return {name: median(some[name] for some in seconds[1:]) for name in _names(targets)}
 
 
 @dataclass(frozen=True)
@@ -278,13 +282,14 @@ class _Walks:
     def _evidence(self, target: Target) -> Evidence:
         """The evidence of `target` on the model as it is (section 3.3).
 
-        Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads.
-        Gradients are gathered anew for each.
+        Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads, unless
+        it runs again. Gradients are gathered anew for each.
         """
         kinds = evidence_needed(self.weighting)
         if not kinds:
             return {}
-        if kinds == ("inputs",) and self.gathered is not None and self.gathered[0] == target.input_of:
+        shared = kinds == ("inputs",) and not target.repeated
+        if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
         wanted = [some for some in self.targets if some.name in (target.input_of, target.name)]
         self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.of_samples)
@@ -340,19 +345,17 @@ def _run(
     model: PreTrainedModel,
     targets: Sequence[Target],
     batch: Batch,
-    repetitions: int,
     before: Callable[[str, Tensor], None],
     after: Callable[[str, Tensor], None] = lambda name, y: None,
 ) -> None:
-    """Call `before` with each target's name and input and `after` with its name and output, in every forward."""
+    """Call `before` with each target's name and input and `after` with its name and output, in every call."""
     hooks: list[Any] = []
     for name, module in ((name, model.get_submodule(name)) for name in _names(targets)):
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:
         with _eval_mode(model), torch.no_grad():
-            for _ in range(repetitions):
-                model(**batch)
+            model(**batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import linear, log_softmax, mse_loss
+from torch.nn.functional import log_softmax, mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
@@ -54,7 +54,7 @@ class MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense and self.training:
-            return linear(x, self.weight, self.low.bias)
+            return self.low.project(x, self.weight, self.low.bias)
         return self.low(x)
 
 
@@ -72,6 +72,7 @@ class MixedRankRule(Rule):
     """
 
     settings: MixedRank
+    alone = True
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,9 @@ def predict(
             report_to="none",
             dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
+            **devices(),
         )
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         trainer = Trainer(model, arguments, data_collator=collate, preprocess_logits_for_metrics=reduce)
         result = trainer.predict(data.select(order), ignore_keys=_MORE_OUTPUTS)
     back = np.argsort(order, kind="stable")
@@ -86,6 +89,13 @@ def predict(
         if not np.isfinite(part).all():
             raise StageError("the model's outputs are not finite: lower the learning rate, or raise keep")
     return predictions, _ordered(result.label_ids, back)
+
+
+def devices() -> dict[str, Any]:
+    """Arguments with which the Trainer runs where the stages do: on CUDA or else the CPU, in several processes too."""
+    if torch.cuda.is_available():
+        return {}
+    return {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}
 
 
 def _ordered(values: Any, order: np.ndarray) -> Any:

@@ -1,0 +1,59 @@
+"""Training in several processes and in mixed precision: the settings of the Trainer, seen from the stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tasks.records import TEACHER_CURVE, TEACHER_METRICS
+from tests.workspace import BASE, run_stage, tiny_workspace
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def teacher(root: Path, **changes: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Its weights and its curve; without dropout, which each process draws for itself."""
+    tiny_workspace(root, **changes)
+    config = root / BASE / "config.json"
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **rates}))
+    run_stage("extract")
+    run_stage("teacher")
+    curve = [json.loads(line) for line in TEACHER_CURVE.read_text().splitlines()]
+    return load_file("models/teacher/model.safetensors"), curve
+
+
+def test_two_processes_learn_what_one_learns(workspace: Path) -> None:
+    """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding."""
+    one, curve = teacher(workspace)
+    score = json.loads(TEACHER_METRICS.read_text())["score"]
+    two, joined = teacher(workspace, trainer={"processes": 2})
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+    assert [point["step"] for point in joined] == [point["step"] for point in curve]
+    assert json.loads(TEACHER_METRICS.read_text())["score"]["loss"] == pytest.approx(score["loss"], rel=1e-3)
+
+
+def test_rows_that_cannot_be_shared_are_an_error_that_says_so(workspace: Path) -> None:
+    tiny_workspace(workspace, trainer={"processes": 2}, teacher={"batch_size": 7})
+    run_stage("extract")
+    with pytest.raises(SystemExit, match=r"^teacher: 7 rows cannot be shared by 2 processes"):
+        run_stage("teacher")
+    assert not Path("models/teacher").exists()
+
+
+def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Path) -> None:
+    plain, _ = teacher(workspace)
+    mixed, _ = teacher(workspace, trainer={"precision": "bf16"})
+    assert {value.dtype for value in mixed.values()} == {torch.float32}
+    assert any(not torch.equal(mixed[name], value) for name, value in plain.items())
+    for name, value in plain.items():
+        torch.testing.assert_close(mixed[name], value, rtol=0.1, atol=0.02)
