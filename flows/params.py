@@ -132,6 +132,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         if metric in list(METRICS) and metric not in BY_KIND[task]:
             yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
         yield from _of_columns(task, _at(content, "data", "columns"))
+        if task != "language_modeling" and typed["evaluate"] and typed["evaluate"].zero_shot:
+            yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title

@@ -116,6 +116,7 @@ class Importance(Section):
 
 class Evaluate(Section):
     batch_size: Count
+    zero_shot: tuple[str, ...]
 
 
 class Benchmark(Section):

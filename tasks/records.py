@@ -42,6 +42,8 @@ class TeacherReport(BaseModel):
 
     score: Score
     size: Size
+    zero_shot: dict[str, dict[str, float]]
+    """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
 
 
 class TargetSize(BaseModel):
@@ -62,6 +64,8 @@ class Evaluation(BaseModel):
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score
     size: Size
+    zero_shot: dict[str, dict[str, float]]
+    """Of the recovered model, as of the teacher."""
     targets: dict[str, TargetSize]
     target_parameters: int
     """Of all targets of the recovered model; biases and the indices of rows are not counted."""
