@@ -52,5 +52,6 @@ def span_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     """The logits `(2 batch, tokens)` of the starts, then of the ends, of spans; padding is neither."""
-    logits = torch.cat([outputs["start_logits"], outputs["end_logits"]]).float()
+    logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.masked_fill(batch["attention_mask"].repeat(2, 1) == 0, _NEVER)

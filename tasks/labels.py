@@ -65,7 +65,7 @@ def _tags(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]
     return tuple(map(str, ids))
 
 
-def _answers(frame: pd.DataFrame, split: Split, params: Data) -> list[dict[str, list[Any]]]:
+def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
     """Answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
     where = f"column {params.columns.label} of the {split} split"
     try:
@@ -82,7 +82,7 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> list[dict[str, 
             f"{where} has {astray} rows where an answer does not stand at the character answer_start of column "
             f"{params.columns.text_pair}: correct or remove them"
         )
-    return found
+    return pd.Series(found, index=frame.index)
 
 
 def _answer(cell: Any) -> dict[str, list[Any]]:

@@ -75,7 +75,12 @@ def score(
 
 
 def loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Mean over rows of each row's mean cross-entropy, from `(rows, tokens, classes)`: as `eckart.losses.token_loss`."""
+    """Mean over rows of each row's mean cross-entropy, as `eckart.losses.token_loss` has it.
+
+    Args:
+        outputs: `(rows, tokens, classes)`.
+        labels: `(rows, tokens)`.
+    """
     predicted, wanted = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
     losses = cross_entropy(predicted.mT, wanted, ignore_index=IGNORED, reduction="none")
     return float((losses.sum(1) / (wanted != IGNORED).sum(1).clamp(min=1)).mean())
