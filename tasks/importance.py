@@ -39,7 +39,7 @@ def _progress(every: Iterator[Batch], rows: int) -> Iterator[Batch]:
     done = 0
     for batch in every:
         yield batch
-        done += len(batch["labels"])
+        done += len(next(iter(batch.values())))
         say(f"evidence from {done}/{rows} rows")
 
 

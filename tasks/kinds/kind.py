@@ -50,6 +50,18 @@ class Kind:
     """How good a model is on all rows of a split, in batches of so many."""
 
 
+def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
+    """
+    Raises:
+        StageError: the tokenizer does not say which characters of a text its tokens cover.
+    """
+    if not tokenizer.is_fast:
+        raise StageError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, which {task.kind} needs: "
+            "name a model.base with a fast tokenizer (a tokenizer.json)"
+        )
+
+
 def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:
     """A score by all metrics of its kind."""
     return Score(metric=metrics[task.metric], loss=loss, rows=rows, metrics=metrics)
