@@ -49,6 +49,7 @@ def extract() -> None:
             metric=params.metric,
             max_length=params.max_length,
             target_length=params.target_length,
+            prefix=params.prefix,
             stride=params.stride,
             sizes=params.sizes.model_dump(),
             seed=params.seed,
@@ -144,7 +145,7 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
         frame = frame.fillna("")
     elif holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
         raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
-    for role in ("text", "text_pair"):
+    for role in ("text", "text_pair", *(("label",) if params.task == "summarization" else ())):
         if role in frame and not pd.api.types.is_string_dtype(frame[role]):
             raise StageError(f"column {names[role]} of {params.source} is not text: data.columns must name strings")
     return frame

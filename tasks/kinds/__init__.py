@@ -8,11 +8,13 @@ from tasks.dataset import Task
 from tasks.kinds.kind import Kind
 from tasks.kinds.language import LANGUAGE
 from tasks.kinds.sequence import SEQUENCE
+from tasks.kinds.summaries import SUMMARIES
 from tasks.metrics import TaskKind
 
 _KINDS: Mapping[TaskKind, Kind] = {
     "classification": SEQUENCE,
     "regression": SEQUENCE,
+    "summarization": SUMMARIES,
     "language_modeling": LANGUAGE,
 }
 
