@@ -49,6 +49,7 @@ def extract() -> None:
             metric=params.metric,
             max_length=params.max_length,
             target_length=params.target_length,
+            prefix=params.prefix,
             stride=params.stride,
             sizes=params.sizes.model_dump(),
             seed=params.seed,
@@ -150,7 +151,7 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
     if params.task == "token_classification":
         frame["text"] = _words(frame["text"], f"column {names['text']} of {params.source}")
         return frame
-    for role in ("text", "text_pair"):
+    for role in ("text", "text_pair", *(("label",) if params.task == "summarization" else ())):
         if role in frame and not pd.api.types.is_string_dtype(frame[role]):
             raise StageError(f"column {names[role]} of {params.source} is not text: data.columns must name strings")
     return frame

@@ -20,6 +20,11 @@ def check(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]
             raise StageError(f"the {name} split of {params.source} is empty: give it more rows")
     if params.task == "language_modeling":
         return ()
+    if params.task == "summarization":
+        for name, frame in splits.items():
+            if blank := (frame["label"].str.strip() == "").sum():
+                raise StageError(f"the {name} split has {blank} rows with a blank {params.columns.label}: remove them")
+        return ()
     if params.task == "regression":
         for frame in splits.values():
             frame["label"] = _floats(frame["label"], params)

@@ -80,6 +80,7 @@ class Data(Section):
     sizes: Sizes
     max_length: Count
     target_length: Count | None
+    prefix: str | None
     stride: Count | None
     seed: Seed
 

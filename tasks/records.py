@@ -31,7 +31,9 @@ class Size(BaseModel):
 
     model_parameters: int
     macs_per_token: int
-    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens."""
+    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens.
+
+    A decoder beside an encoder reads as many tokens, and is counted in full."""
     bytes: int
 
 

@@ -26,6 +26,7 @@ def teacher() -> None:
     set_seed(seed)
     model, tokenizer = load_base(section("model", Model), task)
     check_length(model, task.max_length, "data.max_length")
+    check_length(model, task.target_length or 0, "data.target_length")
     data = encoded("train", tokenizer)
     options = settings.model_dump(exclude={"epochs"}) | {"precision": section("trainer", Trainer).precision}
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))

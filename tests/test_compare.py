@@ -68,7 +68,15 @@ def make_study(
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML
     labels = ["no", "yes"] if kind in ("classification", "token_classification") else []
-    task = {"kind": kind, "labels": labels, "metric": metric, "max_length": 8, "target_length": None, "stride": None}
+    task = {
+        "kind": kind,
+        "labels": labels,
+        "metric": metric,
+        "max_length": 8,
+        "target_length": None,
+        "prefix": None,
+        "stride": None,
+    }
     write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
     write("reports/teacher.json", {"score": score(dense), "size": size(1000), "zero_shot": {}})

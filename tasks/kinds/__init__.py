@@ -9,6 +9,7 @@ from tasks.kinds.answers import ANSWERS
 from tasks.kinds.kind import Kind
 from tasks.kinds.language import LANGUAGE
 from tasks.kinds.sequence import SEQUENCE
+from tasks.kinds.summaries import SUMMARIES
 from tasks.kinds.tokens import TOKENS
 from tasks.metrics import TaskKind
 
@@ -17,6 +18,7 @@ _KINDS: Mapping[TaskKind, Kind] = {
     "regression": SEQUENCE,
     "token_classification": TOKENS,
     "question_answering": ANSWERS,
+    "summarization": SUMMARIES,
     "language_modeling": LANGUAGE,
 }
 
