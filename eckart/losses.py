@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
 
 IGNORED = -100
 """The label of a token that no loss counts."""
+_NEVER = -1e4  # the logit of what cannot be; finite, so that a divergence of two of them is 0
 
 Loss = Callable[[PreTrainedModel, Batch], Tensor]
 """Sum over samples of each sample's loss `()`: the sum, as evidence must not depend on how samples are batched."""
@@ -36,3 +39,19 @@ def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counts = (labels != IGNORED).sum(1).clamp(min=1)
     return (losses.view_as(labels).sum(1) / counts).sum()
+
+
+def span_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Sum over samples of the mean cross-entropy of start and end, for heads that point at a span of tokens.
+
+    The model's own loss takes padding for tokens where a span may start or end, so it depends on the longest sample.
+    """
+    positions = torch.cat([batch["start_positions"], batch["end_positions"]])
+    return cross_entropy(span_logits(model(**batch), batch), positions, reduction="sum") / 2
+
+
+def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """The logits `(2 batch, tokens)` of the starts, then of the ends, of spans; padding is neither."""
+    logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.masked_fill(batch["attention_mask"].repeat(2, 1) == 0, _NEVER)

@@ -46,6 +46,11 @@ SECTIONS: dict[str, Any] = {
 }
 _WITHOUT_LABELS: tuple[TaskKind, ...] = ("language_modeling",)
 _OF_PAIRS: tuple[TaskKind, ...] = ("question_answering",)
+_OF_ONE_KIND: Mapping[str, TaskKind] = {
+    "target_length": "summarization",
+    "prefix": "summarization",
+    "stride": "question_answering",
+}
 _OF_ONE_TEXT: tuple[TaskKind, ...] = ("token_classification", "summarization", "language_modeling")
 
 
@@ -132,6 +137,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         if metric in list(METRICS) and metric not in BY_KIND[task]:
             yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
         yield from _of_columns(task, _at(content, "data", "columns"))
+        if task != "language_modeling" and typed["evaluate"] and typed["evaluate"].zero_shot:
+            yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
+        yield from _of_kind(task, content["data"])
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
@@ -154,6 +162,15 @@ def _unshared(
     for path, size in {**sizes, "teacher": teacher}.items():
         if isinstance(size, int) and size % trainer.processes:
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
+
+
+def _of_kind(task: TaskKind, data: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that only another kind of task reads, and what this one lacks."""
+    for key, kind in _OF_ONE_KIND.items():
+        if task != kind and data.get(key) is not None:
+            yield f"data.{key}: is for {kind} alone; write null"
+    if task == "summarization" and "target_length" in data and data["target_length"] is None:
+        yield "data.target_length: is null; write how many tokens a summary has at most"
 
 
 def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:

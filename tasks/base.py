@@ -70,9 +70,19 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     if tokenizer.pad_token is None:
         raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
     model.config.pad_token_id = tokenizer.pad_token_id
+    _check_prefix(found, task)
     if task.labels:
         _order_outputs(model, found.id2label, task.labels)
     return model, tokenizer
+
+
+def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
+    """A T5 was trained to see what it is to do before each text; whether it still shall is for the user to say."""
+    known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
+    if known.strip() and task.prefix is None:
+        raise StageError(
+            f"model.base was trained with {known!r} before each text: set data.prefix to it, or to '' to go without"
+        )
 
 
 def _check_code(config: PreTrainedConfig) -> None:

@@ -27,6 +27,8 @@ class Task(BaseModel):
     max_length: int
     target_length: int | None
     """Of a summary, in tokens."""
+    prefix: str | None
+    """What stands before each document that is to be summarized."""
     stride: int | None
     """Tokens that neighbouring windows of a long context share."""
     sizes: dict[Split, int]

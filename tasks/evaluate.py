@@ -18,17 +18,17 @@ from tasks.models import load, size
 from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, Score, TargetSize
 from tasks.stage import StageError, candidate, run_candidate, say
+from tasks.zero_shot import zero_shot
 
 
 def evaluate(recipe: str, keep: str) -> None:
     """Score the factorized and the recovered model on the test split; measure the latter, and hold it to its budget."""
     name, task, targets = candidate(recipe, keep), load_task(), load_targets().targets
     kind = kind_of(task)
-    batch_size = section("evaluate", Evaluate).batch_size
-    device_map = section("model", Model).device_map
+    settings, device_map = section("evaluate", Evaluate), section("model", Model).device_map
 
     def scored(model: PreTrainedModel, step: str) -> Score:
-        result = kind.score(model, tokenizer, load_split("test"), task, batch_size)
+        result = kind.score(model, tokenizer, load_split("test"), task, settings.batch_size)
         say(f"{step}: {task.metric} {result.metric:.4f}")
         return result
 
@@ -41,6 +41,7 @@ def evaluate(recipe: str, keep: str) -> None:
         factorized=before,
         recovered=same or scored(model, "recovered"),
         size=size(model, FINETUNED / name, task.max_length),
+        zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
         targets=sizes,
         target_parameters=sum(_parameters(target, sizes[target.name]) for target in targets),
     )

@@ -49,6 +49,7 @@ def extract() -> None:
             metric=params.metric,
             max_length=params.max_length,
             target_length=params.target_length,
+            prefix=params.prefix,
             stride=params.stride,
             sizes=params.sizes.model_dump(),
             seed=params.seed,
@@ -129,6 +130,9 @@ def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
     feature = rows.features.get(label)
     if label and isinstance(feature, datasets.ClassLabel):
         frame[label] = pd.Categorical(frame[label].map(dict(enumerate(feature.names))), categories=feature.names)
+    if label and isinstance(tags := getattr(feature, "feature", None), datasets.ClassLabel):
+        names = pd.CategoricalDtype(tags.names)
+        frame[label] = [None if ids is None else pd.Categorical.from_codes(ids, dtype=names) for ids in frame[label]]
     return frame
 
 
@@ -144,10 +148,22 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
         frame = frame.fillna("")
     elif holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
         raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
-    for role in ("text", "text_pair"):
+    if params.task == "token_classification":
+        frame["text"] = _words(frame["text"], f"column {names['text']} of {params.source}")
+        return frame
+    for role in ("text", "text_pair", *(("label",) if params.task == "summarization" else ())):
         if role in frame and not pd.api.types.is_string_dtype(frame[role]):
             raise StageError(f"column {names[role]} of {params.source} is not text: data.columns must name strings")
     return frame
+
+
+def _words(rows: pd.Series, column: str) -> list[tuple[str, ...]]:
+    """Rows of words, which as tuples can be told apart."""
+    if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
+        raise StageError(f"{column} is not lists of words: data.columns.text must name lists of strings, one a word")
+    if empty := sum(not len(row) for row in rows):
+        raise StageError(f"{column} has {empty} rows without a word: remove them")
+    return [tuple(row) for row in rows]
 
 
 def _roles(columns: Columns) -> dict[str, str | None]:

@@ -50,7 +50,7 @@ def _progress(every: Iterator[Batch], rows: int, number: str) -> Iterator[Batch]
     done = 0
     for batch in every:
         yield batch
-        done += len(batch["labels"])
+        done += len(next(iter(batch.values())))
         say(f"evidence from {done}/{rows} rows, pass {number}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,91 @@ def check(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]
             raise StageError(f"the {name} split of {params.source} is empty: give it more rows")
     if params.task == "language_modeling":
         return ()
+    if params.task == "summarization":
+        for name, frame in splits.items():
+            if blank := (frame["label"].str.strip() == "").sum():
+                raise StageError(f"the {name} split has {blank} rows with a blank {params.columns.label}: remove them")
+        return ()
     if params.task == "regression":
         for frame in splits.values():
             frame["label"] = _floats(frame["label"], params)
         return ()
-    classes = _classes(splits["train"]["label"], params)
+    if params.task == "question_answering":
+        for name, frame in splits.items():
+            frame["label"] = _answers(frame, name, params)
+        return ()
+    if params.task == "token_classification":
+        return _tags(splits, params)
+    ids = _ids({name: frame["label"] for name, frame in splits.items()}, params)
+    for frame in splits.values():
+        frame["label"] = frame["label"].map(ids).astype("int64")
+    return tuple(map(str, ids))
+
+
+def _ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[Any] = ()) -> dict[Any, int]:
+    """Class → id: of `names`, or where the source has none, of the labels of train."""
+    classes = _classes(labels["train"], params)
     if len(classes) < 2:
         raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
-    ids = {label: position for position, label in enumerate(classes)}
-    for name, frame in splits.items():
-        if unknown := [label for label in _classes(frame["label"], params) if label not in ids]:
+    ids = {label: position for position, label in enumerate(names or classes)}
+    for name, some in labels.items():
+        if unknown := [label for label in _classes(some, params) if label not in ids]:
             raise StageError(f"the {name} split has labels that train has not: {unknown}: check data.splits")
-        frame["label"] = frame["label"].map(ids).astype("int64")
-    return tuple(map(str, classes))
+    return ids
+
+
+def _tags(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+    """Turn a tag for each word into its id; a tag that the source names is known even if train has none of it."""
+    for name, frame in splits.items():
+        pairs = zip(frame["text"], frame["label"], strict=True)
+        if wrong := sum(not pd.api.types.is_list_like(tags) or len(tags) != len(words) for words, tags in pairs):
+            raise StageError(
+                f"the {name} split has {wrong} rows where column {params.columns.label} is not a list of as many tags "
+                f"as {params.columns.text} has words: correct data.columns, or those rows"
+            )
+    some = splits["train"]["label"].iloc[0]
+    names = some.categories.tolist() if isinstance(some, pd.Categorical) else ()
+    ids = _ids({name: frame["label"].explode() for name, frame in splits.items()}, params, names)
+    for frame in splits.values():
+        frame["label"] = [[ids[tag] for tag in tags] for tags in frame["label"]]
+    return tuple(map(str, ids))
+
+
+def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
+    """Answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
+    where = f"column {params.columns.label} of the {split} split"
+    try:
+        found = [_answer(cell) for cell in frame["label"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StageError(
+            f'{where} is no answers: each must be {{"text": [...], "answer_start": [...]}} with a start for each '
+            "text, or a list of such pairs"
+        ) from error
+    if without := sum(not answer["text"] for answer in found):
+        raise StageError(f"{where} has {without} questions without an answer: remove them, as SQuAD 1.1 has none")
+    if astray := sum(not _stands(*pair) for pair in zip(found, frame["text_pair"], strict=True)):
+        raise StageError(
+            f"{where} has {astray} rows where an answer does not stand at the character answer_start of column "
+            f"{params.columns.text_pair}: correct or remove them"
+        )
+    return pd.Series(found, index=frame.index)
+
+
+def _answer(cell: Any) -> dict[str, list[Any]]:
+    """`{"text": [...], "answer_start": [...]}`, also of a list of single answers."""
+    parts = [cell] if isinstance(cell, Mapping) else list(cell)
+    texts, starts = (
+        [value for part in parts for value in np.atleast_1d(part[key]).tolist()] for key in ("text", "answer_start")
+    )
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise TypeError("an answer must be text")
+    pairs = list(zip(texts, map(int, starts), strict=True))
+    return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
+
+
+def _stands(answers: Mapping[str, list[Any]], context: str) -> bool:
+    pairs = zip(answers["text"], answers["answer_start"], strict=True)
+    return all(start >= 0 and context.startswith(text, start) for text, start in pairs)
 
 
 def _classes(labels: pd.Series, params: Data) -> list[Any]:

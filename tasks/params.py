@@ -80,6 +80,7 @@ class Data(Section):
     sizes: Sizes
     max_length: Count
     target_length: Count | None
+    prefix: str | None
     stride: Count | None
     seed: Seed
 
@@ -120,6 +121,7 @@ class Importance(Section):
 
 class Evaluate(Section):
     batch_size: Count
+    zero_shot: tuple[str, ...]
 
 
 class Benchmark(Section):

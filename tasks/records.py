@@ -31,7 +31,9 @@ class Size(BaseModel):
 
     model_parameters: int
     macs_per_token: int
-    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens."""
+    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens.
+
+    A decoder beside an encoder reads as many tokens, and is counted in full."""
     bytes: int
 
 
@@ -42,6 +44,8 @@ class TeacherReport(BaseModel):
 
     score: Score
     size: Size
+    zero_shot: dict[str, dict[str, float]]
+    """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
 
 
 class TargetSize(BaseModel):
@@ -62,6 +66,8 @@ class Evaluation(BaseModel):
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score
     size: Size
+    zero_shot: dict[str, dict[str, float]]
+    """Of the recovered model, as of the teacher."""
     targets: dict[str, TargetSize]
     target_parameters: int
     """Of all targets of the recovered model; biases and the indices of rows are not counted."""

@@ -15,6 +15,7 @@ from tasks.params import Evaluate, Model, Seed, Trainer, Training, section
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS, TeacherReport
 from tasks.stage import leads, output, run, say
 from tasks.training import train
+from tasks.zero_shot import zero_shot
 
 
 def teacher() -> None:
@@ -25,16 +26,19 @@ def teacher() -> None:
     set_seed(seed)
     model, tokenizer = load_base(section("model", Model), task)
     check_length(model, task.max_length, "data.max_length")
+    check_length(model, task.target_length or 0, "data.target_length")
     data = encoded("train", tokenizer)
     options = settings.model_dump(exclude={"epochs"}) | {"precision": section("trainer", Trainer).precision}
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
+    evaluation = section("evaluate", Evaluate)
     with output(TEACHER) as folder:
         train(model, kind.collate(tokenizer, model), data, TEACHER_CURVE, steps=steps, seed=seed, **options)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         result = TeacherReport(
-            score=kind.score(model, tokenizer, load_split("test"), task, section("evaluate", Evaluate).batch_size),
+            score=kind.score(model, tokenizer, load_split("test"), task, evaluation.batch_size),
             size=size(model, folder, task.max_length),
+            zero_shot=zero_shot(model, tokenizer, evaluation.zero_shot, evaluation.batch_size),
         )
     if leads():
         TEACHER_METRICS.write_text(result.model_dump_json(indent=2))

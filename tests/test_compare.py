@@ -68,10 +68,18 @@ def make_study(
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML
     labels = ["no", "yes"] if kind in ("classification", "token_classification") else []
-    task = {"kind": kind, "labels": labels, "metric": metric, "max_length": 8, "target_length": None, "stride": None}
+    task = {
+        "kind": kind,
+        "labels": labels,
+        "metric": metric,
+        "max_length": 8,
+        "target_length": None,
+        "prefix": None,
+        "stride": None,
+    }
     write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
-    write("reports/teacher.json", {"score": score(dense), "size": size(1000)})
+    write("reports/teacher.json", {"score": score(dense), "size": size(1000), "zero_shot": {}})
     write("reports/teacher.jsonl", curve(20))
     for position, recipe in enumerate(recipes):
         for keep in keeps:
@@ -113,7 +121,10 @@ def make_candidate(
         "recovered": score(metric),
     }
     total = after + sum(10 * each["rows"] for each in sizes.values())
-    write(f"reports/evaluate/{name}.json", {**scores, "size": size(700), "targets": sizes, "target_parameters": total})
+    write(
+        f"reports/evaluate/{name}.json",
+        {**scores, "size": size(700), "zero_shot": {}, "targets": sizes, "target_parameters": total},
+    )
     write(f"reports/benchmark/{name}.json", {"dense_seconds": 0.3, "candidate_seconds": 0.2, "speedup": 1.5})
     write(f"reports/finetune/{name}.jsonl", curve(10) if recovered is None else recovered)
 
@@ -297,7 +308,7 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
     results.load_results()
-    write("reports/teacher.json", {"score": score(0.8, rows=399), "size": size(1000)})
+    write("reports/teacher.json", {"score": score(0.8, rows=399), "size": size(1000), "zero_shot": {}})
     with pytest.raises(StageError, match="different test rows"):
         results.load_results()
 

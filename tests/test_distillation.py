@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import BartConfig, BartForSequenceClassification, PreTrainedModel
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.layers import factorize
@@ -256,31 +256,48 @@ def test_nothing_is_measured_before_the_first_step():
     assert rule(tiny.bert()).measures() == {}
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_encoder_with_a_decoder_is_an_error():
+def bart(seed: int) -> PreTrainedModel:
+    """Two encoder layers, one decoder layer."""
     config = BartConfig(
         vocab_size=tiny.VOCABULARY,
         d_model=8,
-        encoder_layers=1,
+        encoder_layers=2,
         decoder_layers=1,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
         encoder_ffn_dim=8,
         decoder_ffn_dim=8,
         max_position_embeddings=16,
-        num_labels=tiny.LABELS,
         pad_token_id=0,
         eos_token_id=2,
         bos_token_id=1,
         decoder_start_token_id=2,
     )
-    model = BartForSequenceClassification(config).eval()
-    batch = {"input_ids": torch.tensor([[5, 6, 2]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    with pytest.raises(ValueError, match=r"encoder and a decoder: set distillation\.layers to 0"):
-        extra(rule(model), model, batch)
-    assert added(rule(model, layers=0.0), model, batch) == pytest.approx(0, abs=1e-6)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BartForConditionalGeneration(config).eval()
+
+
+def test_states_of_an_encoder_and_of_its_decoder_add_up_each_without_its_own_padding():
+    """Of the real tokens alone: rows of 2 and 3 tokens that are read, 2 and 1 that are written."""
+    model, teacher = bart(0), bart(1)
+    batch = {
+        "input_ids": torch.tensor([[5, 2, 0], [6, 7, 2]]),
+        "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
+        "decoder_input_ids": torch.tensor([[2, 9], [2, 0]]),
+        "decoder_attention_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    expected = 0.0
+    some, others = (one(**batch, output_hidden_states=True) for one in (model, teacher))
+    for part, mask in (("encoder", "attention_mask"), ("decoder", "decoder_attention_mask")):
+        pairs = zip(some[f"{part}_hidden_states"], others[f"{part}_hidden_states"], strict=True)
+        expected += sum(float((one - other)[batch[mask] == 1].detach().square().mean()) for one, other in pairs)
+    assert expected > 0
+    assert added(rule(teacher, layers=1.0, logits=0.0), model, batch) == pytest.approx(expected, rel=1e-5)
+    assert added(rule(model), model, batch) == pytest.approx(0, abs=1e-5)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_without_hidden_states_is_an_error():

@@ -125,6 +125,7 @@ def a_task(kind: TaskKind, labels: Sequence[str], metric: MetricName, max_length
         metric=metric,
         max_length=max_length,
         target_length=None,
+        prefix=None,
         stride=None,
         sizes=sizes,
         seed=0,

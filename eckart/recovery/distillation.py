@@ -5,7 +5,8 @@ error of the hidden states plus α_logits times that of the logits.
 
 (choice) The paper does not say what α multiplies. Here, as in its authors' code, it is the sum, not the mean, over all
 hidden states, that of the embeddings included, of the mean squared error over tokens and features: the paper's α = 15
-means the same. Unlike in that code, padding counts for nothing.
+means the same. Unlike in that code, padding counts for nothing. The states of an encoder and of the decoder beside it
+are added up like those of more layers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
 from eckart.rules import Predictions, Rule, logits_of
+
+_STATES = {
+    "hidden_states": ("attention_mask",),
+    "encoder_hidden_states": ("attention_mask",),
+    "decoder_hidden_states": ("decoder_attention_mask", "attention_mask"),  # a decoder may read the encoder's tokens
+}
+"""Hidden states that a model may return → the entry of a batch that masks them, the first that is there."""
 
 
 class Distillation(BaseModel):
@@ -64,7 +72,8 @@ class DistillationRule(Rule):
         """The weighted sum of the terms that are on, or None.
 
         Args:
-            batch: as the model got it; `attention_mask` `(batch, tokens)` tells which tokens are real.
+            batch: as the model got it; `attention_mask` and `decoder_attention_mask`, each `(batch, tokens)`, tell
+                which tokens are real.
 
         Raises:
             ValueError: a model does not return what a term compares, or the two differ in shape.
@@ -74,7 +83,7 @@ class DistillationRule(Rule):
         taught = self._teach(batch)
         terms: list[Tensor] = []
         if self.layers:
-            error = hidden_error(_hidden(outputs), _hidden(taught), batch.get("attention_mask"))
+            error = _layers_error(outputs, taught, batch)
             self.errors["distill_layers"] = error.detach()
             terms.append(self.layers * error)
         if self.logits:
@@ -148,9 +157,12 @@ def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) ->
     return temperature**2 * kl_div(some, others, reduction="batchmean", log_target=True)
 
 
-def _hidden(outputs: ModelOutput) -> Sequence[Tensor]:
-    states = outputs.get("hidden_states")
-    if not states:
-        more = ", but states of an encoder and a decoder" if outputs.get("encoder_hidden_states") else ""
-        raise ValueError(f"the model returns no hidden states{more}: set distillation.layers to 0")
-    return states
+def _layers_error(student: ModelOutput, teacher: ModelOutput, batch: Batch) -> Tensor:
+    errors = [
+        hidden_error(states, teacher[name], next((batch[mask] for mask in masks if mask in batch), None))
+        for name, masks in _STATES.items()
+        if (states := student.get(name))
+    ]
+    if not errors:
+        raise ValueError("the model returns no hidden states: set distillation.layers to 0")
+    return sum(errors[1:], errors[0])

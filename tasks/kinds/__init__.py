@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tasks.dataset import Task
+from tasks.kinds.answers import ANSWERS
 from tasks.kinds.kind import Kind
 from tasks.kinds.language import LANGUAGE
 from tasks.kinds.sequence import SEQUENCE
+from tasks.kinds.summaries import SUMMARIES
+from tasks.kinds.tokens import TOKENS
 from tasks.metrics import TaskKind
 
 _KINDS: Mapping[TaskKind, Kind] = {
     "classification": SEQUENCE,
     "regression": SEQUENCE,
+    "token_classification": TOKENS,
+    "question_answering": ANSWERS,
+    "summarization": SUMMARIES,
     "language_modeling": LANGUAGE,
 }
 

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
@@ -50,6 +50,18 @@ class Kind:
     """How good a model is on all rows of a split, in batches of so many."""
 
 
+def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
+    """
+    Raises:
+        StageError: the tokenizer does not say which characters of a text its tokens cover.
+    """
+    if not tokenizer.is_fast:
+        raise StageError(
+            f"{type(tokenizer).__name__} does not say where its tokens stand in a text, which {task.kind} needs: "
+            "name a model.base with a fast tokenizer (a tokenizer.json)"
+        )
+
+
 def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:
     """A score by all metrics of its kind."""
     return Score(metric=metrics[task.metric], loss=loss, rows=rows, metrics=metrics)
@@ -61,19 +73,23 @@ def predict(
     collate: Collate,
     batch_size: int,
     reduce: Callable[[Any, Any], Any] | None = None,
+    **generation: Any,
 ) -> tuple[Any, Any]:
     """Outputs and labels of all rows of `data`, in its order; where rows differ in length both are padded with -100.
 
     Args:
         reduce: outputs and labels of a batch → what is kept of the outputs.
+        generation: arguments of `generate`; where there are some, outputs are the ids `(rows, tokens)` that an
+            encoder-decoder writes, behind the one that it starts from.
 
     Raises:
         StageError: an output is not finite.
     """
     order = np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")  # little padding
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = Seq2SeqTrainingArguments(
             folder,
+            predict_with_generate=bool(generation),
             per_device_eval_batch_size=batch_size,
             report_to="none",
             dataloader_pin_memory=torch.cuda.is_available(),
@@ -81,8 +97,9 @@ def predict(
             **devices(),
         )
         arguments._n_gpu = min(arguments.n_gpu, 1)
-        trainer = Trainer(model, arguments, data_collator=collate, preprocess_logits_for_metrics=reduce)
-        result = trainer.predict(data.select(order), ignore_keys=_MORE_OUTPUTS)
+        family = Seq2SeqTrainer if generation else Trainer
+        trainer = family(model, arguments, data_collator=collate, preprocess_logits_for_metrics=reduce)
+        result = trainer.predict(data.select(order), ignore_keys=_MORE_OUTPUTS, **generation)
     back = np.argsort(order, kind="stable")
     predictions = _ordered(result.predictions, back)
     for part in predictions if isinstance(predictions, tuple) else (predictions,):

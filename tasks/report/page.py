@@ -12,7 +12,7 @@ from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.summary import summary
-from tasks.report.table import dense_row, row, shaped
+from tasks.report.table import dense_row, row, shaped, zero_shot
 
 _MEASURES = {
     "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within it.",
@@ -50,6 +50,7 @@ def page(results: Results) -> str:
         curves=Markup(curves_svg(results)),
         searches={recipe: Markup(plot) for recipe, plot in search_svgs(results).items()},
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
+        zero_shot=zero_shot(results),
         shaped=shaped(results),
         measures={name: _MEASURES[name] for name in results.measures if name in _MEASURES},
         unscored=any(one.factorized is None for one in results.candidates),

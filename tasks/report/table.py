@@ -115,6 +115,15 @@ def row(results: Results, one: Candidate) -> Row:
     )
 
 
+def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The metrics of lm-eval's tasks, and of the dense model and each candidate the name and the values."""
+    models = [("dense", results.teacher.zero_shot)]
+    models += [(one.name, one.evaluation.zero_shot) for one in results.candidates]
+    heads = [(task, metric) for task, values in results.teacher.zero_shot.items() for metric in values]
+    rows = [(name, [score(values[task][metric]) for task, metric in heads]) for name, values in models]
+    return [f"{task} {metric}" for task, metric in heads], rows
+
+
 def shaped(results: Results) -> list[Shaped]:
     """The candidates whose weights were shaped, in the study's order."""
     ranks = [(one, one.decision.average_rank) for one in results.candidates]

@@ -187,6 +187,12 @@ COLUMNS = {
 """Of the kinds whose columns are not those of the tiny parameters."""
 
 
+def data_of(task: TaskKind, **changes: Any) -> dict[str, Any]:
+    """What `data` is for a kind of task, with `changes`."""
+    own = {"columns": COLUMNS.get(task, {}), "target_length": 8 if task == "summarization" else None}
+    return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
+
+
 @pytest.mark.parametrize(
     ("task", "metrics"),
     [
@@ -199,8 +205,8 @@ COLUMNS = {
     ],
 )
 @pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_fits_its_task(tmp_path: Path, task: str, metric: str, metrics: set[str]) -> None:
-    params = tiny_params(data={"task": task, "metric": metric, "columns": COLUMNS.get(task, {})})
+def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKind, metric: str, metrics: set[str]) -> None:
+    params = tiny_params(data=data_of(task, metric=metric))
     if metric in metrics:
         write_params(tmp_path, params)
         assert check(tmp_path)["data"].metric == metric
@@ -223,11 +229,34 @@ def test_a_metric_fits_its_task(tmp_path: Path, task: str, metric: str, metrics:
 def test_a_task_has_the_columns_that_it_reads(
     tmp_path: Path, task: TaskKind, column: str, name: str | None, advice: str
 ) -> None:
-    columns = {**COLUMNS.get(task, {}), column: name}
-    params = tiny_params(data={"task": task, "metric": BY_KIND[task][0], "columns": columns})
+    params = tiny_params(data=data_of(task, columns={column: name}))
     line = only(report(tmp_path, params), f"data.columns.{column}")
     assert task in line
     assert line.endswith(f"; {advice}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("target_length", 8, "summarization"),
+        ("prefix", "summarize: ", "summarization"),
+        ("stride", 8, "question_answering"),
+    ],
+)
+@pytest.mark.parametrize("task", KINDS)
+def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(
+    tmp_path: Path, task: TaskKind, key: str, value: Any, kind: TaskKind
+) -> None:
+    params = tiny_params(data=data_of(task, **{key: value}))
+    if task == kind:
+        write_params(tmp_path, params)
+        assert getattr(check(tmp_path)["data"], key) == value
+    else:
+        assert kind in only(report(tmp_path, params), f"data.{key}")
+
+
+def test_summaries_have_a_length(tmp_path: Path) -> None:
+    only(report(tmp_path, tiny_params(data=data_of("summarization", target_length=None))), "data.target_length")
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -1,0 +1,128 @@
+"""Summarization by an encoder and a decoder: the document is read, the summary is written token by token.
+
+Scores are ROUGE (Lin, 2004) as `rouge_score` computes it, with words stemmed: F-measures of each row's written summary
+against its whole reference, as a mean over rows. Its words are those of English letters and digits.
+
+(choice) ROUGE-L is that of the whole summary as one sequence. The tables of papers on CNN/DailyMail often have
+ROUGE-Lsum, the union over sentences, which is larger; of a summary of one sentence, as in XSum, the two are the same.
+(choice) Summaries are written greedily, so that a score is cheap and no setting decides it; papers use beams, which
+score somewhat higher. What else the model's own generation config asks for (tokens it is forced to write, n-grams it
+may not repeat) holds.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from datasets import Dataset
+from rouge_score.rouge_scorer import RougeScorer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+
+from eckart.losses import IGNORED, token_loss
+from tasks.dataset import Split, Task
+from tasks.kinds.kind import Collate, Kind, labelled, predict, scored
+from tasks.metrics import BY_KIND, MetricName
+from tasks.records import Score
+from tasks.stage import StageError
+
+
+def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
+    """Documents of at most `max_length` tokens behind the task's prefix, and summaries of at most `target_length`."""
+    documents = [(task.prefix or "") + text for text in frame["text"]]
+    inputs = tokenizer(documents, truncation=True, max_length=task.max_length)
+    targets = tokenizer(text_target=frame["label"].tolist(), truncation=True, max_length=task.target_length)
+    return Dataset.from_dict(
+        {
+            "input_ids": inputs["input_ids"],
+            "attention_mask": inputs["attention_mask"],
+            "labels": targets["input_ids"],
+        }
+    )
+
+
+def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+    """Rows → a batch with what the decoder reads, and which of it is no padding, spelled out.
+
+    Raises:
+        StageError: the model does not say with which token a summary begins.
+    """
+    try:
+        _shifted(model, torch.zeros(1, 1, dtype=torch.long))
+    except (AttributeError, TypeError, ValueError) as error:  # each family has its own
+        raise StageError(
+            "the model does not say with which token a summary begins: add decoder_start_token_id to its config.json"
+        ) from error
+    pad = DataCollatorWithPadding(tokenizer)
+
+    def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows])
+        labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORED)
+        return {
+            **inputs,
+            "labels": labels,
+            "decoder_input_ids": _shifted(model, labels),
+            "decoder_attention_mask": (labels != IGNORED).long(),
+        }
+
+    return batch
+
+
+def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """What the decoder reads where it is to write `labels` `(batch, tokens)`: the token before each."""
+    if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
+        return own(labels=labels)
+    shifted = labels.roll(1, dims=1)
+    shifted[:, 0] = model.config.decoder_start_token_id
+    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
+
+
+def score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> Score:
+    """ROUGE of what the model writes, in `target_length` tokens at most; the loss is the mean over all tokens of the
+    summaries, each given those before it."""
+    data, batch = encode(frame, task, tokenizer, "test"), collate(tokenizer, model)
+    losses, labels = predict(model, data, batch, batch_size, _losses)
+    written, _ = predict(
+        model, data, batch, batch_size, num_beams=1, do_sample=False, max_new_tokens=task.target_length
+    )
+    ids = np.where(written == IGNORED, tokenizer.pad_token_id, written)[:, 1:]  # behind the token it starts from
+    summaries = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    loss = float(losses[labels != IGNORED].astype(np.float64).mean())
+    return scored(task, rouge(frame["label"].tolist(), summaries), loss, len(data))
+
+
+def rouge(references: list[str], summaries: list[str]) -> dict[MetricName, float]:
+    """Mean F-measures, in [0, 1]."""
+    names = BY_KIND["summarization"]
+    scorer = RougeScorer(names, use_stemmer=True)
+    rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
+    return {name: fmean(row[name].fmeasure for row in rows) for name in names}
+
+
+def _losses(outputs: Any, labels: Tensor) -> Tensor:
+    """`(batch, tokens)`: of each token of a summary, given those before it; 0 where there is none."""
+    logits = outputs[0] if isinstance(outputs, tuple) else outputs
+    return cross_entropy(logits.mT.float(), labels, ignore_index=IGNORED, reduction="none")
+
+
+def _head(task: Task) -> dict[str, Any]:
+    return {}
+
+
+SUMMARIES = Kind(
+    auto=AutoModelForSeq2SeqLM,
+    head=_head,
+    encode=encode,
+    collate=collate,
+    loss=token_loss,
+    logits=labelled,
+    score=score,
+)
