@@ -113,7 +113,7 @@ def load(root: Path, file: Path, seeds: Sequence[int] = (), tasks: Sequence[str]
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]
-    parts: Mapping[str | None, dict[str, Any]] = dict((own.tasks or {None: {}}).items())
+    parts: dict[str | None, dict[str, Any]] = dict(own.tasks.items()) if own.tasks else {None: {}}
     merged = {task: merge(common, part) for task, part in parts.items()}
     _check(common, merged, own, file)
     return tuple(
