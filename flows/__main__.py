@@ -144,9 +144,10 @@ def other_study(
         print(f"Written to {table} and {table.with_suffix('.csv')}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
-        missing = f"\n{table} was not written, because seeds are missing." if table else ""
+        what = "runs" if studies[0].task else "seeds"
+        missing = f"\n{table} was not written, because {what} are missing." if table else ""
         count = sum(len(study.seeds) for study in studies)
-        sys.exit(f"{len(failed)} of {count} seeds failed; run again to resume them:{causes}{missing}")
+        sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
 
 
 def _run_tasks(

@@ -44,8 +44,6 @@ CODE = ("eckart", "tasks", "flows", "dvc.yaml", ".dvcignore", str(PARAMS))
 LOCK = Path("dvc.lock")
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Set inside a git hook, where they would lead every git command to the main workspace."""
-
-
 _NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
 
 

@@ -783,7 +783,7 @@ class TestCommand:
         monkeypatch.setattr(workspaces, "run", lambda _root, study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
-        assert "1 of 3 seeds failed" in done.output
+        assert "1 of 3 runs failed" in done.output
         assert "task two, seed 0: " in done.output
         assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
         assert not Path("docs/toy.md").exists()
