@@ -16,8 +16,11 @@ from rich.table import Column, Table
 from flows import settings
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from flows.gates import Gate
     from flows.versions import File
+    from flows.workspaces import StudyFile
 
 app = typer.Typer(help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -113,11 +116,12 @@ def other_study(
     seed: Annotated[
         list[int] | None, typer.Option(min=0, max=2**32 - 1, help="instead of the file's; repeatable")
     ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="of the file's tasks; repeatable; default: all")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
     table: Annotated[Path | None, typer.Option(help="write the table to this .md, and a .csv beside it")] = None,
 ) -> None:
-    """Run another study, each of its seeds in a workspace of its own, and print mean and spread of every candidate."""
+    """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
     if (path := file or params) is None or (file and params):
         sys.exit("write one file of studies/: python -m flows study studies/NAME.yaml")
     if table and table.suffix != ".md":
@@ -127,23 +131,42 @@ def other_study(
 
     root = Path.cwd()
     try:
-        study = workspaces.load(root, path, seed or ())
-        workspaces.check_committed(root, study)
+        studies = workspaces.load(root, path, seed or (), task or ())
+        workspaces.check_committed(root, studies[0])
     except (ParamsError, workspaces.WorkspaceError) as error:
         sys.exit(str(error))
-    failed = workspaces.run_all(root, study, workers, timeout)
-    finished = {one: root / study.folder(one) for one in study.seeds if one not in failed}
-    if finished:
-        rows = summary.collect(finished)
-        print(summary.to_text(rows))
-        if table and not failed:
-            command = _command(study.path, seed or (), table.resolve(), root)
-            summary.write(table, rows, summary.to_markdown(rows, table.stem, command, study.params))
-            print(f"Written to {table} and {table.with_suffix('.csv')}.")
+    found, failed = _run_tasks(root, studies, workers, timeout)
+    if studies[0].task and found:
+        print(summary.to_text(*summary.combined(summary.joined(found), {one.task: one.metric for one in studies})))
+    if table and not failed:
+        command = _command(studies[0].path, seed or (), task or (), table.resolve(), root)
+        summary.write(table, *summary.page(studies, found, table.stem, command))
+        print(f"Written to {table} and {table.with_suffix('.csv')}.")
     if failed:
-        causes = "\n".join(f"  seed {one}: {cause}" for one, cause in failed.items())
-        missing = f"\n{table} was not written, because seeds are missing." if table else ""
-        sys.exit(f"{len(failed)} of {len(study.seeds)} seeds failed; run again to resume them:\n{causes}{missing}")
+        causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
+        what = "runs" if studies[0].task else "seeds"
+        missing = f"\n{table} was not written, because {what} are missing." if table else ""
+        count = sum(len(study.seeds) for study in studies)
+        sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
+
+
+def _run_tasks(
+    root: Path, studies: Sequence[StudyFile], workers: int | None, timeout: float | None
+) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
+    """What each task found, printed as soon as it is there, and the causes of what failed."""
+    from flows import summary, workspaces
+
+    found: dict[str | None, pd.DataFrame] = {}
+    failed: dict[str, str] = {}
+    for study in studies:
+        causes = workspaces.run_all(root, study, workers, timeout)
+        place = f"task {study.task}, " if study.task else ""
+        failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
+        finished = {seed: root / study.folder(seed) for seed in study.seeds if seed not in causes}
+        if finished:
+            found[study.task] = summary.collect(finished)
+            print(summary.to_text(*summary.cells(found[study.task])), flush=True)
+    return found, failed
 
 
 @app.command()
@@ -188,9 +211,10 @@ def _print_gates(gates: Sequence[Gate]) -> None:
         Console().print(table)
 
 
-def _command(file: Path, seeds: Sequence[int], table: Path, root: Path) -> str:
+def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path, root: Path) -> str:
     """The command that makes the table again, in the root of any clone."""
-    words = ["python -m flows study", str(file), *(f"--seed {one}" for one in seeds)]
+    words = ["python -m flows study", str(file), *(f"--task {one}" for one in tasks)]
+    words += [f"--seed {one}" for one in seeds]
     if table.is_relative_to(root):
         words.append(f"--table {table.relative_to(root)}")
     return " ".join(words)

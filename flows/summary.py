@@ -1,4 +1,7 @@
-"""A study over all its seeds as one table: mean ± sample standard deviation of every candidate."""
+"""A study over all its seeds as one table: mean ± sample standard deviation of every candidate.
+
+A study of several tasks has a table of each, and one of all.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eckart.targets import Targets
+from flows import published
+from flows.published import Metrics
+from flows.workspaces import StudyFile
 from tasks.calibration import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
@@ -24,6 +30,8 @@ from tasks.report.provenance import cut
 
 COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]
+DENSE = ("dense", "–")
+"""What stands for recipe and keep of the dense model."""
 
 _WIDTH = 160
 
@@ -84,33 +92,113 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
     """As `_spread`; shares in percent, others with the digits that their size asks for."""
-    if metric.share:
-        return _spread(values * 100)
-    return "–" if values.isna().any() else score(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
+    return _spread(values * 100) if metric.share else _plain(values)
+
+
+def _plain(values: pd.Series[float]) -> str:
+    if values.empty or values.isna().any():
+        return "–"
+    return score(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
 
 
 def _spread(values: pd.Series[float]) -> str:
     """Mean ± sample standard deviation, to one decimal; of one seed the mean alone."""
-    if values.isna().any():
+    if values.empty or values.isna().any():
         return "–"
     mean = f"{values.mean():.1f}"
     return f"{mean} ± {values.std(ddof=1):.1f}" if len(values) > 1 else mean
 
 
-def to_markdown(rows: pd.DataFrame, name: str, command: str, params: Mapping[str, Any]) -> str:
-    """The table under a head that says how it was made: no date and no path of the machine, so that it reproduces.
+def combined(rows: pd.DataFrame, metrics: Metrics) -> tuple[list[str], list[list[str]]]:
+    """All tasks in one table, as papers print GLUE: the heads, and a line per candidate, the dense model first.
+
+    A metric between -1 and 1 is printed as 100 × it, and where all are such there is their mean over the tasks, of the
+    seeds that all tasks have. What is missing is a dash, and then so is the mean.
 
     Args:
-        rows: of `collect`.
+        rows: of `collect`, of all tasks, with their names in the column `task`.
+        metrics: of each task.
+    """
+    points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
+    signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
+    goodness = (points * signs).mean(axis=1).groupby(level=CANDIDATE).mean()
+    order = sorted(goodness.index, key=lambda one: (one != DENSE, one != DENSE and -float(one[1]), -goodness[one]))
+    columns = [(f"{task}, {kind.title}", points[task], kind.bounded) for task, kind in kinds.items()]
+    if len(kinds) > 1 and all(kind.bounded for kind in kinds.values()):
+        columns.append(("mean", points.mean(axis=1, skipna=False), True))
+    lines = [
+        [*one, *((_spread if bounded else _plain)(values.loc[one].dropna()) for _, values, bounded in columns)]
+        for one in order
+    ]
+    return [*CANDIDATE, *(head for head, _, _ in columns)], lines
+
+
+def _points(rows: pd.DataFrame, metrics: Metrics) -> pd.DataFrame:
+    """A row per candidate and seed, a column per task."""
+    dense = rows.drop_duplicates(["task", "seed"]).assign(
+        recipe=DENSE[0], keep=DENSE[1], recovered=lambda one: one.dense
+    )
+    both = pd.concat([dense, rows])
+    factor = both.task.map({task: 100 if METRICS[metric].bounded else 1 for task, metric in metrics.items()})
+    wide = both.assign(points=both.recovered * factor).set_index([*CANDIDATE, "seed", "task"]).points.unstack("task")
+    return wide.reindex(columns=list(metrics)).rename_axis(columns=None)
+
+
+def joined(found: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all tasks, with their names in the column `task`; those of a study without tasks as they are."""
+    if None in found:
+        return found[None]
+    return pd.concat([rows.assign(task=task)[["task", *rows]] for task, rows in found.items()], ignore_index=True)
+
+
+def page(
+    studies: Sequence[StudyFile], found: Mapping[str | None, pd.DataFrame], name: str, command: str
+) -> tuple[pd.DataFrame, str]:
+    """All rows, and as Markdown their tables and what is published.
+
+    Each table has a head that says how it was made: no date and no path of the machine, so that it reproduces.
+
+    Args:
+        studies: one of each task.
+        found: task → what `collect` gave.
         name: of the study; the rows are beside it in NAME.csv.
         command: that made it.
-        params: of the study, as they stand in a workspace but for the seed.
     """
-    heads, lines = cells(rows)
-    text = [f"# {name}", "", f"Made by `{command}`. The numbers of each seed are in [{name}.csv]({name}.csv).", ""]
-    text += [f"- {what}: {fact}" for what, fact in _facts(rows, params).items()]
-    text += ["", _line(heads), _line(["---", *["---:"] * (len(heads) - 1)])]
-    return "\n".join([*text, *map(_line, lines)]) + "\n"
+    rows, metrics = joined(found), {study.task: study.metric for study in studies}
+    cited = _cited(studies[0], metrics)
+    each = "seed" if None in metrics else "task and seed"
+    text = [f"# {name}", "", f"Made by `{command}`. The numbers of each {each} are in [{name}.csv]({name}.csv).", ""]
+    if None in metrics:
+        return rows, _lines([*text, *_part(rows, studies[0].params), *cited])
+    text += [_OF_ALL, "", *_table(*combined(rows, metrics)), *cited]
+    for study in studies:
+        text += ["", f"## {study.task}", "", *_part(found[study.task], study.params)]
+    return rows, _lines(text)
+
+
+_OF_ALL = "Recovered, 100 × each metric but for perplexities; `dense` is the model that is compressed."
+_OF_OTHERS = "What papers report, none of it measured here; the last column numbers what differs."
+
+
+def _part(rows: pd.DataFrame, params: Mapping[str, Any]) -> list[str]:
+    """The facts and the table of one task."""
+    return [*(f"- {what}: {fact}" for what, fact in _facts(rows, params).items()), "", *_table(*cells(rows))]
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)]), *map(_line, lines)]
+
+
+def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
+    cited = published.beside(study.published, metrics)
+    if not cited:
+        return []
+    notes = [f"{number}. {note}" for number, note in enumerate(published.notes(cited), start=1)]
+    return ["", "## Published", "", _OF_OTHERS, "", *_table(*published.cells(cited, metrics)), "", *notes]
+
+
+def _lines(text: Sequence[str]) -> str:
+    return "\n".join(text).rstrip("\n") + "\n"
 
 
 def _line(words: Sequence[str]) -> str:
@@ -162,9 +250,8 @@ def _processor() -> str:
     return next(names, platform.processor())
 
 
-def to_text(rows: pd.DataFrame) -> str:
-    """The table for a terminal."""
-    heads, lines = cells(rows)
+def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal."""
     table = Table(box=SIMPLE_HEAD)
     for position, head in enumerate(heads):
         table.add_column(head, justify="right" if position else "left")

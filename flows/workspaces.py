@@ -1,4 +1,4 @@
-"""Other studies: a file of studies/ on top of params.yaml, run for each seed in a workspace of its own.
+"""Other studies: a file of studies/ on top of params.yaml, each task and seed in a workspace of its own.
 
 Two flows with different parameters cannot share a workspace, so each is a git worktree at the committed revision whose
 params.yaml is the merged one. All share one DVC cache, run cache included: what two of them have in common runs once.
@@ -27,8 +27,10 @@ from pydantic import Field
 from ruamel.yaml import YAML
 
 from flows import params as whole
-from flows import transport
+from flows import published, transport
+from flows.published import Published
 from tasks import params
+from tasks.metrics import METRICS, MetricName
 from tasks.params import PARAMS, ParamsError, Seed
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ CODE = ("eckart", "tasks", "flows", "dvc.yaml", ".dvcignore", str(PARAMS))
 LOCK = Path("dvc.lock")
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 """Set inside a git hook, where they would lead every git command to the main workspace."""
+_NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
 
 
 class WorkspaceError(RuntimeError):
@@ -50,16 +53,25 @@ class WorkspaceError(RuntimeError):
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study as it runs: all parameters, but for the seed."""
+    """A study as it runs, of one task: all parameters, but for the seed."""
 
     path: Path
     """Of its file, relative to the main workspace."""
     params: dict[str, Any]
     seeds: tuple[int, ...]
+    task: str | None = None
+    """Its name among the tasks of the file; None in a file without tasks."""
+    published: tuple[Published, ...] = ()
+    """What the file cites, of all its tasks."""
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return f"{self.path.stem}-{self.task}" if self.task else self.path.stem
+
+    @property
+    def metric(self) -> MetricName:
+        metric: MetricName = self.params["data"]["metric"]
+        return metric
 
     def folder(self, seed: int) -> Path:
         """The workspace of `seed`, relative to the main one."""
@@ -70,59 +82,114 @@ class StudyFile:
         return {**self.params, "seed": seed}
 
 
-def load(root: Path, file: Path, seeds: Sequence[int] = ()) -> StudyFile:
-    """The study of `file`, checked as a whole.
+class _Own(params.Section):
+    """What a study's file has beside sections of params.yaml."""
+
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
+    tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)] | None = None
+    published: tuple[Published, ...] = ()
+
+
+def load(root: Path, file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
+    """The study of `file`, checked as a whole, for each of its tasks.
 
     Args:
         root: the main workspace.
         seeds: run these instead of those that the file states.
+        tasks: these of the file's tasks; all, if there are none.
 
     Raises:
         WorkspaceError: `file` is none of the repository's, or its name cannot name a workspace.
         ParamsError: it cannot be read, or has mistakes; each is named.
     """
+    path = _path(root, file)
+    stated = params.read(file)
+    own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
+    if lines := [*_of_seeds(own, stated), *_of_tasks(own, tasks)]:
+        raise ParamsError(params.report(file, lines))
+    common = merge(params.read(root / PARAMS), stated)
+    chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
+    if chosen:
+        common["seed"] = chosen[0]
+    parts: dict[str | None, dict[str, Any]] = dict(own.tasks.items()) if own.tasks else {None: {}}
+    merged = {task: merge(common, part) for task, part in parts.items()}
+    _check(common, merged, own, file)
+    return tuple(
+        StudyFile(path, _named(content, task, parts[task]), chosen or (content["seed"],), task, own.published)
+        for task, content in merged.items()
+        if not tasks or task in tasks
+    )
+
+
+def _path(root: Path, file: Path) -> Path:
+    """Of a study's file, relative to the main workspace."""
     path = file.resolve()
     if not path.is_relative_to(root.resolve()):
         raise WorkspaceError(f"{file} is outside the repository: put it into studies/")
     if not path.is_file():
         raise WorkspaceError(f"{file} does not exist: name a file of studies/")
-    if not re.fullmatch(r"[\w-]+", path.stem):
+    if not _NAME.fullmatch(path.stem):
         raise WorkspaceError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -")
-    stated = params.read(file)
-    listed = _seeds(stated.pop("seeds", None), file)
-    if listed and "seed" in stated:
-        raise ParamsError(params.report(file, ["seed: stands beside seeds; remove one of them"]))
-    merged = merge(params.read(root / PARAMS), stated)
-    chosen = tuple(dict.fromkeys(seeds)) or listed
-    if chosen:
-        merged["seed"] = chosen[0]
-    _check(merged, file)
-    return StudyFile(path.relative_to(root.resolve()), merged, chosen or (merged["seed"],))
+    return path.relative_to(root.resolve())
 
 
-class _Seeds(params.Section):
-    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
+def _of_seeds(own: _Own, stated: Mapping[str, Any]) -> Iterator[str]:
+    if own.seeds and "seed" in stated:
+        yield "seed: stands beside seeds; remove one of them"
+    for seed, count in Counter(own.seeds or ()).items():
+        if count > 1:
+            yield f"seeds: has {seed} twice; remove one"
+    for task, part in (own.tasks or {}).items():
+        if "seed" in part:
+            yield f"tasks.{task}.seed: all tasks have the same seeds; write it beside tasks"
 
 
-def _seeds(stated: Any, file: Path) -> tuple[int, ...]:
-    if stated is None:
-        return ()
-    seeds = params.parse({"seeds": stated}, _Seeds, file).seeds
-    repeated = [seed for seed, count in Counter(seeds).items() if count > 1]
-    if repeated:
-        raise ParamsError(params.report(file, [f"seeds: has {seed} twice; remove one" for seed in repeated]))
-    return seeds
+def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
+    names = own.tasks or {}
+    for task in names:
+        if not _NAME.fullmatch(task):
+            yield f"tasks.{task}: becomes the name of a folder; write letters, digits, _ and -"
+    for task in dict.fromkeys(wanted):
+        if task not in names:
+            choice = f"choose from {', '.join(names)}" if names else "leave out --task"
+            yield f"tasks: there is no {task}; {choice}"
 
 
-def _check(merged: Mapping[str, Any], file: Path) -> None:
-    """Check the merged parameters as those of any workspace are, naming the study's file in the message."""
+def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
+    """Check the parameters of all tasks, naming the study's file in the message, and each mistake where it stands."""
+    shared = _mistakes(common)
+    lines = [
+        line if task is None or line in shared else f"tasks.{task}.{line}"
+        for task, content in merged.items()
+        for line in (_mistakes(content) if task else shared)
+    ]
+    lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
+    if lines:
+        raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
+
+
+def _mistakes(content: Mapping[str, Any]) -> list[str]:
+    """As of the parameters of any workspace."""
     with tempfile.TemporaryDirectory() as folder:
-        _write(merged, Path(folder) / PARAMS, "")
+        _write(content, Path(folder) / PARAMS, "")
         try:
             whole.check(Path(folder))
         except ParamsError as error:
-            lines = str(error).partition("\n")[2]
-            raise ParamsError(f"{file} on top of {PARAMS} has mistakes:\n{lines}") from error
+            return [line.strip() for line in str(error).splitlines()[1:]]
+    return []
+
+
+def _metric(content: Mapping[str, Any]) -> MetricName | None:
+    data = content.get("data")
+    name = data.get("metric") if isinstance(data, dict) else None
+    return next((metric for metric in METRICS if metric == name), None)
+
+
+def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a task with an MLflow experiment of its own, where the task does not name one."""
+    if task is None or "name" in part.get("study", {}):
+        return content
+    return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +327,8 @@ def prepare(root: Path, study: StudyFile, seed: int) -> Path:
     """
     folder = root / study.folder(seed)
     follow(root, folder)
-    comment = f"# Made from {PARAMS} and {study.path} with seed {seed}; edits are overwritten.\n"
+    of_task = f", task {study.task}," if study.task else ""
+    comment = f"# Made from {PARAMS} and {study.path}{of_task} with seed {seed}; edits are overwritten.\n"
     _write(study.content(seed), folder / PARAMS, comment)
     return folder
 

@@ -20,8 +20,9 @@ from mlflow import MlflowClient
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows import summary, workspaces
+from flows import published, summary, workspaces
 from flows.__main__ import app
+from flows.published import Published
 from flows.workspaces import StudyFile, WorkspaceError, carry, check_committed, load, merge, prepare
 from tasks.metrics import METRICS, MetricName
 from tasks.params import ParamsError
@@ -97,24 +98,30 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     return write
 
 
+def only(root: Path, file: Path, *seeds: list[int]) -> StudyFile:
+    """The study of a file without tasks."""
+    (study,) = load(root, file, *seeds)
+    return study
+
+
 class TestStudyFiles:
     def test_only_what_is_stated_differs(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = load(tmp_path, write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
+        study = only(tmp_path, write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
         expected = tiny_params(study={"keeps": [0.25]}, teacher={"epochs": 2})
         assert study.content(0) == expected
         assert (study.name, study.path) == ("other", Path("studies/other.yaml"))
 
     def test_a_whole_new_recipe_may_be_added(self, write: Callable[..., Path], tmp_path: Path) -> None:
         mine = {**tiny_params()["recipes"]["svd"], "weighting": {"kind": "inputs"}}
-        study = load(tmp_path, write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
+        study = only(tmp_path, write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
         assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
 
     def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path], tmp_path: Path) -> None:
         parts = {"ranks": {"kind": "uniform"}, "weighting": {"kind": "fisher", "axis": "input"}}
-        study = load(tmp_path, write({"recipes": {"kfac": parts}}))
+        study = only(tmp_path, write({"recipes": {"kfac": parts}}))
         assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
         again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}
-        assert load(tmp_path, write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
+        assert only(tmp_path, write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
 
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
@@ -145,19 +152,19 @@ class TestStudyFiles:
             load(tmp_path, write({"seeds": seeds}))
 
     def test_each_seed_is_a_workspace_with_that_seed(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = load(tmp_path, write({"seeds": [3, 1]}))
+        study = only(tmp_path, write({"seeds": [3, 1]}))
         assert study.seeds == (3, 1)
         assert [study.content(seed)["seed"] for seed in study.seeds] == [3, 1]
         assert "seeds" not in study.content(3)
         assert study.folder(3) == Path("workspaces/other-seed3")
 
     def test_without_seeds_there_is_one_workspace(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert load(tmp_path, write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
-        assert load(tmp_path, write({"seed": 5})).seeds == (5,)
+        assert only(tmp_path, write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
+        assert only(tmp_path, write({"seed": 5})).seeds == (5,)
 
     def test_seeds_of_the_command_line_win(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert load(tmp_path, write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
-        assert load(tmp_path, write({"seed": 5}), [7]).content(7)["seed"] == 7
+        assert only(tmp_path, write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
+        assert only(tmp_path, write({"seed": 5}), [7]).content(7)["seed"] == 7
 
     def test_seed_and_seeds_contradict_each_other(self, write: Callable[..., Path], tmp_path: Path) -> None:
         with pytest.raises(ParamsError, match="seed: stands beside seeds"):
@@ -180,6 +187,135 @@ class TestStudyFiles:
         assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
         assert list(again) == list(content)
         assert (tmp_path / "params.yaml").read_text().startswith("# comment\n")
+
+
+FILE = {"teacher": {"epochs": 2}, "tasks": {"one": {"data": {"seed": 1}}, "two": {"data": {"metric": "f1"}}}}
+
+
+class TestTasks:
+    """Several tasks in one file, each on top of it."""
+
+    def test_each_is_merged_on_top_of_the_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
+        one, two = load(tmp_path, write(FILE))
+        expected = tiny_params(teacher={"epochs": 2}, data={"seed": 1}, study={"name": "tiny-one"})
+        assert one.content(0) == expected
+        assert (two.params["data"]["seed"], two.metric, two.params["teacher"]["epochs"]) == (0, "f1", 2)
+
+    def test_each_has_a_workspace_and_an_experiment_of_its_own(
+        self, write: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        named = {**FILE, "seeds": [0, 3], "tasks": {"one": {}, "two": {"study": {"name": "mine"}}}}
+        one, two = load(tmp_path, write(named))
+        assert [study.folder(3) for study in (one, two)] == [
+            Path("workspaces/other-one-seed3"),
+            Path("workspaces/other-two-seed3"),
+        ]
+        assert [study.params["study"]["name"] for study in (one, two)] == ["tiny-one", "mine"]
+        assert one.seeds == two.seeds == (0, 3)
+
+    def test_some_may_be_chosen(self, write: Callable[..., Path], tmp_path: Path) -> None:
+        file = write(FILE)
+        assert [study.task for study in load(tmp_path, file, (), ["two"])] == ["two"]
+        with pytest.raises(ParamsError, match="there is no three; choose from one, two"):
+            load(tmp_path, file, (), ["two", "three"])
+        with pytest.raises(ParamsError, match="there is no one; leave out --task"):
+            load(tmp_path, write({"seed": 1}), (), ["one"])
+
+    def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path], tmp_path: Path) -> None:
+        """Of all tasks, the chosen ones or not."""
+        tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
+        with pytest.raises(ParamsError) as caught:
+            load(tmp_path, write({"teacher": {"epoch": 1}, "tasks": tasks}), (), ["three"])
+        lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+        assert [line.partition(": ")[0] for line in lines] == [
+            "teacher.epoch",
+            "tasks.one.data.metric",
+            "tasks.two.bnechmark",
+        ]
+
+    def test_what_a_task_puts_right_is_no_mistake(self, write: Callable[..., Path], tmp_path: Path) -> None:
+        task = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
+        (study,) = load(tmp_path, write({"data": {"metric": "perplexity"}, "tasks": {"text": {"data": task}}}))
+        assert study.metric == "perplexity"
+
+    @pytest.mark.parametrize(
+        ("tasks", "message"),
+        [
+            ({"a/b": {}}, "tasks.a/b: becomes the name of a folder"),
+            ({"..": {}}, "tasks...: becomes"),
+            ({}, "tasks: is"),
+            ({"one": None}, "tasks.one: is null"),
+            ({"one": {"seed": 3}}, "tasks.one.seed: all tasks have the same seeds"),
+        ],
+    )
+    def test_tasks_are_checked(self, write: Callable[..., Path], tmp_path: Path, tasks: object, message: str) -> None:
+        with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
+            load(tmp_path, write({"tasks": tasks}))
+
+
+ROW = {"source": "Doe 2024, table 1", "method": "ARS", "keep": 0.5, "units": "percent", "note": "of 3 seeds"}
+
+
+class TestPublished:
+    """Numbers of papers: what may stand in a file, and how it is printed."""
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"scores": {"three": 80}}, "published.0.scores.three: there is no task three; write one of one, two"),
+            ({"score": 80}, "published.0.score: does not say of which task"),
+            ({}, "published.0: needs a score or scores"),
+            ({"scores": {"one": 180}}, "published.0.scores.one: is 180, more than 100 percent"),
+            ({"scores": {"one": 80}, "units": "metric"}, "published.0.scores.one: is 80, and accuracy lies between"),
+            ({"scores": {"two": 80}}, "published.0.scores.two: perplexity is no percentage"),
+        ],
+    )
+    def test_what_cannot_stand_beside_a_task(
+        self, write: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
+    ) -> None:
+        text = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
+        tasks = {"one": {}, "two": {"data": text}}
+        with pytest.raises(ParamsError, match=re.escape(message)):
+            load(tmp_path, write({"tasks": tasks, "published": [{**ROW, **row}]}))
+
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ({"keep": 48, "score": 80}, "published.0.keep: is 48"),
+            ({"units": "points", "score": 80}, 'published.0.units: is "points"'),
+            ({"score": "80"}, 'published.0.score: is "80"'),
+            ({"score": 80, "page": 3}, "published.0.page: is unknown"),
+        ],
+    )
+    def test_rows_are_typed(
+        self, write: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ParamsError, match=re.escape(message)):
+            load(tmp_path, write({"published": [{**ROW, **row}]}))
+
+    def test_a_study_without_tasks_has_a_score_and_other_benchmarks(
+        self, write: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        rows = [{**ROW, "score": 80}, {**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}]
+        study = only(tmp_path, write({"published": rows}))
+        heads, lines = published.cells(study.published, {None: "accuracy"})
+        assert heads == ["method", "keep", "accuracy, %", "BoolQ", "source", "note"]
+        assert lines[0] == ["ARS", "0.5", "80", "–", "Doe 2024, table 1", "1"]
+        assert lines[1] == ["ARS", "–", "–", "61.5", "Doe 2024, table 1", ""]
+
+    def test_means_are_over_the_tasks_that_a_paper_has(self) -> None:
+        rows = [
+            Published(**{**ROW, "scores": {"a": 80.25, "b": 50.0, "c": 99.0}}),
+            Published(**{**ROW, "units": "metric", "scores": {"b": 0.5}}),
+        ]
+        heads, lines = published.cells(rows, {"a": "accuracy", "b": "matthews"})
+        assert heads[2:5] == ["a", "b", "mean"]
+        assert [line[2:5] for line in lines] == [["80.25", "50", "65.12"], ["–", "50", "50.00 of 1"]]
+
+    def test_rows_of_tasks_that_are_not_shown_are_left_out(self) -> None:
+        rows = [Published(**{**ROW, "scores": {"a": 80.0}}), Published(**{**ROW, "scores": {"b": 80.0}})]
+        assert published.beside(rows, {"b": "f1"}) == rows[1:]
+        assert published.beside(rows, {None: "f1"}) == rows
 
 
 MAIN = """\
@@ -469,6 +605,12 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
 
 
+def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> str:
+    """The page of a study without tasks that found `rows`."""
+    study = StudyFile(Path("studies/two.yaml"), params, (0, 1))
+    return summary.page([study], {None: rows}, "two", command)[1]
+
+
 class TestSummary:
     def test_mean_and_sample_standard_deviation(self) -> None:
         heads, lines = summary.cells(made_up())
@@ -496,7 +638,7 @@ class TestSummary:
     def test_one_seed_has_no_spread(self) -> None:
         heads, lines = summary.cells(made_up(seeds=1))
         assert dict(zip(heads, lines[0], strict=True))["recovered, %"] == "84.0"
-        assert "±" not in summary.to_text(made_up(seeds=1))
+        assert "±" not in summary.to_text(*summary.cells(made_up(seeds=1)))
 
     def test_a_correlation_is_no_percentage(self) -> None:
         heads, lines = summary.cells(made_up("matthews"))
@@ -508,9 +650,9 @@ class TestSummary:
         assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
         assert dict(zip(heads, lines[1], strict=True))["retained, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
         data = {"task": "language_modeling", "metric": "perplexity"}
-        text = summary.to_markdown(rows, "two", "", tiny_params(data=data))
+        text = page_of(rows, tiny_params(data=data))
         assert "- Metric: perplexity (lower is better) on 1,000 test rows; retained is dense ÷ recovered.\n" in text
-        assert "retained is recovered ÷ dense" in summary.to_markdown(made_up(), "two", "", tiny_params())
+        assert "retained is recovered ÷ dense" in page_of(made_up(), tiny_params())
 
     def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
         rows = made_up("perplexity")
@@ -530,8 +672,8 @@ class TestSummary:
 
     def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
         command = "python -m flows study studies/two.yaml"
-        text = summary.to_markdown(made_up(), "two", command, tiny_params())
-        assert text == summary.to_markdown(made_up(), "two", command, tiny_params())
+        text = page_of(made_up(), tiny_params(), command)
+        assert text == page_of(made_up(), tiny_params(), command)
         for part in (
             command,
             "Seeds: 0, 1;",
@@ -560,12 +702,62 @@ class TestSummary:
         assert set(rows.model_share) == {0.5}
 
 
+OF_TASKS: published.Metrics = {"one": "accuracy", "two": "matthews"}
+
+
+class TestSeveralTasks:
+    """One table of all tasks, and a page."""
+
+    @staticmethod
+    def rows() -> pd.DataFrame:
+        """`two` is 10 points worse than `one`, everywhere."""
+        two = made_up("matthews")
+        two[["dense", "recovered"]] -= 0.1
+        return summary.joined({"one": made_up(), "two": two})
+
+    def test_points_and_their_mean_with_the_dense_model_first(self) -> None:
+        heads, lines = summary.combined(self.rows(), OF_TASKS)
+        assert heads == ["recipe", "keep", "one, accuracy", "two, Matthews correlation", "mean"]
+        assert lines[0] == ["dense", "–", "85.0 ± 7.1", "75.0 ± 7.1", "80.0 ± 7.1"]
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "80.0 ± 1.4"]
+        assert [line[:2] for line in lines[2:]] == [["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
+
+    def test_the_mean_is_over_the_seeds_that_all_tasks_have(self) -> None:
+        rows = self.rows()
+        _, lines = summary.combined(rows[(rows.task == "one") | (rows.seed == 1)], OF_TASKS)
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "76.0", "81.0"]
+
+    def test_a_task_that_failed_is_a_dash_and_so_is_the_mean(self) -> None:
+        _, lines = summary.combined(self.rows(), {**OF_TASKS, "three": "f1"})
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "–", "–"]
+
+    def test_a_perplexity_is_printed_as_it_is_and_has_no_mean(self) -> None:
+        rows = summary.joined({"one": made_up(), "text": made_up("perplexity")})
+        heads, lines = summary.combined(rows, {"one": "accuracy", "text": "perplexity"})
+        assert heads[2:] == ["one, accuracy", "text, perplexity"]
+        assert lines[0][2:] == ["85.0 ± 7.1", "0.850 ± 0.071"]
+
+    def test_the_page_has_all_tables_and_what_is_published(self, tmp_path: Path) -> None:
+        cited = (Published(**{**ROW, "scores": {"one": 80.0}}),)
+        studies = [
+            StudyFile(Path("studies/two.yaml"), tiny_params(data={"metric": metric}), (0, 1), str(task), cited)
+            for task, metric in OF_TASKS.items()
+        ]
+        rows, text = summary.page(studies, {"one": made_up(), "two": made_up("matthews")}, "two", "made by")
+        heads = [line for line in text.splitlines() if line.startswith("#")]
+        assert heads == ["# two", "## Published", "## one", "## two"]
+        assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in text
+        assert "\n1. of 3 seeds\n" in text
+        assert list(rows.columns[:3]) == ["task", "seed", "recipe"]
+        assert list(rows.task) == ["one"] * 8 + ["two"] * 8
+
+
 class TestCommand:
     @pytest.fixture(autouse=True)
     def stubbed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the repository, where seed 1 of two fails."""
         monkeypatch.chdir(repository)
-        monkeypatch.setattr(workspaces, "load", lambda *_: toy(0, 1))
+        monkeypatch.setattr(workspaces, "load", lambda *_: (toy(0, 1),))
         monkeypatch.setattr(workspaces, "run", lambda _root, _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: made_up(seeds=len(folders)))
 
@@ -583,6 +775,18 @@ class TestCommand:
         assert done.exit_code == 1
         assert "eckart/svd.py" in done.output
         assert "seed 0" not in done.output
+
+    def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
+        studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
+        monkeypatch.setattr(workspaces, "load", lambda *_: tuple(studies))
+        monkeypatch.setattr(workspaces, "run", lambda _root, study, *_: study.task != "two")
+        done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
+        assert done.exit_code == 1
+        assert "1 of 3 runs failed" in done.output
+        assert "task two, seed 0: " in done.output
+        assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
+        assert not Path("docs/toy.md").exists()
 
     def test_a_table_is_markdown(self) -> None:
         assert "ends with .md" in CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "toy.csv"]).output

@@ -1,0 +1,47 @@
+"""The studies of this repository: each validates, and those that take a hub start and say so where there is none."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+
+from flows.workspaces import load
+from tasks.extract import extract
+from tasks.metrics import BY_KIND, METRICS
+from tasks.stage import StageError
+from tests.workspace import REPOSITORY, write_params
+
+STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_it_validates(file: Path) -> None:
+    for study in load(REPOSITORY, file):
+        assert study.metric in BY_KIND[study.params["data"]["task"]]
+
+
+def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
+    studies = load(REPOSITORY, REPOSITORY / "studies/bert-glue.yaml")
+    assert {study.task: study.metric for study in studies} == {
+        **dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli"), "accuracy"),
+        **dict.fromkeys(("mrpc", "qqp"), "f1"),
+        "cola": "matthews",
+        "stsb": "pearson",
+    }
+    alone = [study.task for study in studies if study.params["data"]["columns"]["text_pair"] is None]
+    assert alone == ["cola", "sst2"]
+    assert all(METRICS[study.metric].bounded for study in studies)  # so that their mean is printed
+
+
+@pytest.mark.parametrize("name", ["bert-glue", "pythia-wikitext", "llama-7b"])
+def test_it_starts_and_without_a_hub_it_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load(REPOSITORY, REPOSITORY / f"studies/{name}.yaml")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_params(tmp_path, study.content(0))
+    with pytest.raises(
+        StageError, match=f"{study.params['data']['source']} is neither .* and the hub does not give it"
+    ):
+        extract()
