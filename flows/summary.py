@@ -27,6 +27,7 @@ from tasks.params import Data, Model, Training
 from tasks.records import TEACHER_METRICS, TeacherReport
 from tasks.report.numbers import count, counted, percent, score, times
 from tasks.report.provenance import cut
+from tasks.report.table import ZERO_SHOT
 
 COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]
@@ -144,6 +145,21 @@ def _points(rows: pd.DataFrame, metrics: Metrics) -> pd.DataFrame:
     return wide.reindex(columns=list(metrics)).rename_axis(columns=None)
 
 
+def _asked(rows: pd.DataFrame) -> list[str]:
+    """The columns of zero-shot tasks."""
+    return [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
+
+
+def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
+    """The tasks of lm-eval with their metrics, and a line per candidate, the dense model first; 100 × each number."""
+    names = _asked(rows)
+    seeds = rows.drop_duplicates("seed")
+    lines = [[*DENSE, *(_spread(seeds[f"dense.{name}"] * 100) for name in names)]]
+    for one, group in rows.groupby(CANDIDATE, sort=False):
+        lines.append([*map(str, one), *(_spread(group[name] * 100) for name in names)])
+    return [*CANDIDATE, *(name.removeprefix(ZERO_SHOT).replace(".", " ") for name in names)], lines
+
+
 def joined(found: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
     """The rows of all tasks, with their names in the column `task`; those of a study without tasks as they are."""
     if None in found:
@@ -177,12 +193,14 @@ def page(
 
 
 _OF_ALL = "Recovered, 100 × each metric but for perplexities; `dense` is the model that is compressed."
+_OF_ZERO_SHOT = "Zero-shot tasks, 100 × what lm-evaluation-harness gives, after recovery."
 _OF_OTHERS = "What papers report, none of it measured here; the last column numbers what differs."
 
 
 def _part(rows: pd.DataFrame, params: Mapping[str, Any]) -> list[str]:
     """The facts and the table of one task."""
-    return [*(f"- {what}: {fact}" for what, fact in _facts(rows, params).items()), "", *_table(*cells(rows))]
+    asked = ["", _OF_ZERO_SHOT, "", *_table(*zero_shot(rows))] if _asked(rows) else []
+    return [*(f"- {what}: {fact}" for what, fact in _facts(rows, params).items()), "", *_table(*cells(rows)), *asked]
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

@@ -28,7 +28,9 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     ".txt": {"keep_linebreaks": True},  # a line a row, as the hub's copies of running text have them
 }
 # What the loaders say of a file without rows; none of them says so plainly.
-_NO_ROWS = re.compile("corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|^StopIteration")
+_NO_ROWS = re.compile(
+    "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
+)
 
 
 def extract() -> None:

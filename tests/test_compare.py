@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import re
@@ -623,3 +624,17 @@ def test_a_spread_ends_with_the_digit_of_its_mean() -> None:
     assert numbers.score(1203.6, 20.4) == "1,204 ± 20"
     assert numbers.score(131_072.0, 20_000.0) == "1.3e5 ± 2.0e4"
     assert numbers.score(1e304, float("inf")) == "1.0e304 ± inf"
+
+
+def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
+    """Without any there is no such table."""
+    make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
+    compare.compare()
+    assert "Zero-shot" not in page()
+    for path, value in (("reports/teacher.json", 0.75), ("reports/evaluate/svd-0.5.json", 0.5)):
+        report = json.loads(Path(path).read_text())
+        write(path, {**report, "zero_shot": {"piqa": {"acc": value}}})
+    compare.compare()
+    assert "piqa.acc" in page()
+    (line,) = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
+    assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")

@@ -8,6 +8,7 @@ that do not overlap, as in the tables of papers on compressing language models.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tasks.records import Score
 from tasks.stage import StageError
 
 _SEPARATOR = "\n\n"
+_ROWS = 10_000  # that are tokenized at a time
 
 
 def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
@@ -36,16 +38,23 @@ def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, 
     Raises:
         StageError: the text is shorter than a block.
     """
-    ids = tokenizer(_SEPARATOR.join(frame["text"]), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = np.concatenate([*_pieces(frame["text"].tolist(), tokenizer), np.empty(0, np.int64)])
     count = len(ids) // task.max_length
     if not count:
         raise StageError(
             f"the {split} split has {len(ids)} tokens, less than a block of data.max_length={task.max_length}: "
             "give it more text, or lower data.max_length"
         )
-    blocks = np.array(ids[: count * task.max_length]).reshape(count, task.max_length)
+    blocks = ids[: count * task.max_length].reshape(count, task.max_length)
     blocks = _some(blocks, task, split)
     return Dataset.from_dict({"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks})
+
+
+def _pieces(rows: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+    """The tokens of the text, some rows at a time: as one string a large text would take a hundredfold of its size."""
+    for start in range(0, len(rows), _ROWS):
+        piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
+        yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
 def _some(blocks: np.ndarray, task: Task, split: Split) -> np.ndarray:

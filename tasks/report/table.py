@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
@@ -29,6 +29,10 @@ COLUMNS = (
     "search_steps",
     "average_rank",
 )
+
+
+ZERO_SHOT = "zero_shot."
+"""Begins the columns that come after these: TASK.METRIC of lm-eval."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,21 @@ class Shaped:
 
 
 def to_csv(results: Results) -> str:
-    """A line per candidate, every number in full."""
+    """A line per candidate, every number in full; last zero-shot tasks, where there are any, with the dense model's."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(_values(results, one) for one in results.candidates)
+    dense = _asked(results.teacher.zero_shot)
+    writer.writerow(
+        [*COLUMNS, *(f"{ZERO_SHOT}{name}" for name in dense), *(f"dense.{ZERO_SHOT}{name}" for name in dense)]
+    )
+    for one in results.candidates:
+        found = _asked(one.evaluation.zero_shot)
+        writer.writerow([*_values(results, one), *(found[name] for name in dense), *dense.values()])
     return text.getvalue()
+
+
+def _asked(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    return {f"{task}.{metric}": value for task, values in zero_shot.items() for metric, value in values.items()}
 
 
 def _values(results: Results, one: Candidate) -> Iterable[str | float | None]:
@@ -117,11 +130,9 @@ def row(results: Results, one: Candidate) -> Row:
 
 def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The metrics of lm-eval's tasks, and of the dense model and each candidate the name and the values."""
-    models = [("dense", results.teacher.zero_shot)]
-    models += [(one.name, one.evaluation.zero_shot) for one in results.candidates]
-    heads = [(task, metric) for task, values in results.teacher.zero_shot.items() for metric in values]
-    rows = [(name, [score(values[task][metric]) for task, metric in heads]) for name, values in models]
-    return [f"{task} {metric}" for task, metric in heads], rows
+    dense = _asked(results.teacher.zero_shot)
+    models = [("dense", dense), *((one.name, _asked(one.evaluation.zero_shot)) for one in results.candidates)]
+    return list(dense), [(name, [score(values[head]) for head in dense]) for name, values in models]
 
 
 def shaped(results: Results) -> list[Shaped]:

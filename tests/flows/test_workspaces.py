@@ -635,6 +635,14 @@ class TestSummary:
         heads, lines = summary.cells(made_up())
         assert dict(zip(heads, lines[1], strict=True))["factorized, %"] == "–"
 
+    def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
+        rows = made_up(seeds=1).assign(**{"zero_shot.piqa.acc": 0.6, "dense.zero_shot.piqa.acc": 0.75})
+        heads, lines = summary.zero_shot(rows)
+        assert heads == ["recipe", "keep", "piqa acc"]
+        assert lines[0] == ["dense", "–", "75.0"]
+        assert {line[2] for line in lines[1:]} == {"60.0"}
+        assert len(lines) == 1 + len(rows)
+
     def test_one_seed_has_no_spread(self) -> None:
         heads, lines = summary.cells(made_up(seeds=1))
         assert dict(zip(heads, lines[0], strict=True))["recovered, %"] == "84.0"
