@@ -8,7 +8,7 @@ Source: windows as in Devlin et al., NAACL 2019.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,12 +100,12 @@ def _check_room(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, ma
 
 
 def best_answers(
-    every: Sequence[Window], starts: np.ndarray, ends: np.ndarray, contexts: Sequence[str]
+    every: Sequence[Window], starts: Iterable[np.ndarray], ends: Iterable[np.ndarray], contexts: Sequence[str]
 ) -> list[Answer]:
     """The best answer to each question: of windows, the one with the larger sum of logits.
 
     Args:
-        starts, ends: logits, `(windows, tokens or more)`; what is more is padding, on the right.
+        starts, ends: of each window the logits `(tokens or more,)`; what is more is padding.
     """
     best = [Answer()] * len(contexts)
     for window, start, end in zip(every, starts, ends, strict=True):

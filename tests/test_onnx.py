@@ -14,16 +14,8 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 import eckart.onnx
 from eckart.hub import save
@@ -41,17 +33,6 @@ from tests.workspace import bert as classifier
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
 MADE_UP = 9  # rows that are compared besides those of the test split
-
-
-def words() -> PreTrainedTokenizerBase:
-    """A word for each id of the tiny models; two inputs, as decoders have."""
-    vocabulary = {"<pad>": tiny.PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, tiny.VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names
-    )
 
 
 def compress(model: PreTrainedModel, residual: bool = False) -> PreTrainedModel:
@@ -92,7 +73,7 @@ def answers(file: Path, **inputs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "residual"), [("bert", False), ("gpt2", True)])
 def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, residual: bool, tmp_path: Path) -> None:
     model, file = compress(tiny.FAMILIES[family](), residual), tmp_path / "model.onnx"
-    made = export(model, words(), file)
+    made = export(model, tiny.words(), file)
     for count, longest in SHAPES:
         inputs = batch(count, longest)
         torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
@@ -109,12 +90,12 @@ def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, mo
     model, file = compress(tiny.bert()), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
-        made = export(model, words(), file)
+        made = export(model, tiny.words(), file)
     assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
     assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
     inputs = batch(3, 7)
     torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
-    export(model, words(), file)
+    export(model, tiny.words(), file)
     assert [path.name for path in file.parent.iterdir()] == [
         "model.onnx"
     ]  # the weights went with the file they were of

@@ -78,10 +78,10 @@ def answers(
 @torch.inference_mode()
 def _mean_loss(model: PreTrainedModel, ids: list[int], length: int) -> float | None:
     total, count = 0.0, 0
-    for block in torch.tensor(ids, device=inputs_device(model)).split(length):
-        if predicted := len(block) - 1:
-            total += predicted * float(model(input_ids=block[None], labels=block[None]).loss)
-            count += predicted
+    for block in torch.tensor(ids, dtype=torch.long, device=inputs_device(model)).split(length):
+        if len(block) > 1:
+            total += (len(block) - 1) * float(model(input_ids=block[None], labels=block[None]).loss)
+            count += len(block) - 1
     return total / count if count else None
 
 

@@ -203,7 +203,7 @@ def written(root: Path) -> None:
 
 @pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
 def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: MetricName, wanted: str) -> None:
-    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0)
+    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0, continuation=4)
     setting = Setting(Path(), "s", metric, threads=1, batch_size=8, wanted=wants)
     one = Candidate(
         name="low", content="", test="", metric=0.5, teacher=1, parameters=9, keep=1, speedup=1, outcomes=(), inputs={}
