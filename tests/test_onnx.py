@@ -100,7 +100,9 @@ def token_labels() -> PreTrainedModel:
 
 
 def spans() -> PreTrainedModel:
-    return tiny.drawn(BertForQuestionAnswering, tiny.bert().config)
+    config = tiny.bert().config
+    config.num_labels = 2
+    return tiny.drawn(BertForQuestionAnswering, config)
 
 
 HEADS = {
