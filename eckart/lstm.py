@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.utils.generic import can_return_tuple
@@ -26,6 +26,7 @@ class LSTMConfig(PreTrainedConfig):
     bias, head_bias: whether the maps of the layers and the softmax layer have biases.
     dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
     tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
+    use_cache: must stay false: `generate` then reads all that is written so far for each token, as no state is kept.
     """
 
     model_type = "eckart_lstm"
@@ -41,6 +42,7 @@ class LSTMConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    use_cache: bool = False
 
 
 class LSTMLayer(nn.Module):
@@ -132,7 +134,7 @@ def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return (real & before).unsqueeze(-1).to(dtype)
 
 
-class LSTMForCausalLM(LSTMPreTrainedModel):
+class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
     """A language model: the logits at a token are of the next one. Every row starts from a state of zeros.
 
     Raises:

@@ -10,9 +10,10 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from eckart.batch import Batch
 TOLERANCE = 1e-4
 """Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""
 
+_OUTPUTS = ("logits", "start_logits", "end_logits")
+_TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
 
@@ -50,7 +53,11 @@ class Exported:
 def export(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path | str, batches: Iterable[Batch] = ()
 ) -> Exported:
-    """Write `model` as ONNX: `logits` of the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
+    """Write `model` as ONNX, from the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
+
+    Its outputs are `logits`, `(batch, classes)`, or `(batch, tokens, classes)` of heads that label each token and of
+    causal language models; or `start_logits` and `end_logits`, `(batch, tokens)`, of heads that point at a span. What
+    stands at padding is not compared.
 
     The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
     rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
@@ -62,6 +69,11 @@ def export(
     Raises:
         ExportError: a package is missing, the model cannot be exported, or the answers differ.
     """
+    if model.config.is_encoder_decoder and model.can_generate():
+        raise ExportError(
+            f"a {type(model).__name__} writes with an encoder, a decoder and its cache, which are more than one graph: "
+            "load it here and give it to optimum.exporters.onnx.onnx_export_from_model"
+        )
     if missing := [name for name in _PACKAGES if not find_spec(name)]:
         raise ExportError(f"{', '.join(missing)} not installed: pip install 'eckart[onnx]'")
     if model.dtype != torch.float32:
@@ -87,8 +99,14 @@ class _Logits(nn.Module):
         self.model = model
         self.names = names
 
-    def forward(self, *values: Tensor) -> Tensor:
-        return self.model(**dict(zip(self.names, values, strict=True))).logits
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_logits(self.model, dict(zip(self.names, values, strict=True))).values())
+
+
+def _logits(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """Those of _OUTPUTS that the model has."""
+    outputs = model(**inputs)
+    return {name: outputs[name] for name in _OUTPUTS if name in outputs}
 
 
 def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
@@ -107,6 +125,10 @@ def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     """Write the graph that `model` runs for `sample`; how many floating-point numbers it holds."""
+    with torch.no_grad():
+        outputs = list(_logits(model, sample))
+    if not outputs:
+        raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -114,13 +136,15 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 tuple(sample.values()),
                 dynamo=True,
                 input_names=list(sample),
-                output_names=["logits"],
+                output_names=outputs,
                 dynamic_shapes=(tuple({0: "batch", 1: "tokens"} for _ in sample),),
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
             reason = str(error.__cause__ or error).strip().partition("\n")[0]
-            raise ExportError(f"torch cannot export a {type(model).__name__}: {reason}") from error
+            raise ExportError(
+                f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
+            ) from error
     assert program
     _strip(program.model)
     program.save(file)
@@ -130,16 +154,17 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of what is no concern of its user: absent packages, deprecations of its own."""
-    exporter = logging.getLogger("torch.onnx")
-    level = exporter.level
-    exporter.setLevel(logging.ERROR)
+    """The exporter warns of what is no concern of its user, and prints what it could not trace."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "torch.fx"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        exporter.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _strip(model: Any) -> None:
@@ -162,11 +187,13 @@ def _compare(model: PreTrainedModel, file: Path, names: Sequence[str], batches: 
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
-            expected = model(**inputs).logits.cpu()
+            expected = _logits(model, inputs)
         with _explained():
-            (found,) = session.run(None, {name: values.cpu().numpy() for name, values in inputs.items()})
-        largest = max(largest, _difference(expected, torch.from_numpy(found), file.name))
-        rows += len(found)
+            found = session.run(list(expected), {name: values.cpu().numpy() for name, values in inputs.items()})
+        for (name, wanted), logits in zip(expected.items(), found, strict=True):
+            pair = _compared(name, wanted.cpu(), torch.from_numpy(logits), inputs)
+            largest = max(largest, _difference(*pair, file.name))
+        rows += len(found[0])
     return rows, largest
 
 
@@ -178,13 +205,24 @@ def _explained() -> Iterator[None]:
         raise ExportError(f"onnxruntime cannot run what torch exported: {error}") from error
 
 
+def _compared(name: str, expected: Tensor, found: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
+    """What counts of two outputs of that name, `(answers, classes)`: at padding a model may say anything."""
+    real = inputs["attention_mask"].cpu() == 1 if "attention_mask" in inputs else None
+    if expected.dim() == 3:  # a label for each token
+        return (expected.flatten(0, 1), found.flatten(0, 1)) if real is None else (expected[real], found[real])
+    if name != "logits" and real is not None:  # a token is chosen among all
+        return expected.where(real, expected.min()), found.where(real, expected.min())
+    return expected, found
+
+
 def _difference(expected: Tensor, found: Tensor, name: str) -> float:
-    """The largest difference of logits `(batch, labels)`."""
+    """The largest difference of logits `(answers, classes)`."""
     difference = float((expected - found).abs().max())
     allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
     if not difference <= allowed:  # nor where it is no number
         raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
-    if expected.shape[-1] > 1 and not torch.equal(expected.argmax(-1), found.argmax(-1)):
+    others = int((expected.argmax(-1) != found.argmax(-1)).sum())
+    if others > _TIES * len(expected):
         raise ExportError(f"onnxruntime gives other labels than torch: {name} was not written")
     return difference
 

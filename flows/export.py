@@ -22,6 +22,7 @@ from tasks.stage import quiet
 
 _ROWS = 256  # of the test split, at most
 _BATCH = 32  # rows
+_BLOCKS = 8  # of a language model instead, one at a time: each of its tokens has logits of the whole vocabulary
 
 
 def to_onnx(name: str, file: Path) -> str:
@@ -39,7 +40,7 @@ def to_onnx(name: str, file: Path) -> str:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ExportError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
-        raise ExportError(f"{folder} has no head for classification or regression: train it first")
+        raise ExportError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
     rows = _test_rows(model, tokenizer) if folder.parent == FINETUNED else ()
     try:
         made = onnx.export(model, tokenizer, file, rows)
@@ -69,5 +70,8 @@ def _folder(name: str) -> Path:
 
 def _test_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
     if (SPLITS / "test.parquet").exists():
-        data, collate = encoded("test", tokenizer), kind_of(load_task()).collate(tokenizer, model)
-        yield from batches(data.select(range(min(_ROWS, len(data)))), collate, _BATCH, "cpu")
+        task, data = load_task(), encoded("test", tokenizer)
+        rows, size = (_BLOCKS, 1) if task.kind == "language_modeling" else (_ROWS, _BATCH)
+        yield from batches(
+            data.select(range(min(rows, len(data)))), kind_of(task).collate(tokenizer, model), size, "cpu"
+        )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from flows import cache
 from flows.engine import Outcome
 from flows.params import Promotion
-from tasks.batches import batches, encoded
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.kinds import kind_of
+from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS, MetricName
 from tasks.models import check_length, load
 from tasks.stage import StageError, quiet
@@ -26,6 +26,7 @@ TEST = SPLITS / "test.parquet"
 SMOKED = 8
 """Test rows to which a version must answer as the model that was scored does."""
 
+_LONGEST = 2000  # characters of a running text that a version is asked about
 _UNBOUNDED_DIFFERENCE = 1e-3  # from the record, ÷ the record
 _ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
 
@@ -146,14 +147,14 @@ def limits(candidate: Candidate, metric: float, setting: Setting) -> list[Gate]:
 
 def measure(
     files: Path, candidate: Candidate, champion: Champion | None, setting: Setting
-) -> tuple[list[Gate], list[Any]]:
+) -> tuple[list[Gate], list[Answers]]:
     """Score the candidate and the champion on the test rows, as the stages do.
 
     Args:
         files: the candidate as the registry has it.
 
     Returns:
-        All gates, and what the candidate answers to the first test rows: labels, or numbers of a regression.
+        All gates, and what the candidate answers to `questions`.
 
     Raises:
         Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
@@ -168,8 +169,18 @@ def measure(
         metric = _scored(model, tokenizer, task, setting)
         gates += [as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
         if champion:
-            gates.append(gain(metric, _champions(champion, task, setting), champion, setting))
-        return gates, _answers(model, tokenizer, task)
+            gates.append(gain(metric, _champions(champion, tokenizer, task, setting), champion, setting))
+        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, setting.batch_size)
+
+
+def questions() -> pd.DataFrame:
+    """The first test rows without their labels, as a version is asked about them."""
+    return _smoked(load_task()).drop(columns="label", errors="ignore")
+
+
+def _smoked(task: Task) -> pd.DataFrame:
+    rows = load_split("test").head(SMOKED)
+    return rows.assign(text=rows["text"].str[:_LONGEST]) if task.kind == "language_modeling" else rows
 
 
 def unchanged(path: Path, content: str) -> None:
@@ -223,8 +234,12 @@ def _title(setting: Setting) -> str:
     return METRICS[setting.metric].title
 
 
-def _champions(champion: Champion, task: Task, setting: Setting) -> float:
-    """What the champion reaches on the test rows of this study; it may come from another one."""
+def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, setting: Setting) -> float:
+    """What the champion reaches on the test rows of this study; it may come from another one.
+
+    Args:
+        ours: the candidate's tokenizer.
+    """
     what = f"the champion ({champion.name})"
     advice = "name another model in promotion.model, or remove the alias champion"
     if not champion.files.is_dir():
@@ -232,19 +247,34 @@ def _champions(champion: Champion, task: Task, setting: Setting) -> float:
     try:
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
+        check_length(model, task.target_length or 0, "data.target_length")
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
-    theirs, ours = _meaning(model), ", ".join(task.labels) or _NUMBER
-    if theirs != ours:
-        raise Refused(f"{what} answers {theirs}, and this study {ours}; they cannot be compared: {advice}")
+    if difference := _difference(model, tokenizer, ours, task):
+        raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
     return _scored(model, tokenizer, task, setting)
 
 
 _NUMBER = "a number"
 
 
+def _difference(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
+) -> str:
+    """Why the answers of `model` mean something else than this study's, in words; empty where they do not."""
+    known = model.config.architectures or ()
+    if type(model).__name__ not in known:  # its head was then made up for this task
+        return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
+    if task.labels or task.kind == "regression":
+        theirs, wanted = _meaning(model), ", ".join(task.labels) or _NUMBER
+        return f"answers {theirs}, and this study {wanted}" if theirs != wanted else ""
+    if task.kind == "language_modeling" and tokenizer.get_vocab() != ours.get_vocab():
+        return "has another vocabulary, so that its perplexity is that of other tokens"
+    return ""
+
+
 def _meaning(model: PreTrainedModel) -> str:
-    """What the outputs of `model` stand for."""
+    """What the outputs of a model with labels, or of a regression, stand for."""
     names = dict(model.config.id2label or {}).values()
     return _NUMBER if model.config.problem_type == "regression" else ", ".join(map(str, names))
 
@@ -254,17 +284,6 @@ def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
         return kind_of(task).score(model, tokenizer, load_split("test"), task, setting.batch_size).metric
     except StageError as error:
         raise Refused(str(error)) from error
-
-
-def _answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Any]:
-    rows = encoded("test", tokenizer)
-    rows = rows.select(range(min(SMOKED, len(rows))))
-    (batch,) = batches(rows, kind_of(task).collate(tokenizer, model), len(rows), str(model.device))
-    with torch.inference_mode():
-        outputs = model.eval()(**batch).logits
-    if task.kind == "regression":
-        return outputs.squeeze(-1).tolist()
-    return [task.labels[label] for label in outputs.argmax(-1).tolist()]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class Promotion(params.Section):
     keep: params.Share | None
     least_speedup: Annotated[float, Field(gt=0)] | None
     least_gain: float
+    continuation: params.Count
 
 
 SECTIONS: dict[str, Any] = {

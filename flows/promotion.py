@@ -26,6 +26,7 @@ from flows.registry import NothingBefore, Registry, RegistryError, SmokeFailed, 
 from tasks.calibration import load_targets
 from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
+from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
 from tasks.params import ParamsError
 from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
@@ -240,7 +241,8 @@ def register(models: Registry, setting: Setting, candidate: Candidate, again: bo
         pairs = "text_pair" in load_split("test")
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
-            registry.save(FINETUNED / candidate.name, saved, load_task(), pairs, setting.batch_size)
+            files, continuation = FINETUNED / candidate.name, setting.wanted.continuation
+            registry.save(files, saved, load_task(), pairs, setting.batch_size, continuation)
             lineage = _lineage(setting, candidate, run)
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
@@ -294,17 +296,29 @@ def _called(champion: ModelVersion, candidate: Candidate) -> str:
     return f"{name}, which was tested on other rows and may have been trained on some of these"
 
 
-def _smoke(version: Path, expected: Sequence[Any]) -> None:
-    """Ask the version, a folder, what the model that was scored has answered."""
-    answers = registry.ask(str(version), load_split("test").drop(columns="label").head(len(expected)))
-    if not all(_same(row, wanted) for row, wanted in zip(answers, expected, strict=True)):
+def _smoke(version: Path, expected: Sequence[Answers]) -> None:
+    """Ask the version, a folder, what the model that was scored has answered.
+
+    (choice) Of summaries most must be the same, and not all: rounding may turn a choice between two tokens that are as
+    likely, and with it all that follows.
+    """
+    answers = registry.ask(str(version), gates.questions())
+    other = [one for one in zip(answers, expected, strict=True) if not _same(*one)]
+    allowed = (len(expected) - 1) // 2 if "summary" in expected[0] else 0
+    if len(other) > allowed:
         raise SmokeFailed(f"it answers {answers}, where the model that was scored answers {list(expected)}")
 
 
-def _same(answer: Mapping[str, Any], wanted: Any) -> bool:
-    if "label" in answer:
-        return bool(answer["label"] == wanted)
-    return math.isclose(answer["value"], wanted, rel_tol=1e-3, abs_tol=1e-3)
+def _same(answer: Mapping[str, Any], wanted: Answers) -> bool:
+    """Whether an answer has all that is wanted; it may say more."""
+    return all(_alike(answer[column], value) for column, value in wanted.items())
+
+
+def _alike(answer: Any, wanted: Any) -> bool:
+    """(choice) A hundredth: batches that are padded otherwise move a loss in bfloat16 by thousandths."""
+    if isinstance(wanted, float) and isinstance(answer, float):
+        return math.isclose(answer, wanted, rel_tol=1e-2, abs_tol=1e-2)
+    return bool(answer == wanted)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

@@ -31,10 +31,11 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST, ErrorCode
-from mlflow.types.schema import ColSpec, DataType, Schema
+from mlflow.types.schema import Array, ColSpec, DataType, Schema
 
 import eckart
 from flows import tracking
+from flows.served import ANSWERS
 from flows.settings import shown
 from tasks.dataset import Task
 
@@ -61,7 +62,8 @@ _LONGEST = 50  # champions that are remembered
 _MODEL = "artifacts/model"  # where a version has its Hugging Face folder
 _PATIENCE = 600  # seconds until a model must have answered
 _PACKAGES = ("mlflow", "torch", "transformers", "safetensors", "accelerate", "pydantic", "pandas")
-_EXAMPLE = pd.DataFrame({"text": ["An example."], "text_pair": ["Another one."]})
+_EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
+_ASKED = "serving_input_example.json"  # where MLflow keeps what `save` gives as an example
 
 
 class RegistryError(RuntimeError):
@@ -379,18 +381,23 @@ class Registry:
             self.client.delete_model_version_tag(self.name, number, key)
 
 
-def ask(model: str, rows: pd.DataFrame = _EXAMPLE) -> list[dict[str, Any]]:
-    """What a version answers to `rows` in a process of its own, served as anyone would serve it.
+def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
+    """What a version answers in a process of its own, served as anyone would serve it.
 
     Args:
         model: its address, `models:/NAME/3`, or the folder of its files.
+        rows: what it is asked; by default its own example.
 
     Raises:
         SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
     """
     with tempfile.TemporaryDirectory() as folder:
-        question, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
-        question.write_text(json.dumps({"dataframe_split": rows.to_dict(orient="split", index=False)}))
+        question, answer = Path(folder) / _ASKED, Path(folder) / "answer.json"
+        if rows is None:
+            _fetch_example(model, question.parent)
+        else:
+            split = rows.to_dict(orient="split", index=False)
+            question.write_text(json.dumps({"dataframe_split": split}, default=list))  # words are arrays
         # -P: what lies in the working directory is not there to be imported
         words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
         words += ["-i", str(question), "-t", "json", "-o", str(answer)]
@@ -401,18 +408,26 @@ def ask(model: str, rows: pd.DataFrame = _EXAMPLE) -> list[dict[str, Any]]:
         if done.returncode:
             raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a word")
         answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
-    numbers = [row.get("score", row.get("value")) for row in answers]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise SmokeFailed(f"not all that it answers are finite numbers: {numbers}")
+    numbers = [value for row in answers for value in row.values() if isinstance(value, float)]
+    if not all(map(math.isfinite, numbers)):
+        raise SmokeFailed(f"not all numbers that it answers are finite: {numbers}")
     return answers
 
 
-def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int) -> None:
+def _fetch_example(model: str, folder: Path) -> None:
+    try:
+        mlflow.artifacts.download_artifacts(f"{model}/{_ASKED}", dst_path=str(folder))
+    except Exception as error:  # of any store
+        raise SmokeFailed(f"its example cannot be had: {shown(str(error))}") from error
+
+
+def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, continuation: int) -> None:
     """Write a Hugging Face folder as a model that MLflow serves, eckart's code included.
 
     Args:
         pairs: whether rows are pairs of texts.
         batch_size: rows that are answered at a time.
+        continuation: tokens that a language model writes behind a text.
     """
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "model"  # its name in the version; MLflow refuses links, and DVC may have made some
@@ -422,22 +437,30 @@ def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int) ->
             python_model=Path(__file__).with_name("served.py"),
             artifacts={"model": str(copy)},
             code_paths=[str(Path(eckart.__file__).parent)],
-            signature=_signature(task, pairs),
-            input_example=_EXAMPLE[["text", "text_pair"] if pairs else ["text"]],
+            signature=ModelSignature(_questions(task, pairs), ANSWERS[task.kind]),
+            input_example=_example(task, pairs),
             pip_requirements=[f"{name}=={_public(name)}" for name in _PACKAGES],
-            model_config={"max_length": task.max_length, "batch_size": batch_size},
+            model_config=settings_of(task, batch_size, continuation),
         )
 
 
-def _signature(task: Task, pairs: bool) -> ModelSignature:
-    texts = ["text", "text_pair"] if pairs else ["text"]
-    answers = {"label": DataType.string, "score": DataType.double}
-    if task.kind == "regression":
-        answers = {"value": DataType.double}
-    return ModelSignature(
-        Schema([ColSpec(DataType.string, name) for name in texts]),
-        Schema([ColSpec(kind, name) for name, kind in answers.items()]),
-    )
+def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
+    """What `flows.served.Served` is told, as `save` has it."""
+    read = ("kind", "max_length", "target_length", "prefix", "stride")
+    return {**task.model_dump(include=set(read)), "batch_size": batch_size, "continuation": continuation}
+
+
+def _questions(task: Task, pairs: bool) -> Schema:
+    """The columns that a version reads: words come as a list, as the task has them."""
+    text = Array(DataType.string) if task.kind == "token_classification" else DataType.string
+    return Schema([ColSpec(text, "text"), *([ColSpec(DataType.string, "text_pair")] if pairs else [])])
+
+
+def _example(task: Task, pairs: bool) -> pd.DataFrame:
+    row: dict[str, Any] = {name: _EXAMPLE[name] for name in ("text", "text_pair")[: 1 + pairs]}
+    if task.kind == "token_classification":
+        row["text"] = row["text"].split()
+    return pd.DataFrame([row])
 
 
 def _public(package: str) -> str:

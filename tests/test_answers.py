@@ -29,11 +29,12 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.evidence import collect
 from eckart.losses import span_logits, span_loss
 from eckart.recovery.distillation import logits_error
+from eckart.spans import LONGEST, Window, best_answers, best_span
 from eckart.targets import find_targets
 from tasks.batches import batches
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.extract import extract
-from tasks.kinds.answers import ANSWERS, LONGEST, answers, best_span, encode, metrics, normal, score, windows
+from tasks.kinds.answers import ANSWERS, encode, metrics, normal, score, windows
 from tasks.stage import StageError
 from tests.workspace import (
     a_task,
@@ -69,7 +70,7 @@ def places(answer: str, **changes: Any) -> list[tuple[int, int]]:
 
 
 def test_windows_overlap_by_the_stride() -> None:
-    every = list(windows(frame("plot"), task(), tiny_tokenizer()))
+    every = windows(frame("plot"), task(), tiny_tokenizer())
     texts = [tiny_tokenizer().decode(window.inputs["input_ids"]) for window in every]
     assert texts == [
         "[CLS] is dull [SEP] the plot is dull and [SEP]",
@@ -132,7 +133,7 @@ def test_without_a_cls_token_the_first_token_means_nowhere() -> None:
 def test_many_questions_keep_their_order_and_their_answers() -> None:
     """The law of windows: where the answer is not nowhere, it is what stands there."""
     data = asked(1003)
-    every = list(windows(data, task(), tiny_tokenizer()))
+    every = windows(data, task(), tiny_tokenizer())
     rows = [window.row for window in every]
     assert sorted(rows) == rows
     assert set(rows) == set(range(1003))
@@ -145,7 +146,7 @@ def test_many_questions_keep_their_order_and_their_answers() -> None:
 
 @pytest.mark.parametrize(("max_length", "stride"), [(5, None), (6, 1), (10, 5), (10, 9)])
 def test_a_question_that_leaves_no_room_is_named(max_length: int, stride: int | None) -> None:
-    with pytest.raises(StageError, match=r"a question of 2 tokens leaves .* raise data.max_length"):
+    with pytest.raises(StageError, match=r"a question of 2 tokens leaves .* raise max_length.*data\.max_length"):
         places("plot", max_length=max_length, stride=stride)
     assert places("plot", max_length=max_length + 10, stride=stride)
 
@@ -194,20 +195,24 @@ def test_the_best_span_is_the_best_of_all(tokens: int, seed: int) -> None:
     assert best_span(start, end, spans(tokens))[1] == (best[0], best[1] + 1)
 
 
+def texts(every: list[Window], starts: np.ndarray, ends: np.ndarray, contexts: list[str]) -> list[str]:
+    return [answer.text for answer in best_answers(every, starts, ends, contexts)]
+
+
 @pytest.mark.parametrize(("first", "second", "answer"), [(3.0, 2.0, "plot"), (2.0, 3.0, "music")])
 def test_the_better_window_answers(first: float, second: float, answer: str) -> None:
     logits = np.zeros((2, 12))  # of a batch with longer windows
     logits[0, 5], logits[1, 7] = first, second
-    every = list(windows(frame("plot"), task(), tiny_tokenizer()))
-    assert answers(every, logits, logits, [CONTEXT]) == [answer]
+    every = windows(frame("plot"), task(), tiny_tokenizer())
+    assert texts(every, logits, logits, [CONTEXT]) == [answer]
 
 
 def test_a_model_that_knows_all_is_always_right() -> None:
     data, few = asked(50), task(12)
-    every, encoded = list(windows(data, few, tiny_tokenizer())), encode(data, few, tiny_tokenizer(), "test")
+    every, encoded = windows(data, few, tiny_tokenizer()), encode(data, few, tiny_tokenizer(), "test")
     starts, ends = (np.eye(12)[encoded[f"{which}_positions"]] for which in ("start", "end"))
     golds = [label["text"] for label in data["label"]]
-    assert metrics(answers(every, starts, ends, data["text_pair"].tolist()), golds) == {"exact_match": 1, "f1": 1}
+    assert metrics(texts(every, starts, ends, data["text_pair"].tolist()), golds) == {"exact_match": 1, "f1": 1}
 
 
 # --- metrics

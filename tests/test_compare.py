@@ -141,8 +141,9 @@ def bert_like(layers: int) -> list[str]:
     return [f"bert.layer.{layer}.{kind}" for layer in range(layers) for kind in KINDS]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test here writes: none does so into the repository."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

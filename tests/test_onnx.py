@@ -14,21 +14,21 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import eckart.onnx
 from eckart.hub import save
 from eckart.layers import factorize
-from eckart.onnx import TOLERANCE, ExportError, export
+from eckart.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, export
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import Metrics
@@ -43,20 +43,9 @@ SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
 MADE_UP = 9  # rows that are compared besides those of the test split
 
 
-def words() -> PreTrainedTokenizerBase:
-    """A word for each id of the tiny models; two inputs, as decoders have."""
-    vocabulary = {"<pad>": tiny.PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, tiny.VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names
-    )
-
-
 def compress(model: PreTrainedModel, residual: bool = False) -> PreTrainedModel:
     """Factorize every target but the last; with a residual, every third row of what the factors leave."""
-    for number, target in enumerate(find_targets(model, tiny.collate(tiny.samples(8))).targets[:-1]):
+    for number, target in enumerate(find_targets(model, batch(8, 7)).targets[:-1]):
         weight = weight_of(model.get_submodule(target.name))
         left, right = (factor.float() for factor in decompose(weight, Metrics()).truncate(1 + number % 3))
         layer = factorize(model, target.name, left, right, weight - left @ right if residual else None)
@@ -83,16 +72,17 @@ def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.
         return model.eval()(**inputs).logits
 
 
-def answers(file: Path, **inputs: torch.Tensor) -> torch.Tensor:
+def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch.Tensor:
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {name: values.numpy() for name, values in inputs.items()})
+    assert output in [value.name for value in session.get_outputs()]
+    (found,) = session.run([output], {name: values.numpy() for name, values in inputs.items()})
     return torch.from_numpy(found)
 
 
 @pytest.mark.parametrize(("family", "residual"), [("bert", False), ("gpt2", True)])
 def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, residual: bool, tmp_path: Path) -> None:
     model, file = compress(tiny.FAMILIES[family](), residual), tmp_path / "model.onnx"
-    made = export(model, words(), file)
+    made = export(model, tiny.words(), file)
     for count, longest in SHAPES:
         inputs = batch(count, longest)
         torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
@@ -105,16 +95,101 @@ def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, r
         assert told.encode() not in file.read_bytes(), told
 
 
+def token_labels() -> PreTrainedModel:
+    return tiny.drawn(BertForTokenClassification, tiny.bert().config)
+
+
+def spans() -> PreTrainedModel:
+    config = tiny.bert().config
+    config.num_labels = 2
+    return tiny.drawn(BertForQuestionAnswering, config)
+
+
+HEADS = {
+    "token classification": (token_labels, ("logits",)),
+    "question answering": (spans, ("start_logits", "end_logits")),
+    "language modeling": (tiny.causal_llama, ("logits",)),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
+    (make, names), file = HEADS[head], tmp_path / "model.onnx"
+    model = compress(make())
+    made = export(model, tiny.words(), file, [batch(3, 9)])
+    assert made.rows == MADE_UP + 3
+    assert [value.name for value in onnx.load(file).graph.output] == list(names)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        real = inputs["attention_mask"] == 1
+        with torch.no_grad():
+            expected = model(**inputs)
+        for name in names:
+            found = answers(file, name, **inputs)
+            torch.testing.assert_close(found[real], expected[name][real], rtol=0, atol=1e-5)
+
+
+def test_what_stands_at_padding_is_not_compared() -> None:
+    """Of an answer for each token; of a row's one answer all counts."""
+    mask, expected = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3, 4)
+    found = expected.masked_fill(mask[..., None] == 0, torch.nan)
+    inputs = {"attention_mask": mask}
+    assert _difference(*_compared("logits", expected, found, inputs), "m") == 0
+    with pytest.raises(ExportError, match="differ"):
+        _difference(*_compared("logits", expected, found.index_fill(1, torch.tensor(0), 9), inputs), "m")
+    for output in ("start_logits", "end_logits"):
+        assert _difference(*_compared(output, expected[..., 0], found[..., 0], inputs), "m") == 0
+    with pytest.raises(ExportError, match="differ"):
+        _difference(*_compared("logits", expected[..., 0], found[..., 0], inputs), "m")
+
+
+def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
+    expected = torch.tensor([[1.0, 0.0]]).repeat(1500, 1)
+    expected[0, 1] = 1 - 1e-6
+    found = expected.clone()
+    found[0, 1] = 1 + 1e-6
+    assert _difference(expected, found, "m") == pytest.approx(2e-6, abs=1e-7)
+    with pytest.raises(ExportError, match="other labels"):
+        _difference(expected[:32], found[:32], "m")
+
+
+def lstm() -> PreTrainedModel:
+    return LSTMForCausalLM(LSTMConfig(vocab_size=tiny.VOCABULARY, embedding_size=8, hidden_size=8, pad_token_id=0))
+
+
+def t5() -> PreTrainedModel:
+    config = T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (t5, r"more than one graph.*optimum\.exporters\.onnx\.onnx_export_from_model"),
+        (lstm, "torch cannot export a LSTMForCausalLM, which only torch itself can run"),
+        (lambda: tiny.bert().base_model, "gives no logits"),
+    ],
+    ids=["encoder and decoder", "loop over tokens", "no head"],
+)
+def test_what_cannot_be_exported_is_refused(
+    make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ExportError, match=said):
+        export(make(), tiny.words(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
+
+
 def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = compress(tiny.bert()), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
-        made = export(model, words(), file)
+        made = export(model, tiny.words(), file)
     assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
     assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
     inputs = batch(3, 7)
     torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
-    export(model, words(), file)
+    export(model, tiny.words(), file)
     assert [path.name for path in file.parent.iterdir()] == [
         "model.onnx"
     ]  # the weights went with the file they were of
@@ -129,7 +204,7 @@ def test_other_answers_are_an_error_and_the_older_file_stays(
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
     right = eckart.onnx._Logits.forward
-    monkeypatch.setattr(eckart.onnx._Logits, "forward", lambda *values: wrong(right(*values)))
+    monkeypatch.setattr(eckart.onnx._Logits, "forward", lambda *values: tuple(map(wrong, right(*values))))
     with pytest.raises(ExportError, match=said):
         export(model, tiny_tokenizer(), file)
     assert file.read_text() == "older"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
     AlbertConfig,
@@ -18,6 +21,8 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     T5Config,
     T5EncoderModel,
 )
@@ -79,6 +84,17 @@ def t5() -> PreTrainedModel:
     """An encoder whose blocks look at the weight of their last map before they call it."""
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=PAD)
     return drawn(T5EncoderModel, config)
+
+
+def words() -> PreTrainedTokenizerBase:
+    """A word for each id of the tiny models; two inputs, as decoders have."""
+    vocabulary = {"<pad>": PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", model_input_names=names
+    )
 
 
 FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from tasks.stage import StageError
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 """Rows of a data set → a batch of tensors."""
+Answers = Mapping[str, Any]
+"""Column → what a model answers there to a row of text."""
 
 _MORE_OUTPUTS = ["past_key_values", "cache_params", "hidden_states", "attentions"]  # that no score needs
 
@@ -48,6 +50,8 @@ class Kind:
     """What a teacher teaches; padding is no prediction."""
     score: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], Score]
     """How good a model is on all rows of a split, in batches of so many."""
+    answers: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], list[Answers]]
+    """What a model answers to test rows, as `score` takes it; a version that is served answers the same."""
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
@@ -106,6 +110,14 @@ def predict(
         if not np.isfinite(part).all():
             raise StageError("the model's outputs are not finite: lower the learning rate, or raise keep")
     return predictions, _ordered(result.label_ids, back)
+
+
+def outputs_of(
+    model: PreTrainedModel, data: Dataset, collate: Collate, batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`predict` of a head with one output: its logits, and labels."""
+    predictions, labels = predict(model, data, collate, batch_size)
+    return predictions[0] if isinstance(predictions, tuple) else predictions, labels
 
 
 def devices() -> dict[str, Any]:

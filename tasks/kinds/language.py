@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -22,7 +23,8 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.batch import Batch
 from eckart.losses import mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Kind, predict, scored
+from tasks.kinds.kind import Answers, Kind, predict, scored
+from tasks.models import inputs_device
 from tasks.records import Score
 from tasks.stage import StageError
 
@@ -74,6 +76,24 @@ def score(
     return scored(task, {"perplexity": math.exp(min(loss, 700.0))}, loss, len(data))  # finite, however bad
 
 
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> list[Answers]:
+    """The mean loss of each row's own blocks, the last of which may be shorter; None where no token is predicted."""
+    every = tokenizer(frame["text"].tolist(), add_special_tokens=False, verbose=False)["input_ids"]
+    return [{"loss": _mean_loss(model.eval(), ids, task.max_length)} for ids in every]
+
+
+@torch.inference_mode()
+def _mean_loss(model: PreTrainedModel, ids: list[int], length: int) -> float | None:
+    total, count = 0.0, 0
+    for block in torch.tensor(ids, dtype=torch.long, device=inputs_device(model)).split(length):
+        if len(block) > 1:
+            total += (len(block) - 1) * float(model(input_ids=block[None], labels=block[None]).loss)
+            count += len(block) - 1
+    return total / count if count else None
+
+
 def _losses(outputs: Any, labels: Tensor) -> Tensor:
     """`(batch, tokens - 1)`: of each token but the first, given those before it."""
     logits = outputs[0] if isinstance(outputs, tuple) else outputs
@@ -100,4 +120,5 @@ LANGUAGE = Kind(
     loss=mean_loss_times_batch,  # blocks are of one length, so each counts alike
     logits=_logits,
     score=score,
+    answers=answers,
 )

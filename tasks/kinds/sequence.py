@@ -21,7 +21,7 @@ from transformers import (
 from eckart.losses import mean_loss_times_batch
 from eckart.rules import logits_of
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Kind, predict, scored
+from tasks.kinds.kind import Answers, Kind, outputs_of, scored
 from tasks.metrics import MetricName
 from tasks.records import Score
 
@@ -43,9 +43,18 @@ def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
 ) -> Score:
     data = encode(frame, task, tokenizer, "test")
-    predictions, labels = predict(model, data, DataCollatorWithPadding(tokenizer), batch_size)
-    outputs = predictions[0] if isinstance(predictions, tuple) else predictions
+    outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
     return scored(task, metrics(task, outputs, labels), loss(task, outputs, labels), len(data))
+
+
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> list[Answers]:
+    data = encode(frame, task, tokenizer, "test")
+    outputs, _ = outputs_of(model, data, _collate(tokenizer, model), batch_size)
+    if task.kind == "regression":
+        return [{"value": value} for value in outputs.squeeze(-1).tolist()]
+    return [{"label": task.labels[label]} for label in outputs.argmax(-1)]
 
 
 def loss(task: Task, outputs: np.ndarray, labels: np.ndarray) -> float:
@@ -88,4 +97,5 @@ SEQUENCE = Kind(
     loss=mean_loss_times_batch,
     logits=logits_of,
     score=score,
+    answers=answers,
 )

@@ -27,7 +27,7 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrai
 
 from eckart.losses import IGNORED, token_loss
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Collate, Kind, labelled, predict, scored
+from tasks.kinds.kind import Answers, Collate, Kind, labelled, predict, scored
 from tasks.metrics import BY_KIND, MetricName
 from tasks.records import Score
 from tasks.stage import StageError
@@ -90,13 +90,32 @@ def score(
     summaries, each given those before it."""
     data, batch = encode(frame, task, tokenizer, "test"), collate(tokenizer, model)
     losses, labels = predict(model, data, batch, batch_size, _losses)
-    written, _ = predict(
-        model, data, batch, batch_size, num_beams=1, do_sample=False, max_new_tokens=task.target_length
-    )
-    ids = np.where(written == IGNORED, tokenizer.pad_token_id, written)[:, 1:]  # behind the token it starts from
-    summaries = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    summaries = _written(model, tokenizer, data, task, batch_size)
     loss = float(losses[labels != IGNORED].astype(np.float64).mean())
     return scored(task, rouge(frame["label"].tolist(), summaries), loss, len(data))
+
+
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> list[Answers]:
+    data = encode(frame, task, tokenizer, "test")
+    return [{"summary": text} for text in _written(model, tokenizer, data, task, batch_size)]
+
+
+def _written(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, task: Task, batch_size: int
+) -> list[str]:
+    ids, _ = predict(
+        model,
+        data,
+        collate(tokenizer, model),
+        batch_size,
+        num_beams=1,
+        do_sample=False,
+        max_new_tokens=task.target_length,
+    )
+    ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # behind the token it starts from
+    return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
 def rouge(references: list[str], summaries: list[str]) -> dict[MetricName, float]:
@@ -125,4 +144,5 @@ SUMMARIES = Kind(
     loss=token_loss,
     logits=labelled,
     score=score,
+    answers=answers,
 )

@@ -8,7 +8,6 @@ without one for the middles of others. Words beyond `max_length` tokens are neit
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -25,8 +24,9 @@ from transformers import (
 )
 
 from eckart.losses import IGNORED, token_loss
+from eckart.words import first_tokens
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Collate, Kind, check_offsets, labelled, predict, scored
+from tasks.kinds.kind import Answers, Collate, Kind, check_offsets, labelled, outputs_of, scored
 from tasks.kinds.sequence import head
 from tasks.metrics import MetricName
 from tasks.records import Score
@@ -40,28 +40,26 @@ def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, 
     Raises:
         StageError: the tokenizer does not say where its tokens stand.
     """
+    return _encode(frame, task, tokenizer)[0]
+
+
+def _encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, list[np.ndarray]]:
+    """The rows, and the first sub-token of each word `(words,)`, -1 where it has none."""
     check_offsets(tokenizer, task)
     texts = [" ".join(words) for words in frame["text"]]
     columns = tokenizer(texts, truncation=True, max_length=task.max_length, return_offsets_mapping=True)
-    rows = zip(frame["text"], frame["label"], columns.pop("offset_mapping"), strict=True)
-    labels = [
-        _labels(words, tags, np.array(offsets), np.array([part is not None for part in columns.sequence_ids(row)]))
-        for row, (words, tags, offsets) in enumerate(rows)
+    firsts = [
+        first_tokens(words, np.array(offsets), np.array([part is not None for part in columns.sequence_ids(row)]))
+        for row, (words, offsets) in enumerate(zip(frame["text"], columns.pop("offset_mapping"), strict=True))
     ]
-    return Dataset.from_dict({**columns, "labels": labels})
+    rows = zip(columns["input_ids"], frame["label"], firsts, strict=True)
+    labels = [_labels(len(ids), np.asarray(tags), first) for ids, tags, first in rows]
+    return Dataset.from_dict({**columns, "labels": labels}), firsts
 
 
-def _labels(words: Sequence[str], tags: Sequence[int], offsets: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """`(tokens,)` from the characters `(tokens, 2)` that each token covers; special tokens are not `real`."""
-    lengths = np.array([len(word) for word in words])
-    word_ends = np.cumsum(lengths + 1) - 1
-    tokens = np.flatnonzero(real)
-    begins, ends = offsets[tokens].reshape(-1, 2).T
-    first = np.searchsorted(ends, word_ends - lengths, side="right")  # the first token that reaches into the word
-    found = first < len(tokens)
-    found[found] = begins[first[found]] < word_ends[found]  # a word may have no token at all
-    labels = np.full(len(offsets), IGNORED)
-    labels[tokens[first[found]]] = np.asarray(tags)[found]
+def _labels(tokens: int, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
+    labels = np.full(tokens, IGNORED)
+    labels[first[first >= 0]] = tags[first >= 0]
     return labels
 
 
@@ -69,9 +67,24 @@ def score(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
 ) -> Score:
     data = encode(frame, task, tokenizer, "test")
-    predictions, labels = predict(model, data, _collate(tokenizer, model), batch_size)
-    outputs = predictions[0] if isinstance(predictions, tuple) else predictions
+    outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
     return scored(task, metrics(task, outputs.argmax(-1), labels), loss(outputs, labels), len(data))
+
+
+def answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
+) -> list[Answers]:
+    """A tag for each word, None for one without a token within `max_length`."""
+    data, firsts = _encode(frame, task, tokenizer)
+    outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
+    rows = zip(outputs.argmax(-1), labels, firsts, strict=True)
+    return [{"tags": _tags(guesses[wanted != IGNORED], first, task)} for guesses, wanted, first in rows]
+
+
+def _tags(guesses: np.ndarray, first: np.ndarray, task: Task) -> list[str | None]:
+    """`guesses` are those of the labelled tokens alone, `(labelled tokens,)`: padding may stand on either side."""
+    order = iter(np.unique(first[first >= 0], return_inverse=True)[1])
+    return [None if token < 0 else task.labels[guesses[next(order)]] for token in first]
 
 
 def loss(outputs: np.ndarray, labels: np.ndarray) -> float:
@@ -115,4 +128,5 @@ TOKENS = Kind(
     loss=token_loss,
     logits=labelled,
     score=score,
+    answers=answers,
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.gates import (
     TEST,
@@ -24,16 +24,19 @@ from flows.gates import (
     gain,
     limits,
     measure,
+    questions,
     short,
 )
 from flows.params import Promotion
 from tasks.dataset import SPLITS
+from tasks.kinds import kind_of
 from tasks.metrics import METRICS, MetricName
+from tests import tiny
 from tests.flows.toy import call
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 LABELS = ("negative", "positive")
-WANTED = Promotion(model="m", largest_drop=0.01, keep=0.5, least_speedup=1.2, least_gain=0.0)
+WANTED = Promotion(model="m", largest_drop=0.01, keep=0.5, least_speedup=1.2, least_gain=0.0, continuation=4)
 SETTING = Setting(Path(), "s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
 CANDIDATE = Candidate(
     name="kfac-0.5",
@@ -189,7 +192,7 @@ class TestMeasure:
             "speed-up": 1.5,
         }
         assert len(answers) == 8
-        assert set(answers) <= set(LABELS)
+        assert {answer["label"] for answer in answers} <= set(LABELS)
 
     def test_torch_is_left_as_it_was(self, files: Path, candidate: Candidate) -> None:
         torch.manual_seed(7)
@@ -245,6 +248,18 @@ class TestMeasure:
         with pytest.raises(Refused, match="answers a number, and this study negative, positive"):
             measure(files, candidate, champion, SETTING)
 
+    def test_a_champion_with_another_head_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        """Whose labels and weights have the same names and shapes."""
+        model = BertForTokenClassification(bert().config)
+        champion = Champion(written(tmp_path / "champion", model), "version 3")
+        with pytest.raises(
+            Refused,
+            match="is a BertForTokenClassification, and this study needs a BertForSequenceClassification; they cannot",
+        ):
+            measure(files, candidate, champion, SETTING)
+
     def test_a_champion_with_too_few_positions_cannot_be_compared_with(
         self, files: Path, candidate: Candidate, tmp_path: Path
     ) -> None:
@@ -259,6 +274,53 @@ class TestMeasure:
     ) -> None:
         with pytest.raises(Refused, match=r"version 3\) was not registered by `promote`"):
             measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), SETTING)
+
+
+class TestLanguage:
+    """A tiny language model, which is asked about lines of which some have no token."""
+
+    TASK = a_task("language_modeling", (), "perplexity", 8)
+    LINES = ("w2 w3 w4 w5 w6 w7 w8 w9", "", "w9", " ".join(["w7 w5 w3"] * 1000))
+
+    @pytest.fixture(autouse=True)
+    def split(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        SPLITS.mkdir(parents=True)
+        pd.DataFrame({"text": self.LINES}).to_parquet(TEST)
+        (SPLITS / "task.json").write_text(self.TASK.model_dump_json())
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Path:
+        return spoken(tmp_path / "challenger", tiny.words())
+
+    @pytest.fixture
+    def candidate(self, files: Path) -> Candidate:
+        frame = pd.DataFrame({"text": self.LINES})
+        metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, self.TASK, 8).metric
+        return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, teacher=metric)
+
+    def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Candidate, tmp_path: Path) -> None:
+        champion = Champion(spoken(tmp_path / "champion", tiny.words()), "version 3")
+        gates, answers = measure(files, candidate, champion, of_perplexity())
+        assert all(gate.passed for gate in gates)
+        assert [answer["loss"] is None for answer in answers] == [False, True, True, False]
+        assert questions()["text"].str.len().max() == 2000  # of a text that may be a whole book
+
+    def test_a_champion_with_another_vocabulary_cannot_be_compared_with(
+        self, files: Path, candidate: Candidate, tmp_path: Path
+    ) -> None:
+        """Its perplexity is that of other tokens."""
+        tokenizer = tiny.words()
+        tokenizer.add_tokens("w30")
+        champion = Champion(spoken(tmp_path / "champion", tokenizer), "version 3")
+        with pytest.raises(Refused, match=r"version 3\) has another vocabulary"):
+            measure(files, candidate, champion, of_perplexity())
+
+
+def spoken(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    tiny.causal_llama().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def written(folder: Path, model: PreTrainedModel, labels: tuple[str, ...] = LABELS) -> Path:

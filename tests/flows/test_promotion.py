@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ruamel.yaml import YAML
 from flows import engine, processes, promotion
 from flows.gates import Candidate, Refused, Setting
 from flows.params import Promotion
-from flows.registry import Registry
+from flows.registry import Registry, SmokeFailed
 from tasks.metrics import MetricName
 from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
@@ -203,7 +203,7 @@ def written(root: Path) -> None:
 
 @pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
 def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: MetricName, wanted: str) -> None:
-    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0)
+    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0, continuation=4)
     setting = Setting(Path(), "s", metric, threads=1, batch_size=8, wanted=wants)
     one = Candidate(
         name="low", content="", test="", metric=0.5, teacher=1, parameters=9, keep=1, speedup=1, outcomes=(), inputs={}
@@ -211,6 +211,48 @@ def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: Metric
     some = [one, dataclasses.replace(one, name="low and small", parameters=5)]
     some.append(dataclasses.replace(one, name="high", metric=0.6))
     assert promotion.best(some, setting).name == wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "same"),
+    [
+        ({"label": "good"}, {"label": "good", "score": 0.9}, True),
+        ({"label": "good"}, {"label": "bad", "score": 0.9}, False),
+        ({"value": 2.0}, {"value": 2.01}, True),
+        ({"value": 2.0}, {"value": 2.1}, False),
+        ({"loss": None}, {"loss": None, "continuation": "x"}, True),
+        ({"loss": None}, {"loss": 1.0, "continuation": "x"}, False),
+        ({"loss": 1.0}, {"loss": None, "continuation": "x"}, False),
+        ({"tags": ["O", None]}, {"tags": ["O", None]}, True),
+        ({"tags": ["O", None]}, {"tags": ["O", "O"]}, False),
+    ],
+)
+def test_what_is_served_must_say_what_was_scored(
+    wanted: dict[str, Any], answer: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, [answer] * 8)
+    if same:
+        promotion._smoke(Path(), [wanted] * 8)
+    else:
+        with pytest.raises(SmokeFailed, match=r"it answers .* where the model that was scored answers"):
+            promotion._smoke(Path(), [wanted] * 8)
+
+
+@pytest.mark.parametrize(
+    ("column", "others", "passes"), [("summary", 3, True), ("summary", 4, False), ("label", 1, False)]
+)
+def test_of_summaries_most_must_be_the_same(
+    column: str, others: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, [{column: "other"}] * others + [{column: "same"}] * (8 - others))
+    with nullcontext() if passes else pytest.raises(SmokeFailed):
+        promotion._smoke(Path(), [{column: "same"}] * 8)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]]) -> None:
+    """Whatever version is asked whatever answers so."""
+    monkeypatch.setattr("flows.gates.questions", lambda: None)
+    monkeypatch.setattr("flows.registry.ask", lambda *_: answers)
 
 
 class TestChoice:

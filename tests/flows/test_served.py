@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -18,28 +20,40 @@ import pandas as pd
 import pytest
 import torch
 from mlflow.pyfunc import PythonModelContext
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eckart import hub
 from eckart.layers import factorize
+from eckart.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.spans import NoRoom
 from eckart.svd import decompose
 from eckart.targets import weight_of
 from eckart.weighting import Metrics
 from flows.gates import digest
-from flows.registry import CHAMPION, connected, save
-from flows.served import Served
+from flows.promotion import _same
+from flows.registry import CHAMPION, connected, save, settings_of
+from flows.served import ANSWERS, Served
 from flows.settings import answers
+from tasks.dataset import Task
+from tasks.kinds import kind_of
+from tests import test_answers, test_scores, test_summarization, test_token_classification, tiny
 from tests.flows.servers import free_port
-from tests.workspace import a_task, bert, tiny_config, tiny_tokenizer
+from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 TASK = a_task("classification", ("bad", "good"), "accuracy", 6)
 TEXTS = ["the plot is dull", "the cast is warm and clever and fresh and moving and brilliant", "the music"]
-SETTINGS = {"max_length": TASK.max_length, "batch_size": 2}
+CONTINUATION = 3
 
 
-def write(folder: Path, model: PreTrainedModel) -> Path:
+def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     hub.save(model, folder)
-    tiny_tokenizer().save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -60,14 +74,15 @@ def probabilities(model: PreTrainedModel, *texts: list[str]) -> torch.Tensor:
         return torch.cat([model(**row).logits for row in rows]).softmax(-1)
 
 
-def loaded(folder: Path) -> Served:
-    served = Served()
-    served.load_context(PythonModelContext({"model": str(folder)}, SETTINGS))
+def loaded(folder: Path, task: Task = TASK, batch_size: int = 2) -> Served:
+    """As MLflow loads what `save` has written."""
+    served, settings = Served(), settings_of(task, batch_size, CONTINUATION)
+    served.load_context(PythonModelContext({"model": str(folder)}, settings))
     return served
 
 
 def ask(served: Served, rows: pd.DataFrame) -> pd.DataFrame:
-    return served.predict(PythonModelContext({}, SETTINGS), rows)
+    return served.predict(PythonModelContext({}, {}), rows)
 
 
 class TestAnswers:
@@ -88,7 +103,8 @@ class TestAnswers:
     def test_a_regression_gives_its_numbers(self, tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = BertForSequenceClassification(tiny_config(num_labels=1, problem_type="regression")).eval()
-        found = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS[:1]}))
+        task = a_task("regression", (), "pearson")
+        found = ask(loaded(write(tmp_path, model), task), pd.DataFrame({"text": TEXTS[:1]}))
         with torch.no_grad():
             wanted = model(**tiny_tokenizer()(TEXTS[:1], return_tensors="pt")).logits
         assert found["value"].tolist() == pytest.approx([float(wanted)], abs=1e-6)
@@ -97,6 +113,168 @@ class TestAnswers:
         found = ask(loaded(write(tmp_path, compressed())), pd.DataFrame({"text": []}))
         assert list(found) == ["label", "score"]
         assert found.empty
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of task, a model of it, and rows as the test split has them."""
+
+    task: Task
+    model: Callable[[], PreTrainedModel]
+    tokenizer: Callable[[], PreTrainedTokenizerBase]
+    rows: Callable[[], pd.DataFrame]
+
+
+def classifier() -> PreTrainedModel:
+    return test_scores.bert(id2label=dict(enumerate(TASK.labels))).eval()
+
+
+def tagger() -> PreTrainedModel:
+    labels = dict(enumerate(test_token_classification.TAGS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertForTokenClassification(tiny_config(initializer_range=0.3, num_labels=5, id2label=labels)).eval()
+
+
+def lstm() -> PreTrainedModel:
+    return tiny.drawn(
+        LSTMForCausalLM,
+        LSTMConfig(vocab_size=tiny.VOCABULARY, embedding_size=8, hidden_size=8, num_hidden_layers=2, pad_token_id=0),
+    ).eval()
+
+
+def tagged() -> pd.DataFrame:
+    """Rows of differing lengths, with a word that has no token, and some beyond `max_length`."""
+    words = [[*text.split(), *["and", "dull"] * (number % 3)] for number, text in enumerate(reviews()["text"])]
+    words[1].insert(2, "\u200b")
+    return pd.DataFrame({"text": words, "label": [[0] * len(row) for row in words]})
+
+
+def running() -> pd.DataFrame:
+    """Lines of a text: short ones, of no and of one token, and one of several blocks."""
+    lengths = (5, 0, 1, 2, 19, 6, 12, 3)
+    ids = torch.randint(2, tiny.VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0)).tolist()
+    words = iter(f"w{number}" for number in ids)
+    return pd.DataFrame({"text": [" ".join(itertools.islice(words, length)) for length in lengths]})
+
+
+LANGUAGE = a_task("language_modeling", (), "perplexity", 6)
+CASES = {
+    "classification": Case(TASK, classifier, tiny_tokenizer, lambda: test_scores.rows()),
+    "token_classification": Case(
+        a_task("token_classification", test_token_classification.TAGS, "f1", 8), tagger, tiny_tokenizer, tagged
+    ),
+    "question_answering": Case(
+        test_answers.task(12), test_answers.bert, tiny_tokenizer, lambda: test_answers.asked(20)
+    ),
+    "summarization": Case(
+        test_summarization.task(prefix="summarize: "),
+        test_summarization.t5,
+        test_summarization.tokenizer,
+        lambda: test_summarization.rows(20),
+    ),
+    "language_modeling": Case(LANGUAGE, lambda: tiny.causal_llama().eval(), tiny.words, running),
+    "language_modeling by an LSTM": Case(LANGUAGE, lstm, tiny.words, running),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+class TestKinds:
+    def test_a_version_answers_as_its_kind_scores(self, case: Case, tmp_path: Path) -> None:
+        model, rows = case.model(), case.rows()
+        wanted = kind_of(case.task).answers(model, case.tokenizer(), rows, case.task, 7)
+        served = loaded(write(tmp_path, model, case.tokenizer()), case.task, batch_size=3)
+        found = ask(served, rows.drop(columns="label", errors="ignore")).to_dict("records")
+        assert all(_same(one, other) for one, other in zip(found, wanted, strict=True))
+        assert len({str(sorted(row.items())) for row in wanted}) > 1
+
+    def test_no_rows_get_no_answers(self, case: Case, tmp_path: Path) -> None:
+        served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
+        found = ask(served, case.rows().head(0))
+        assert found.empty
+        assert list(found) == ANSWERS[case.task.kind].input_names()
+
+
+class TestTags:
+    def test_a_word_that_the_model_does_not_read_has_none(self, tmp_path: Path) -> None:
+        case = CASES["token_classification"]
+        words = [["the", "\u200b", "plot"], ["the"] * 9, []]
+        found = ask(loaded(write(tmp_path, case.model()), case.task), pd.DataFrame({"text": words}))["tags"]
+        assert [[tag is None for tag in tags] for tags in found] == [
+            [False, True, False],
+            [False] * 6 + [True] * 3,  # of 8 tokens two are special
+            [],
+        ]
+
+
+class TestSpans:
+    def test_the_score_is_the_probability_of_the_span(self, tmp_path: Path) -> None:
+        """Of a context in one window: the product of two softmaxes, computed without padding."""
+        model, task = test_answers.bert(), test_answers.task(32)
+        rows = test_answers.asked(9)[["text", "text_pair"]]
+        found = ask(loaded(write(tmp_path, model), task, batch_size=4), rows)
+        for number, (question, context) in enumerate(rows.itertuples(index=False)):
+            inputs = tiny_tokenizer()(question, context, return_offsets_mapping=True, return_tensors="pt")
+            offsets = inputs.pop("offset_mapping")[0].tolist()
+            with torch.no_grad():
+                outputs = model(**inputs)
+            start, end = (values[0].double().softmax(-1) for values in (outputs.start_logits, outputs.end_logits))
+            spans = {
+                (first, last): float(start[first] * end[last])
+                for first in range(len(offsets))
+                for last in range(first, len(offsets))
+                if inputs.sequence_ids(0)[first] == inputs.sequence_ids(0)[last] == 1
+            }
+            first, last = max(spans, key=lambda pair: spans[pair])
+            assert found["answer"][number] == context[offsets[first][0] : offsets[last][1]]
+            assert found["score"][number] == pytest.approx(spans[first, last], rel=1e-4)
+
+    def test_an_empty_context_has_no_answer_and_a_long_question_no_room(self, tmp_path: Path) -> None:
+        served = loaded(write(tmp_path, test_answers.bert()), test_answers.task(12))
+        found = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
+        assert found.to_dict("records") == [{"answer": "", "score": 0.0}]
+        with pytest.raises(NoRoom, match="shorten the question"):
+            ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
+
+
+@pytest.mark.parametrize("name", ["language_modeling", "language_modeling by an LSTM"])
+class TestLanguage:
+    def test_a_text_of_whole_blocks_has_the_loss_that_is_scored(self, name: str, tmp_path: Path) -> None:
+        case = CASES[name]
+        text = " ".join(f"w{2 + number * 7 % 28}" for number in range(8 * case.task.max_length))
+        scored = kind_of(case.task).score(
+            case.model(), case.tokenizer(), pd.DataFrame({"text": [text]}), case.task, batch_size=3
+        )
+        served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
+        found = ask(served, pd.DataFrame({"text": [text]}))
+        assert found["loss"].tolist() == pytest.approx([scored.loss], rel=1e-5)
+
+    def test_a_continuation_is_greedy_whatever_stands_beside_it(self, name: str, tmp_path: Path) -> None:
+        case = CASES[name]
+        model, tokenizer, texts = case.model(), case.tokenizer(), case.rows()["text"].tolist()
+        found = ask(loaded(write(tmp_path, model, tokenizer), case.task, batch_size=8), case.rows())
+        assert [loss is None for loss in found["loss"]] == [len(text.split()) < 2 for text in texts]
+        for text, written in zip(texts, found["continuation"], strict=True):
+            if not text:
+                assert written is None
+                continue
+            ids = tokenizer(text, return_tensors="pt")["input_ids"][:, -case.task.max_length :]
+            with torch.no_grad():
+                for _ in range(CONTINUATION):
+                    ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            assert written == tokenizer.decode(ids[0, -CONTINUATION:], skip_special_tokens=True)
+
+
+def test_what_is_written_has_positions(tmp_path: Path) -> None:
+    """The model has 32: of a long text the last tokens are read, so many that there is room behind them."""
+    task, model = a_task("language_modeling", (), "perplexity", 32), tiny.causal_llama().eval()
+    served = loaded(write(tmp_path, model, tiny.words()), task)
+    words = [f"w{2 + number * 5 % 28}" for number in range(40)]
+    found = ask(served, pd.DataFrame({"text": [" ".join(words), " ".join(words[-29:])]}))
+    assert len(set(found["continuation"])) == 1
+    settings = settings_of(task, 2, 32)
+    with pytest.raises(ValueError, match=r"promotion\.continuation is 32, but the model has 32 positions: lower it"):
+        Served().load_context(PythonModelContext({"model": str(tmp_path)}, settings))
 
 
 class TestVersion:
@@ -108,7 +286,7 @@ class TestVersion:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
                 patch.delenv(name, raising=False)
-            save(folder, root / "saved", TASK, pairs=False, batch_size=2)
+            save(folder, root / "saved", TASK, pairs=False, batch_size=2, continuation=CONTINUATION)
             with connected(root, "tiny") as models:
                 _, experiment = models.origin(root, "study", "no such key")
                 version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None, {})

@@ -1,0 +1,28 @@
+"""Which tokens stand for which words, where words are labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """The first sub-token of each of `words`, `(words,)`, in the text that has them joined by single spaces.
+
+    It is -1 where there is none: of a word that was cut off, or of which the tokenizer makes nothing.
+
+    Args:
+        offsets: `(tokens, 2)`, the characters that each token covers.
+        real: `(tokens,)`, whether a token is of the text; special tokens and padding are not.
+    """
+    lengths = np.array([len(word) for word in words], dtype=int)
+    word_ends = np.cumsum(lengths + 1) - 1
+    tokens = np.flatnonzero(real)
+    begins, ends = offsets[tokens].reshape(-1, 2).T
+    first = np.searchsorted(ends, word_ends - lengths, side="right")  # the first token that reaches into the word
+    found = first < len(tokens)
+    found[found] = begins[first[found]] < word_ends[found]  # a word may have no token at all
+    result = np.full(len(words), -1)
+    result[found] = tokens[first[found]]
+    return result
