@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.models.utils import _enforce_schema
 
 from flows import registry
 from flows.registry import (
@@ -32,6 +33,8 @@ from flows.registry import (
     SmokeFailed,
     connected,
 )
+from tasks.metrics import BY_KIND, KINDS, TaskKind
+from tests.workspace import a_task
 
 
 @pytest.fixture(scope="module")
@@ -430,3 +433,16 @@ class TestKilled:
             assert ROLLED_BACK in models.version("2").tags
         assert champions == sorted(champions, reverse=True)
         assert set(champions) == {"1", "2"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_of_a_version_is_what_it_reads(kind: TaskKind) -> None:
+    task, pairs = a_task(kind, (), BY_KIND[kind][0]), kind == "question_answering"
+    example, columns = registry._example(task, pairs), registry._questions(task, pairs)
+    assert list(example) == columns.input_names()
+    _enforce_schema(example, columns)
+
+
+def test_a_version_without_its_example_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(SmokeFailed, match="its example cannot be had"):
+        registry.ask(str(tmp_path))

@@ -35,6 +35,7 @@ from eckart.spans import NoRoom
 from eckart.svd import decompose
 from eckart.targets import weight_of
 from eckart.weighting import Metrics
+from flows import registry
 from flows.gates import digest
 from flows.promotion import _same
 from flows.registry import CHAMPION, connected, save, settings_of
@@ -335,6 +336,18 @@ class TestVersion:
         scores, labels = probabilities(compressed(), TEXTS).max(-1)
         assert [row["label"] for row in found] == [TASK.labels[label] for label in labels]
         assert [row["score"] for row in found] == pytest.approx(scores.tolist(), abs=1e-6)
+
+
+def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path) -> None:
+    """Of words, and of tags of which some are null."""
+    case = CASES["token_classification"]
+    files = write(tmp_path / "files", case.model())
+    save(files, tmp_path / "saved", case.task, pairs=False, batch_size=3, continuation=CONTINUATION)
+    pd.DataFrame({"text": case.rows()["text"][:3]}).to_parquet(tmp_path / "rows.parquet")
+    rows = pd.read_parquet(tmp_path / "rows.parquet")  # which makes arrays of lists
+    found = registry.ask(str(tmp_path / "saved"), rows)
+    assert found == ask(loaded(files, case.task), rows).to_dict("records")
+    assert None in found[1]["tags"]
 
 
 WITHOUT_PIPELINE = """
