@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
@@ -41,7 +43,11 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Ŵ `(out, in)`, for models that look at the weights of their maps (T5 asks for the type)."""
+        """NaN as `(out, in)`, which takes no memory: models may look at its type and place (T5 does)."""
+        return self.left.new_full((), math.nan).expand(len(self.left), self.right.shape[1])
+
+    def dense(self) -> Tensor:
+        """Ŵ `(out, in)`."""
         weight = (self.left if self.gate is None else self.left * self.gate) @ self.right
         return weight if self.residual is None or self.rows is None else weight.index_add(0, self.rows, self.residual)
 
@@ -135,7 +141,7 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
     with torch.device("meta"):  # draws no random weights
         module = _dense(layer, out_features, in_features)
     module = module.to_empty(device=layer.left.device).to(layer.left.dtype).train(layer.training)
-    set_weight(module, layer.weight)
+    set_weight(module, layer.dense())
     if layer.bias is not None:
         with torch.no_grad():
             module.get_parameter("bias").copy_(layer.bias)

@@ -43,14 +43,6 @@ def contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _of_schedules(recipe)
 
 
-def in_one_process(recipe: Recipe) -> Iterator[str]:
-    """The paths of parts that cannot train in several processes (eckart/rules.py, `alone`)."""
-    if isinstance(recipe.ranks, Hypernetwork | Threshold):
-        yield "ranks"
-    if isinstance(recipe.recovery, MixedRank):
-        yield "recovery"
-
-
 def _of_weighting(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if isinstance(recipe.weighting, Movement) and recipe.shaping is None:
         yield (

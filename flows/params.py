@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from eckart.recipes import Recipe, contradictions, in_one_process
+from eckart.recipes import Recipe, contradictions
 from eckart.weighting import evidence_needed
 from tasks import params
 from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
@@ -154,10 +154,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
 def _unshared(
     trainer: params.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What several processes cannot train together."""
-    for name, recipe in recipes.items():
-        for part in in_one_process(recipe) if recipe else ():
-            yield f"recipes.{name}.{part}: trains in one process only; set trainer.processes to 1"
+    """Steps whose rows several processes cannot share."""
     sizes = {f"recipes.{name}.recovery": recipe.recovery.batch_size for name, recipe in recipes.items() if recipe}
     teacher = _at(content, "teacher", "batch_size")
     for path, size in {**sizes, "teacher": teacher}.items():

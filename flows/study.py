@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import httpx
+import torch
 from prefect import allow_failure, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -119,7 +120,7 @@ def _run(root: Path, workers: int | None, timeout: float | None, task_runner: st
     if scheduler and task_runner != "dask":
         raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
-    side_by_side = workers or max(1, _cores() // typed["threads"].candidate)
+    side_by_side = workers or _side_by_side(typed["threads"].candidate)
     mirror = Mirror(root, typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start({name: _plain(section) for name, section in typed.items() if name != "recipes"}, str(flow_run.name))
     finished: dict[str, Outcome] = {}
@@ -187,6 +188,11 @@ def _phases(planned: Sequence[Planned]) -> dict[str, int]:
 
 def _plain(section: Any) -> Any:
     return section.model_dump() if isinstance(section, BaseModel) else section
+
+
+def _side_by_side(threads: int) -> int:
+    """Stages at a time: as many as the cores allow, and one where they share a GPU."""
+    return 1 if torch.cuda.is_available() else max(1, _cores() // threads)
 
 
 def _cores() -> int:

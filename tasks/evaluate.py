@@ -14,7 +14,7 @@ from tasks.calibration import load_targets
 from tasks.candidates import EVALUATIONS, FACTORIZED, FINETUNED
 from tasks.dataset import load_split, load_task
 from tasks.kinds import kind_of
-from tasks.models import load, size
+from tasks.models import load, place, size
 from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, Score, TargetSize
 from tasks.stage import StageError, candidate, run_candidate, say
@@ -35,6 +35,7 @@ def evaluate(recipe: str, keep: str) -> None:
     model, tokenizer = load(FACTORIZED / name, kind.auto, device_map=device_map)
     before = None if residual_rows(model) else scored(model, "factorized")
     model, tokenizer = load(FINETUNED / name, kind.auto, device_map=device_map)
+    place(model)
     sizes = _sizes(model, targets)
     same = before if _same_weights(FACTORIZED / name, FINETUNED / name) else None
     result = Evaluation(

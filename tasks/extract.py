@@ -147,7 +147,8 @@ def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
         )
     frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
     if params.task == "language_modeling":  # an empty row is an empty line of the text
-        frame = frame.fillna("")
+        text = frame["text"].fillna("")
+        frame["text"] = text.where(text.astype(str).str.strip() != "", "")  # as the hub's copies of WikiText have it
     elif holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
         raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
     if params.task == "token_classification":

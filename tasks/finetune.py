@@ -32,7 +32,7 @@ def finetune(recipe: str, keep: str) -> None:
     name, part = candidate(recipe, keep), f"recipes.{recipe}"
     recovery = section(f"{part}.recovery", Recovery)
     residual = section(f"{part}.residual", Residual | None)
-    seed, precision = section("seed", Seed), section("trainer", Trainer).precision
+    seed, trainer = section("seed", Seed), section("trainer", Trainer)
     set_seed(seed)
     task = load_task()
     kind = kind_of(task)
@@ -42,7 +42,7 @@ def finetune(recipe: str, keep: str) -> None:
     with explained(), output(FINETUNED / name) as folder:
         rules = list(_rules(model, task, name, float(keep), recovery, residual, seed))
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        options = {**recovery.options(), "seed": seed, "precision": precision}
+        options = {**recovery.options(), **trainer.options(), "seed": seed}
         train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
@@ -70,6 +70,12 @@ def _rules(
         yield DistillationRule(teacher, recovery.distillation, classes, kind.logits)
 
 
+def _is_shared(recipe: str) -> bool:
+    """Whether several processes can train together."""
+    recovery = section(f"recipes.{recipe}.recovery", Recovery)
+    return recovery.steps > 0 and not isinstance(recovery, MixedRank)
+
+
 def _budget(model: PreTrainedModel, keep: float) -> int:
     """Parameters that `keep` leaves to the factorized targets, after those that stay dense."""
     targets, ranks = load_targets().targets, factorized(model)
@@ -77,4 +83,4 @@ def _budget(model: PreTrainedModel, keep: float) -> int:
 
 
 if __name__ == "__main__":
-    run_candidate("finetune", finetune, trains=True)
+    run_candidate("finetune", finetune, trains=_is_shared)

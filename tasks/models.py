@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -75,6 +75,10 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
         StageError: `tokens`, which `parameter` of params.yaml sets, is too many.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
+    for module in model.modules():  # RoBERTa counts its positions from behind that of padding
+        if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
+            positions -= module.padding_idx + 1
+            break
     if positions is not None and tokens > positions:
         raise StageError(f"{parameter} is {tokens}, but the model has {positions} positions: lower it")
 

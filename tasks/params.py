@@ -102,7 +102,12 @@ class Training(Section):
 
 class Trainer(Section):
     precision: Literal["bf16"] | None
+    checkpoint_activations: bool
     processes: Count
+
+    def options(self) -> dict[str, Any]:
+        """What a training is called with."""
+        return self.model_dump(exclude={"processes"})
 
 
 class TargetPatterns(Section):

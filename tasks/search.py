@@ -184,9 +184,17 @@ def _train(this: _Search, options: Mapping[str, float], rule: Rule, constant: bo
         rules=[rule],
         schedule="constant" if constant else "linear",
         before=this.steps,
-        precision=section("trainer", Trainer).precision,
+        **section("trainer", Trainer).options(),
     )
     this.model.cpu()
+
+
+def _is_shared(recipe: str) -> bool:
+    """Whether it trains, and several processes can do so together."""
+    ranks = section(f"recipes.{recipe}.ranks", RankSearch)
+    return section(f"recipes.{recipe}.shaping", Shaping | None) is not None and not isinstance(
+        ranks, Hypernetwork | Threshold
+    )
 
 
 def _collate(this: _Search) -> Collate:
@@ -218,4 +226,4 @@ def _loss_left(values: Tensor, rank: Rank) -> float:
 
 
 if __name__ == "__main__":
-    run_candidate("search", search, trains=True)
+    run_candidate("search", search, trains=_is_shared)

@@ -30,8 +30,14 @@ def run(name: str, work: Callable[[], None], trains: bool = False) -> None:
     _guard(name, "shared", _spread(name, work) if trains else work)
 
 
-def run_candidate(name: str, work: Callable[[str, str], None], trains: bool = False) -> None:
-    """Run a stage for one candidate, named by `--recipe` and `--keep`; see `run`."""
+def run_candidate(
+    name: str, work: Callable[[str, str], None], trains: Callable[[str], bool] = lambda recipe: False
+) -> None:
+    """Run a stage for one candidate, named by `--recipe` and `--keep`.
+
+    Args:
+        trains: whether it may for a recipe, and several processes can do so together; see `run`.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
     parser.add_argument("--keep", required=True, help="share of the targets' parameters to keep, in (0, 1]")
@@ -41,7 +47,7 @@ def run_candidate(name: str, work: Callable[[str, str], None], trains: bool = Fa
     def of_candidate() -> None:
         work(arguments.recipe, arguments.keep)
 
-    _guard(stage, "candidate", _spread(name, of_candidate) if trains else of_candidate)
+    _guard(stage, "candidate", _spread(name, of_candidate) if trains(arguments.recipe) else of_candidate)
 
 
 def leads() -> bool:

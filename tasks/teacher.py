@@ -28,7 +28,7 @@ def teacher() -> None:
     check_length(model, task.max_length, "data.max_length")
     check_length(model, task.target_length or 0, "data.target_length")
     data = encoded("train", tokenizer)
-    options = settings.model_dump(exclude={"epochs"}) | {"precision": section("trainer", Trainer).precision}
+    options = settings.model_dump(exclude={"epochs"}) | section("trainer", Trainer).options()
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
     evaluation = section("evaluate", Evaluate)
     with output(TEACHER) as folder:

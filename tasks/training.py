@@ -48,6 +48,7 @@ def train(
     schedule: Literal["linear", "constant"] = "linear",
     before: int = 0,
     precision: Literal["bf16"] | None = None,
+    checkpoint_activations: bool = False,
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
 
@@ -56,6 +57,7 @@ def train(
     Args:
         collate: rows of `data` → a batch.
         schedule: of the learning rate after its linear warm-up: down to 0, or constant.
+        checkpoint_activations: keep the inputs of layers alone, and compute the rest again on the way back.
         precision: of mixed-precision training; None computes in the type of the weights.
         before: steps of an earlier training on the same curve, which this one continues.
 
@@ -81,6 +83,7 @@ def train(
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
+        "gradient_checkpointing": checkpoint_activations,
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, settings)
     trainer = _RuleTrainer(
@@ -94,6 +97,8 @@ def train(
     trainer.remove_callback(PrinterCallback)  # says every log as a raw dictionary
     trainer.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
+    if trainer.model_wrapped is not model or precision:  # a model is scored as it will be loaded
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     _finish(model, rules)
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
         raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import (
+    low_rank_layers,
     LowRankEmbedding,
     LowRankLinear,
     factorize,
@@ -136,10 +138,10 @@ def test_a_low_rank_embedding_looks_up_rows_of_the_product():
     layer.rows.fill_(3)
     layer.gate = torch.tensor([0.5, 2.0], dtype=torch.float64)
     ids = torch.tensor([[0, 6, 6], [2, 1, 0]])
-    torch.testing.assert_close(layer(ids), layer.weight.T[ids])
+    torch.testing.assert_close(layer(ids), layer.dense().T[ids])
     expected = (layer.left * layer.gate) @ layer.right
     expected[3] += layer.residual[0]
-    torch.testing.assert_close(layer.weight, expected)
+    torch.testing.assert_close(layer.dense(), expected)
 
 
 def test_a_merged_embedding_is_an_embedding_again():
@@ -184,3 +186,18 @@ def test_factorized_names_ranks_of_what_was_factorized_and_nothing_else():
     for name, rank in wanted.items():
         factorize(model, name, *factors(model, name, rank))
     assert factorized(model) == wanted
+
+
+def test_a_look_at_the_weight_costs_nothing_and_its_values_are_none() -> None:
+    """T5 looks at the type of its last map's weight in every forward."""
+    model = tiny.t5().eval()
+    ids = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    with torch.no_grad(), FlopCounterMode(display=False) as dense:
+        model(**ids)
+    for target in find_targets(model, ids).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        factorize(model, target.name, *decompose(weight, Metrics()).truncate(1))
+    with torch.no_grad(), FlopCounterMode(display=False) as small:
+        model(**ids)
+    assert small.get_total_flops() < dense.get_total_flops()
+    assert all(bool(layer.weight.isnan().all()) for layer in low_rank_layers(model).values())

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
+from tasks.dataset import load_split, load_task
+from tasks.kinds import kind_of
+from tasks.models import load
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS
 from tests.workspace import BASE, run_stage, tiny_workspace
 
@@ -54,6 +58,18 @@ def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Pat
     plain, _ = teacher(workspace)
     mixed, _ = teacher(workspace, trainer={"precision": "bf16"})
     assert {value.dtype for value in mixed.values()} == {torch.float32}
+    loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
+    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8)
+    assert (
+        json.loads(TEACHER_METRICS.read_text())["score"]["loss"] == again.loss
+    )  # not in mixed precision, as no candidate
     assert any(not torch.equal(mixed[name], value) for name, value in plain.items())
     for name, value in plain.items():
         torch.testing.assert_close(mixed[name], value, rtol=0.1, atol=0.02)
+
+
+def test_checkpointed_activations_change_nothing(workspace: Path) -> None:
+    plain, _ = teacher(workspace)
+    again, _ = teacher(workspace, trainer={"checkpoint_activations": True})
+    for name, value in plain.items():
+        torch.testing.assert_close(again[name], value)

@@ -394,12 +394,3 @@ class TestProcesses:
     def test_a_step_has_rows_for_each(self, tmp_path: Path) -> None:
         params = tiny_params(trainer={"processes": 3}, teacher={"batch_size": 9})
         assert paths(report(tmp_path, params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
-
-    def test_learned_ranks_train_in_one(self, tmp_path: Path) -> None:
-        whole = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]
-        learned = {name: whole[name] for name in ("ars", "softlm", "lpaf")}
-        params = tiny_params(
-            trainer={"processes": 2}, recipes=learned, study={"recipes": list(learned)}, teacher={"batch_size": 8}
-        )
-        found = paths(report(tmp_path, params))
-        assert found == ["recipes.ars.ranks", "recipes.softlm.ranks", "recipes.lpaf.recovery"]
