@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from eckart.layers import (
-    low_rank_layers,
     LowRankEmbedding,
     LowRankLinear,
     factorize,
     factorized,
+    low_rank_layers,
     low_rank_like,
     merge,
     replace,
