@@ -224,13 +224,16 @@ class _Collector:
             return output
         if not output.requires_grad:  # parameters are frozen, so the first targets start the graph
             output = output.detach().requires_grad_().clone()
-        output.register_hook(partial(self._backward, target, call, x, real))
+        squares = self.kinds & {"fisher", "taylor"}  # which alone need what it read
+        output.register_hook(partial(self._backward, target, call, x if squares else None, real))
         return output
 
-    def _backward(self, target: Target, call: int, x: Tensor, real: Tensor | None, gradient: Tensor) -> None:
+    def _backward(self, target: Target, call: int, x: Tensor | None, real: Tensor | None, gradient: Tensor) -> None:
         delta = self._samples(gradient.detach(), real)
         if "output_gradients" in self.kinds:
             self._add("output_gradients", target.name, _gram(delta))
+        if x is None:
+            return
         if target.repeated:
             self.calls[target][call] = x, delta
         else:

@@ -11,13 +11,13 @@ Departs from the paper: ranks are those that were decided before, and evidence i
 rather than after each component, as each capture is a pass over the calibration data.
 
 The error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖, as in the
-paper; what the layers below have lost already is not made up for. On a chain of two linear maps under weighting
-`inputs` this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its rank,
-(W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
+paper; what the layers below have lost already is not made up for. On a chain of two linear maps without biases, under
+weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its
+rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
-whose second term, and no other, depends on Ŵ₂. Deeper or with nonlinear functions between, it is no theorem.
+whose second term, and no other, depends on Ŵ₂. Deeper, with biases or nonlinear functions it is no theorem.
 """
 
 from __future__ import annotations

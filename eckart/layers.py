@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
@@ -43,8 +41,12 @@ class LowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """NaN as `(out, in)`, which takes no memory: models may look at its type and place (T5 does)."""
-        return self.left.new_full((), math.nan).expand(len(self.left), self.right.shape[1])
+        """Memory of the dense weight's shape, unfilled: models look at its type and place in every forward (T5 does).
+
+        Ŵ itself would cost more than the forward. No target is a map whose weight is used for more (eckart/targets.py).
+        """
+        shape = (len(self.left), self.right.shape[1])
+        return self.left.new_empty(shape[::-1] if self.transposed else shape)
 
     def dense(self) -> Tensor:
         """Ŵ `(out, in)`."""

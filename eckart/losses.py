@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.batch import Batch
@@ -16,20 +16,28 @@ IGNORED = -100
 """The label of a token that no loss counts."""
 _NEVER = -1e4  # the logit of what cannot be; finite, so that a divergence of two of them is 0
 
-Loss = Callable[[PreTrainedModel, Batch], Tensor]
+Model = Callable[..., Any]
+"""What gives a ModelOutput when it is called with a batch."""
+
+Loss = Callable[[Model, Batch], Tensor]
 """Sum over samples of each sample's loss `()`: the sum, as evidence must not depend on how samples are batched."""
 
 
-def mean_loss_times_batch(model: PreTrainedModel, batch: Batch) -> Tensor:
+def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:
     """The Loss of heads whose own is the mean over samples."""
-    return model(**batch).loss * _batch_size(batch)
+    return model(**batch).loss * batch_size(batch)
 
 
-def _batch_size(batch: Batch) -> int:
+def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Mean over samples of `loss`, of outputs that are there already; None: the model's own."""
+    return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
+
+
+def batch_size(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
 
 
-def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+def token_loss(model: Model, batch: Batch) -> Tensor:
     """Sum over samples of each sample's mean loss over its labelled tokens, for heads that label each token.
 
     The model's own loss is a mean over the tokens of the batch, so it weighs a sample by its length.
@@ -41,7 +49,7 @@ def token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     return (losses.view_as(labels).sum(1) / counts).sum()
 
 
-def span_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
+def span_loss(model: Model, batch: Batch) -> Tensor:
     """Sum over samples of the mean cross-entropy of start and end, for heads that point at a span of tokens.
 
     The model's own loss takes padding for tokens where a span may start or end, so it depends on the longest sample.

@@ -112,13 +112,14 @@ def find_targets(
             for name in maps
             if (
                 reason := _unwanted(name, include, exclude)
+                or _patched(maps[name])
                 or _head(model, name, heads)
-                or _tied(name, owners[f"{name}.weight"])
+                or _tied(name, owners.get(f"{name}.weight"))
             )
         }
         reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
         wanted = [name for name in probe.order if name not in reasons]
-        reasons |= _used_outside(model, batch, wanted)
+        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in wanted})
 
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
@@ -172,7 +173,16 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     return "is a head" if is_head and not heads else None
 
 
-def _tied(name: str, owners: Sequence[str]) -> str | None:
+def _patched(module: nn.Module) -> str | None:
+    """A hook of ours is on no module now, and accelerate's leave what a module does."""
+    changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
+    hooked = changed or module._forward_hooks or module._forward_pre_hooks
+    return "a hook or a forward of its own may change what it does" if hooked else None
+
+
+def _tied(name: str, owners: Sequence[str] | None) -> str | None:
+    if owners is None:
+        return "its weight is no parameter"
     others = [owner for owner in owners if owner != name]
     return f"shares its weight with {', '.join(others)}" if others else None
 
@@ -200,7 +210,9 @@ class _Probe:
         self._inputs = _inputs(model, maps, batch)
         self.order = list(self._inputs)
         self._rows = _rows(maps, self._inputs)
-        self._doubled = _rows(maps, _inputs(model, maps, {name: torch.cat([x, x]) for name, x in batch.items()}))
+        doubled = _inputs(model, maps, {name: torch.cat([x, x]) for name, x in batch.items()})
+        self._doubled = _rows(maps, doubled)
+        self._by_sample = {name for name in doubled if self._starts_with_samples(name, doubled[name])}
         self._changed = {
             mask: _rows(maps, _inputs(model, maps, _other_length(batch, mask))) for mask in MASKS if mask in batch
         }
@@ -208,6 +220,10 @@ class _Probe:
     def reads(self, name: str) -> tuple[int, ...]:
         """What tells the tensors that it reads from others, as long as this probe lives and holds them."""
         return tuple(map(id, self._inputs[name]))
+
+    def calls(self, name: str) -> int:
+        """How often it runs for the batch."""
+        return len(self._rows[name])
 
     def repeated(self, name: str) -> bool:
         """A cell runs once where the batch has a single token, and twice where it has another."""
@@ -226,10 +242,19 @@ class _Probe:
             return "it reads a nested tensor, whose rows no mask of the batch describes"
         if self._doubled.get(name) != [2 * count for count in rows]:
             return "not all that it reads belongs to the samples of a batch"
+        if name not in self._by_sample:
+            return "its rows are not in order of samples"
         changes = [self._change(name, mask) for mask in self._changed]
         if None in changes or sum(map(bool, changes)) > 1:
             return "its tokens are not those of a mask"
+        if changes and not any(changes) and set(rows) != {self.samples}:  # one row a sample, or what the model makes up
+            return "its tokens are not those of a mask"
         return None
+
+    def _starts_with_samples(self, name: str, doubled: Sequence[Tensor]) -> bool:
+        """Whether the first half of what it reads of every sample twice is what it reads of every sample once."""
+        pairs = zip(self._inputs[name], doubled, strict=False)
+        return all(not x.is_nested and len(y) == 2 * len(x) and _alike(y[: len(x)], x) for x, y in pairs if x.dim() > 0)
 
     def _change(self, name: str, mask: str) -> bool | None:
         """Whether it reads one token of each sample less, or more, where there is one less or more; None: neither."""
@@ -241,6 +266,14 @@ class _Probe:
             return True if each == {self.samples} else None
         cell = abs(len(rows) - len(others)) == 1 and {*rows, *others} == {self.samples}  # a call for each token
         return True if cell else None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether they are equal but for rounding, that of bfloat16 included."""
+    if one.shape != other.shape or not one.is_floating_point():
+        return torch.equal(one, other)
+    one, other = one.float().nan_to_num(), other.float().nan_to_num()
+    return float((one - other).norm()) <= 0.05 * float(other.norm())
 
 
 def _inputs(model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
@@ -288,6 +321,7 @@ class _StandIn(nn.Module):
         self.module = module
         self.bias = getattr(module, "bias", None)
         self.read = False
+        self.calls = 0
 
     @property
     def weight(self) -> Tensor:
@@ -295,27 +329,29 @@ class _StandIn(nn.Module):
         return torch.full_like(self.module.get_parameter("weight"), math.nan)
 
     def forward(self, x: Tensor) -> Any:
+        self.calls += 1
         return self.module(x)
 
 
-def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
-    """Which of the modules `names` cannot be replaced, as more than their forward is used, and why.
+def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
+    """Which of these modules, each with the number of its calls, cannot be replaced and why: more than that is used.
 
     A look at the weight's type or device is no use of it (T5).
     """
     expected = _not_numbers(model(**batch))
-    failed, read = _replaced(model, batch, names, expected)
+    names = list(calls)
+    failed, read = _replaced(model, batch, calls, expected)
     if failed is None:
         return {}
-    alone = {name: _replaced(model, batch, [name], expected)[0] for name in read or names}
+    alone = {name: _replaced(model, batch, {name: calls[name]}, expected)[0] for name in read or names}
     return {name: reason for name, reason in alone.items() if reason} or dict.fromkeys(names, failed)
 
 
 def _replaced(
-    model: nn.Module, batch: Mapping[str, Tensor], names: Sequence[str], expected: Sequence[bool]
+    model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
-    """What goes wrong where stand-ins take the place of `names`, and whose weights were read if the model ran."""
-    modules = {name: model.get_submodule(name) for name in names}
+    """What goes wrong where stand-ins take the place of these, and whose weights were read if the model ran."""
+    modules = {name: model.get_submodule(name) for name in calls}
     others = {name: _StandIn(module).eval() for name, module in modules.items()}
     try:
         for name, other in others.items():
@@ -326,6 +362,9 @@ def _replaced(
     finally:
         for name, module in modules.items():
             model.set_submodule(name, module)
+    bypassed = [name for name, other in others.items() if other.calls != calls[name]]
+    if bypassed:
+        return "is called by another reference than its name", bypassed
     read = [name for name, other in others.items() if other.read]
     return (None if found == expected else "its weight is used outside its forward"), read
 

@@ -69,6 +69,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
+    tokenizer.padding_side = "right"  # before a text it would shift the positions of models that count them (GPT-2)
     model.config.pad_token_id = tokenizer.pad_token_id
     _check_prefix(found, task)
     if task.labels:

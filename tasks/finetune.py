@@ -21,6 +21,7 @@ from tasks.calibration import load_targets
 from tasks.candidates import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.dataset import Task, load_task
 from tasks.kinds import kind_of
+from tasks.kinds.kind import loss_of_training
 from tasks.models import TEACHER, load
 from tasks.params import Seed, Trainer, section
 from tasks.stage import candidate, explained, output, run_candidate
@@ -42,7 +43,7 @@ def finetune(recipe: str, keep: str) -> None:
     with explained(), output(FINETUNED / name) as folder:
         rules = list(_rules(model, task, name, float(keep), recovery, residual, seed))
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        options = {**recovery.options(), **trainer.options(), "seed": seed}
+        options = {**recovery.options(), **trainer.options(), "seed": seed, "loss": loss_of_training(kind)}
         train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
@@ -63,7 +64,7 @@ def _rules(
     if isinstance(recovery, MixedRank):
         source, _ = load(source_model(name, TEACHER), kind.auto)
         weights = {target: weight_of(source.get_submodule(target)) for target in factorized(model)}
-        yield MixedRankRule(model, weights, recovery, classes, seed, kind.logits)
+        yield MixedRankRule(model, weights, recovery, classes, seed, kind.logits, loss_of_training(kind))
     if recovery.distillation:
         teacher, _ = load(TEACHER, kind.auto)
         teacher.to(model.device)  # type: ignore[arg-type]

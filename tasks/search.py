@@ -36,7 +36,7 @@ from tasks.calibration import IMPORTANCE, load_targets
 from tasks.candidates import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
-from tasks.kinds.kind import Collate, Kind
+from tasks.kinds.kind import Collate, Kind, loss_of_training
 from tasks.models import TEACHER, load
 from tasks.params import Importance, Seed, Trainer, section
 from tasks.stage import StageError, candidate, explained, leads, output, run_candidate, say
@@ -184,6 +184,7 @@ def _train(this: _Search, options: Mapping[str, float], rule: Rule, constant: bo
         rules=[rule],
         schedule="constant" if constant else "linear",
         before=this.steps,
+        loss=loss_of_training(this.kind),
         **section("trainer", Trainer).options(),
     )
     this.model.cpu()

@@ -10,6 +10,7 @@ from tasks.base import load_base
 from tasks.batches import encoded
 from tasks.dataset import load_split, load_task
 from tasks.kinds import kind_of
+from tasks.kinds.kind import loss_of_training
 from tasks.models import TEACHER, check_length, size
 from tasks.params import Evaluate, Model, Seed, Trainer, Training, section
 from tasks.records import TEACHER_CURVE, TEACHER_METRICS, TeacherReport
@@ -32,7 +33,16 @@ def teacher() -> None:
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
     evaluation = section("evaluate", Evaluate)
     with output(TEACHER) as folder:
-        train(model, kind.collate(tokenizer, model), data, TEACHER_CURVE, steps=steps, seed=seed, **options)
+        train(
+            model,
+            kind.collate(tokenizer, model),
+            data,
+            TEACHER_CURVE,
+            steps=steps,
+            seed=seed,
+            loss=loss_of_training(kind),
+            **options,
+        )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         result = TeacherReport(

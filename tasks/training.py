@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from eckart.losses import Loss, mean_loss
 from eckart.rules import Rule
 from tasks.checkpoints import Checkpoints
 from tasks.kinds.kind import Collate, devices
@@ -49,6 +50,7 @@ def train(
     before: int = 0,
     precision: Literal["bf16"] | None = None,
     checkpoint_activations: bool = False,
+    loss: Loss | None = None,
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
 
@@ -57,6 +59,7 @@ def train(
     Args:
         collate: rows of `data` → a batch.
         schedule: of the learning rate after its linear warm-up: down to 0, or constant.
+        loss: whose mean over rows is minimised; None takes the model's own loss.
         checkpoint_activations: keep the inputs of layers alone, and compute the rest again on the way back.
         precision: of mixed-precision training; None computes in the type of the weights.
         before: steps of an earlier training on the same curve, which this one continues.
@@ -93,6 +96,7 @@ def train(
         data_collator=collate,
         callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
         rules=rules,
+        loss=loss,
     )
     trainer.remove_callback(PrinterCallback)  # says every log as a raw dictionary
     trainer.train(resume_from_checkpoint=checkpoints.resume())
@@ -142,8 +146,9 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 class _RuleTrainer(Trainer):
     """A Trainer whose steps obey rules."""
 
-    def __init__(self, *args: Any, rules: Sequence[Rule], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.loss = loss
         self.rules = rules
         self.options = {name: value for rule in rules for name, value in rule.forward_options.items()}
         self.task_losses: list[float] = []
@@ -161,12 +166,13 @@ class _RuleTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if not self.rules:
+        if not self.rules and self.loss is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         for rule in self.rules:
             rule.before_forward(self.state.global_step)
         batch = {**inputs, **self.options}
-        loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
+        own, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
+        loss = own if self.loss is None else mean_loss(self.loss, outputs, inputs)
         self.task_losses.append(float(loss.detach()))
         for rule in self.rules:
             extra = rule.extra_loss(model, inputs, outputs)  # type: ignore[arg-type]

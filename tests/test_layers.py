@@ -15,7 +15,6 @@ from eckart.layers import (
     LowRankLinear,
     factorize,
     factorized,
-    low_rank_layers,
     low_rank_like,
     merge,
     replace,
@@ -188,7 +187,7 @@ def test_factorized_names_ranks_of_what_was_factorized_and_nothing_else():
     assert factorized(model) == wanted
 
 
-def test_a_look_at_the_weight_costs_nothing_and_its_values_are_none() -> None:
+def test_a_look_at_the_weight_costs_nothing() -> None:
     """T5 looks at the type of its last map's weight in every forward."""
     model = tiny.t5().eval()
     ids = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
@@ -200,4 +199,3 @@ def test_a_look_at_the_weight_costs_nothing_and_its_values_are_none() -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as small:
         model(**ids)
     assert small.get_total_flops() < dense.get_total_flops()
-    assert all(bool(layer.weight.isnan().all()) for layer in low_rank_layers(model).values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
@@ -350,6 +352,19 @@ def test_a_map_that_runs_once_for_each_token_is_a_target():
         assert not any(target.repeated for name, target in by_name.items() if name != NAME)
 
 
+class _OtherInputs(nn.Module):
+    """A map that reads, from the second of three calls on, what nobody else does."""
+
+    def __init__(self, map: nn.Linear) -> None:
+        super().__init__()
+        self.map = map
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.map(x if self.calls % 3 == 1 else x + 1)
+
+
 def test_readers_share_their_input_only_where_all_their_calls_do():
     by_name = {target.name: target for target in found(tiny.albert()).targets}
     layer = "albert.encoder.albert_layer_groups.0.albert_layers.0."
@@ -358,15 +373,9 @@ def test_readers_share_their_input_only_where_all_their_calls_do():
 
     model = tiny.albert()
     attention = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention
-    seen = []
-
-    def from_the_second_call_on(_, args):
-        seen.append(args)
-        return None if len(seen) % 3 == 1 else (args[0] + 1,)
-
-    attention.key.register_forward_pre_hook(from_the_second_call_on)
+    attention.key = _OtherInputs(attention.key)
     by_name = {target.name: target for target in found(model).targets}
-    assert by_name[f"{layer}attention.key"].input_of == f"{layer}attention.key"
+    assert by_name[f"{layer}attention.key.map"].input_of == f"{layer}attention.key.map"
 
 
 # --- tokens of a decoder ---------------------------------------------------------------------------------------------
@@ -413,3 +422,52 @@ def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])}
     result = find_targets(BartForSequenceClassification(config), batch)
     assert {target.mask for target in result.targets} == {"attention_mask"}
+
+
+class TestWhatSlipsThrough:
+    """Modules that would be silently wrong, were they replaced: each has its reason."""
+
+    def excluded(self, change: Callable[[nn.Linear, nn.Module], None]) -> str:
+        model = tiny.bert()
+        intermediate = model.bert.encoder.layer[0].intermediate
+        change(intermediate.dense, intermediate)
+        return found(model).excluded["bert.encoder.layer.0.intermediate.dense"]
+
+    def test_a_hook_on_the_map(self) -> None:
+        assert "hook" in self.excluded(lambda map, _: map.register_forward_hook(lambda *args: 2 * args[2]))
+
+    def test_a_forward_of_its_own(self) -> None:
+        assert "forward of its own" in self.excluded(
+            lambda map, _: setattr(map, "forward", lambda x: 2 * (x @ map.weight.T))
+        )
+
+    def test_a_call_by_another_reference(self) -> None:
+        def by_reference(map: nn.Linear, parent: nn.Module) -> None:
+            kept = [map]
+            parent.forward = lambda x: parent.intermediate_act_fn(kept[0](x))  # type: ignore[method-assign]
+
+        assert "another reference" in self.excluded(by_reference)
+
+    def test_rows_in_order_of_tokens(self) -> None:
+        """Time first, then samples, flattened: nothing in their number tells."""
+
+        def time_first(map: nn.Linear, parent: nn.Module) -> None:
+            def forward(x: Tensor) -> Tensor:
+                y = map(x.transpose(0, 1).reshape(-1, x.shape[-1]))
+                return parent.intermediate_act_fn(y.view(x.shape[1], x.shape[0], -1).transpose(0, 1))
+
+            parent.forward = forward  # type: ignore[method-assign]
+
+        assert "order of samples" in self.excluded(time_first)
+
+    def test_tokens_that_the_model_makes_up(self) -> None:
+        """Always eight, whatever the batch has."""
+
+        def padded(map: nn.Linear, parent: nn.Module) -> None:
+            def forward(x: Tensor) -> Tensor:
+                y = map(torch.nn.functional.pad(x, (0, 0, 0, 8))[:, :8])
+                return parent.intermediate_act_fn(torch.nn.functional.pad(y, (0, 0, 0, 8))[:, : x.shape[1]])
+
+            parent.forward = forward  # type: ignore[method-assign]
+
+        assert "not those of a mask" in self.excluded(padded)

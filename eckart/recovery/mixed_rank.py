@@ -18,6 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from eckart import schedules
 from eckart.batch import Batch
 from eckart.layers import LowRankLinear, replace
+from eckart.losses import Loss, mean_loss
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
 from eckart.rules import Predictions, Rule, logits_of
@@ -66,6 +67,7 @@ class MixedRankRule(Rule):
         classification: whether the logits are of classes (agreement by KL) or a regression's values (by MSE).
         seed: of z.
         predictions: the logits that are to agree.
+        loss: whose mean over samples is the task's; None: the model's own.
 
     Raises:
         ValueError: a target is not factorized, or its W has another shape than its factors.
@@ -82,11 +84,13 @@ class MixedRankRule(Rule):
         classification: bool,
         seed: int,
         predictions: Predictions = logits_of,
+        loss: Loss | None = None,
     ) -> None:
         self.settings = settings
         self.model = model
         self.classification = classification
         self.predictions = predictions
+        self.loss = loss
         self.until = schedules.steps_in(settings.until, settings.steps)
         self.generator = torch.Generator().manual_seed(seed)
         self.p = settings.initial
@@ -113,7 +117,8 @@ class MixedRankRule(Rule):
         second = model(**batch)
         disagreement = self._disagreement(self.predictions(outputs, batch), self.predictions(second, batch))
         self.disagreement = float(disagreement.detach())
-        return (second["loss"] - outputs["loss"]) / 2 + self.settings.consistency * disagreement
+        first_loss, second_loss = (mean_loss(self.loss, some, batch) for some in (outputs, second))
+        return (second_loss - first_loss) / 2 + self.settings.consistency * disagreement
 
     def finish(self) -> None:
         for name, layer in self.layers.items():

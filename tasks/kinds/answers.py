@@ -149,6 +149,7 @@ ANSWERS = Kind(
     encode=encode,
     collate=_collate,
     loss=span_loss,
+    own_loss=False,
     logits=span_logits,
     score=score,
     answers=answers,

@@ -46,6 +46,8 @@ class Kind:
     """Rows of `encode` → a batch."""
     loss: Loss
     """Of which evidence is the gradient."""
+    own_loss: bool
+    """Whether its mean over samples is the model's own loss; if not, training takes that mean in place of it."""
     logits: Predictions
     """What a teacher teaches; padding is no prediction."""
     score: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], Score]
@@ -64,6 +66,11 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
             f"{type(tokenizer).__name__} does not say where its tokens stand in a text, which {task.kind} needs: "
             "name a model.base with a fast tokenizer (a tokenizer.json)"
         )
+
+
+def loss_of_training(kind: Kind) -> Loss | None:
+    """What `train` takes in place of the model's own loss; None: that one."""
+    return None if kind.own_loss else kind.loss
 
 
 def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:

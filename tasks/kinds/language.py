@@ -118,6 +118,7 @@ LANGUAGE = Kind(
     encode=encode,
     collate=_collate,
     loss=mean_loss_times_batch,  # blocks are of one length, so each counts alike
+    own_loss=True,
     logits=_logits,
     score=score,
     answers=answers,

@@ -30,7 +30,13 @@ def head(task: Task) -> dict[str, Any]:
     if task.kind == "regression":
         return {"num_labels": 1, "problem_type": "regression"}
     names = dict(enumerate(task.labels))
-    return {"num_labels": len(names), "id2label": names, "label2id": {name: label for label, name in names.items()}}
+    kind = {"problem_type": "single_label_classification"}
+    return {
+        **kind,
+        "num_labels": len(names),
+        "id2label": names,
+        "label2id": {name: label for label, name in names.items()},
+    }
 
 
 def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
@@ -95,6 +101,7 @@ SEQUENCE = Kind(
     encode=encode,
     collate=_collate,
     loss=mean_loss_times_batch,
+    own_loss=True,
     logits=logits_of,
     score=score,
     answers=answers,

@@ -142,6 +142,7 @@ SUMMARIES = Kind(
     encode=encode,
     collate=collate,
     loss=token_loss,
+    own_loss=False,
     logits=labelled,
     score=score,
     answers=answers,

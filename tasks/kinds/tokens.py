@@ -126,6 +126,7 @@ TOKENS = Kind(
     encode=encode,
     collate=_collate,
     loss=token_loss,
+    own_loss=False,
     logits=labelled,
     score=score,
     answers=answers,
