@@ -72,14 +72,11 @@ class Point:
         """Bytes that a batch has in memory at the peak: of all layers where gradients are needed, else of one.
 
         A layer's graph holds the inputs of two norms in float32, query, key, value and output of the attention, and
-        three tensors of the MLP; maps that are frozen hold nothing. Each target of the group holds its input in
-        float32, which is a copy where the model computes in another type, and else one tensor for all that read it.
+        three tensors of the MLP; maps that are frozen hold nothing, nor does kfac need inputs on the way back.
         """
         size, tokens = BYTES[self.dtype], self.rows * self.tokens
         layer = 2 * self.hidden * 4 + (4 * self.hidden + 3 * self.mlp) * size
-        readers = 3 if self.dtype == "float32" else 6
-        inputs = 4 * (readers * self.hidden + self.mlp)
-        return tokens * (self.layers * layer + self.group * inputs if self.weighting == "kfac" else layer)
+        return tokens * layer * (self.layers if self.weighting == "kfac" else 1)
 
     @property
     def term(self) -> int:
