@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
-from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -120,6 +119,8 @@ def _written(
 
 def rouge(references: list[str], summaries: list[str]) -> dict[MetricName, float]:
     """Mean F-measures, in [0, 1]."""
+    from rouge_score.rouge_scorer import RougeScorer  # its absl would close stderr where logging is set up after it
+
     names = BY_KIND["summarization"]
     scorer = RougeScorer(names, use_stemmer=True)
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
