@@ -639,3 +639,15 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     assert "piqa.acc" in page()
     (line,) = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
     assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")
+
+
+def test_the_page_says_in_what_precision_and_how_many_processes_models_trained() -> None:
+    make_study(["svd"], [0.5], ["h.0.query"])
+    compare.compare()
+    assert "Trainings" not in page()
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    settings["trainer"] |= {"precision": "bf16", "processes": 2}
+    write("params.yaml", {**settings, "model": {**settings["model"], "dtype": "bfloat16"}})
+    compare.compare()
+    assert "in mixed precision (bf16), in 2 processes" in page()
+    assert ", in bfloat16" in page()

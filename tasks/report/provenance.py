@@ -40,14 +40,15 @@ def provenance(results: Results) -> Provenance:
 def _facts(results: Results) -> dict[str, str]:
     data, model = params.section("data", params.Data), params.section("model", params.Model)
     teacher, timing = params.section("teacher", params.Training), params.section("benchmark", params.Benchmark)
-    seed = params.section("seed", params.Seed)
+    seed, trainer = params.section("seed", params.Seed), params.section("trainer", params.Trainer)
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
         "Data": f"{source}, split and sampled with seed {data.seed}; {results.teacher.score.rows:,} test rows, "
         f"the same for every model; {cut(data)}.",
-        "Base model": " at ".join(filter(None, (model.base, model.revision))),
+        "Base model": " at ".join(filter(None, (model.base, model.revision))) + _in(model.dtype),
         "Dense model": _training(teacher, seed),
+        **_machines(trainer),
         "Recovery": f"Each factorized model trains on the task with seed {seed}, as its recipe below says{search}.",
         "Speed": f"Median over {timing.repetitions} pairs of forwards of {timing.batch_size} rows × {timing.tokens} "
         "tokens, dense and candidate in turn in one process.",
@@ -59,6 +60,18 @@ def cut(data: params.Data) -> str:
     if data.task == "language_modeling":
         return f"each a block of {data.max_length} tokens of the text"
     return f"texts are cut to {data.max_length} tokens"
+
+
+def _in(dtype: str) -> str:
+    return "" if dtype == "float32" else f", in {dtype}"
+
+
+def _machines(trainer: params.Trainer) -> dict[str, str]:
+    """How trainings ran, where it is not the plain way."""
+    precision = "in mixed precision (bf16)" if trainer.precision else ""
+    processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
+    ways = ", ".join(filter(None, (precision, processes)))
+    return {"Trainings": f"All {ways}."} if ways else {}
 
 
 def _training(teacher: params.Training, seed: int) -> str:
