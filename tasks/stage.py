@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ class StageError(RuntimeError):
 def run(name: str, work: Callable[[], None], trains: bool = False) -> None:
     """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says."""
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
-    _guard(name, "shared", _spread(name, work) if trains else work)
+    _guard(name, "shared", partial(_spread, name, work) if trains else work)
 
 
 def run_candidate(
@@ -45,9 +46,10 @@ def run_candidate(
     stage = f"{name}@{arguments.recipe}-{arguments.keep}"
 
     def of_candidate() -> None:
-        work(arguments.recipe, arguments.keep)
+        one = partial(work, arguments.recipe, arguments.keep)
+        _spread(name, one) if trains(arguments.recipe) else one()
 
-    _guard(stage, "candidate", _spread(name, of_candidate) if trains(arguments.recipe) else of_candidate)
+    _guard(stage, "candidate", of_candidate)
 
 
 def leads() -> bool:
@@ -55,25 +57,22 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _spread(name: str, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, or what does it in several processes: each runs the whole stage, the Trainer joins their gradients."""
+def _spread(name: str, work: Callable[[], None]) -> None:
+    """Work in as many processes as params.yaml says: each runs the whole stage, the Trainer joins their gradients."""
     processes = section("trainer", Trainer).processes
     if processes == 1 or "RANK" in os.environ:
-        return work
+        return work()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-
-    def launched() -> None:
-        last, command = "", [*launch, "-m", f"tasks.{name}", *sys.argv[1:]]
-        code = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-        with subprocess.Popen(command, env=code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as group:
-            assert group.stdout
-            for line in group.stdout:
-                say(line.rstrip())
-                last = line if line.startswith((f"{name}: ", f"{name}@")) else last  # what ended one of them
-        if group.returncode:
-            sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
-
-    return launched
+    last, command = "", [*launch, "-m", f"tasks.{name}", *sys.argv[1:]]
+    code = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    with subprocess.Popen(command, env=code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as group:
+        assert group.stdout
+        for line in group.stdout:
+            say(line.rstrip())
+            last = line if line.startswith((f"{name}: ", f"{name}@")) else last  # what ended one of them
+    if group.returncode:
+        sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
+    return None
 
 
 @contextmanager

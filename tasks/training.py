@@ -86,7 +86,7 @@ def train(
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
-        "gradient_checkpointing": checkpoint_activations,
+        "activation_checkpointing": checkpoint_activations,
     }
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, settings)
     trainer = _RuleTrainer(

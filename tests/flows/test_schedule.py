@@ -38,7 +38,13 @@ def served(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     port = free_port()
     places = {"PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")), "PREFECT_SERVER_API_PORT": str(port)}
     command = [sys.executable, "-m", "flows", "serve", "--cron", "0 2 1 1 *", "--workers", "2"]
-    process = subprocess.Popen(command, cwd=workspace, env=ENVIRONMENT | places, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=workspace,
+        env=ENVIRONMENT | places,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores Ctrl-C
+    )
     address = f"http://127.0.0.1:{port}"
     try:
         with temporary_settings({PREFECT_API_URL: f"{address}/api"}), get_client(sync_client=True) as client:
