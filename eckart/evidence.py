@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from eckart.batch import Batch
 from eckart.losses import Loss, mean_loss_times_batch
-from eckart.targets import MASKS, Target, is_embedding, weight_of
+from eckart.targets import MASKS, Target, eval_mode, is_embedding, weight_of
 
 Kind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -399,22 +399,20 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
-    modes = {module: module.training for module in model.modules()}
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
     try:
-        model.eval().requires_grad_(False)
+        model.requires_grad_(False)
         if config is not None and caches is not None:
             config.use_cache = False
-        yield
+        with eval_mode(model):
+            yield
     finally:
         if config is not None and caches is not None:
             config.use_cache = caches
         for parameter in wanted:
             parameter.requires_grad_(True)
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _summed(values: Tensor) -> torch.dtype:

@@ -104,19 +104,9 @@ def find_targets(
         for name, module in model.named_modules()
         if is_linear(module) or (embeddings and is_embedding(module))
     }
-    owners = _weight_owners(model)
-    with _eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         probe = _Probe(model, maps, batch)
-        reasons = {
-            name: reason
-            for name in maps
-            if (
-                reason := _unwanted(name, include, exclude)
-                or _patched(maps[name])
-                or _head(model, name, heads)
-                or _tied(name, owners.get(f"{name}.weight"))
-            )
-        }
+        reasons = _unseen_reasons(model, maps, include, exclude, heads)
         reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
         wanted = [name for name in probe.order if name not in reasons]
         reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in wanted})
@@ -157,6 +147,21 @@ def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 # --- reasons that a name or a weight gives ---------------------------------------------------------------------------
+
+
+def _unseen_reasons(
+    model: PreTrainedModel, maps: Mapping[str, nn.Module], include: Sequence[str], exclude: Sequence[str], heads: bool
+) -> dict[str, str]:
+    """Why maps are no targets, whatever they do when the model runs."""
+    owners = _weight_owners(model)
+    every = {
+        name: _unwanted(name, include, exclude)
+        or _patched(module)
+        or _head(model, name, heads)
+        or _tied(name, owners.get(f"{name}.weight"))
+        for name, module in maps.items()
+    }
+    return {name: reason for name, reason in every.items() if reason}
 
 
 def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
@@ -383,7 +388,8 @@ def _samples(batch: Mapping[str, Tensor]) -> int:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode; each module comes back to the one it was in."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()

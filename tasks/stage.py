@@ -61,7 +61,8 @@ def _spread(name: str, work: Callable[[], None]) -> None:
     """Work in as many processes as params.yaml says: each runs the whole stage, the Trainer joins their gradients."""
     processes = section("trainer", Trainer).processes
     if processes == 1 or "RANK" in os.environ:
-        return work()
+        work()
+        return
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     last, command = "", [*launch, "-m", f"tasks.{name}", *sys.argv[1:]]
     code = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
@@ -72,7 +73,6 @@ def _spread(name: str, work: Callable[[], None]) -> None:
             last = line if line.startswith((f"{name}: ", f"{name}@")) else last  # what ended one of them
     if group.returncode:
         sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
-    return None
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -28,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.batch import Batch
@@ -37,7 +36,7 @@ from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
 from eckart.losses import Loss, mean_loss_times_batch
 from eckart.svd import Decomposition, decompose
-from eckart.targets import Target, weight_of
+from eckart.targets import Target, eval_mode, weight_of
 from eckart.weighting import Weighting, evidence_needed, weigh
 
 _WALKS = 8  # over the model, to find the increase that meets keep
@@ -91,7 +90,7 @@ def search(
         return dict.fromkeys(_names(targets))  # r = 0 meets keep
     if not batches:
         raise ValueError("there is no calibration sample: raise data.sizes.calibration")
-    with _eval_mode(model):
+    with eval_mode(model):
         walks = _Walks(
             model, targets, settings.grid, batches, weighting, _times(model, targets, settings, batches, seconds), loss
         )
@@ -354,7 +353,7 @@ def _run(
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:
-        with _eval_mode(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             model(**batch)
     finally:
         for hook in hooks:
@@ -364,14 +363,3 @@ def _run(
 def _synchronize(tensor: Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

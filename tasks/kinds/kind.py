@@ -73,6 +73,11 @@ def loss_of_training(kind: Kind) -> Loss | None:
     return None if kind.own_loss else kind.loss
 
 
+def plain_head(task: Task) -> dict[str, Any]:
+    """A head whose shape does not depend on the task."""
+    return {}
+
+
 def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:
     """A score by all metrics of its kind."""
     return Score(metric=metrics[task.metric], loss=loss, rows=rows, metrics=metrics)

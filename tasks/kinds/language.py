@@ -23,7 +23,7 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.batch import Batch
 from eckart.losses import mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Kind, predict, scored
+from tasks.kinds.kind import Answers, Kind, plain_head, predict, scored
 from tasks.models import inputs_device
 from tasks.records import Score
 from tasks.stage import StageError
@@ -104,17 +104,13 @@ def _logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     return outputs["logits"][:, :-1].flatten(0, 1)
 
 
-def _head(task: Task) -> dict[str, Any]:
-    return {}
-
-
 def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Any:
     return default_data_collator
 
 
 LANGUAGE = Kind(
     auto=AutoModelForCausalLM,
-    head=_head,
+    head=plain_head,
     encode=encode,
     collate=_collate,
     loss=mean_loss_times_batch,  # blocks are of one length, so each counts alike
