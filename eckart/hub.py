@@ -5,7 +5,8 @@ registered here to swap the modules before it loads the weights, so that after `
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 
-gives bit for bit the model that was saved: every architecture, safetensors, no remote code.
+gives the model that was saved: every architecture, safetensors, no remote code. Its weights are the same bits, its
+answers the same to rounding: how some processors sum a product depends on where in memory its operands begin.
 """
 
 from __future__ import annotations
