@@ -35,11 +35,11 @@ from eckart.spans import NoRoom
 from eckart.svd import decompose
 from eckart.targets import weight_of
 from eckart.weighting import Metrics
-from flows import registry
-from flows.gates import digest
-from flows.promotion import _same
-from flows.registry import CHAMPION, connected, save, settings_of
-from flows.served import ANSWERS, Served
+from flows.promotion.flow import _same
+from flows.promotion.gates import digest
+from flows.registry import versions as registry
+from flows.registry.served import ANSWERS, Served
+from flows.registry.versions import CHAMPION, connected, save, settings_of
 from flows.settings import answers
 from tasks.dataset import Task
 from tasks.kinds import kind_of

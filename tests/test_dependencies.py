@@ -6,7 +6,7 @@ import grimp
 import pytest
 from ruamel.yaml import YAML
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
 
 # Imported by eckart/hub.py only when a compressed model is loaded or saved; these stages load the dense teacher.
