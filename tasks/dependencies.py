@@ -1,7 +1,7 @@
 """Which code a stage can run, written into dvc.yaml: `make deps`.
 
-DVC reads no imports, so each file of code is a dependency of its own. What a stage may import, at its start or later, is
-taken from the import graph of the working directory; a package's data files, such as a template, belong to it.
+DVC reads no imports, so each file of code is a dependency of its own. What a stage may import, at its start or later,
+is taken from the import graph of the working directory; a package's data files, such as a template, belong to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""dvc.yaml against the code: a stage depends on every file it can run and on none that it cannot; a script writes it."""
+"""dvc.yaml against the code: a stage depends on every file it can run and on no other; a script writes it."""
 
 import shutil
 import subprocess
