@@ -488,7 +488,7 @@ class TestRunning:
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from flows import workspaces\n"
+            "import sys; from pathlib import Path; from flows import seeds; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "seeds.run_all(Path(sys.argv[1]), study)"
         )
