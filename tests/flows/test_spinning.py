@@ -13,7 +13,8 @@ from tests.workspace import REPOSITORY
 
 # Stages are forked from a warm server, which imports torch and more before them, or started by a shell.
 FLOW = """
-from flows import processes, settings
+from flows import settings
+from flows.engine import processes
 settings.apply()
 with processes.reaping():
     for command in ("python -m tasks.extract --help", "cd . && python -c 'import torch'"):
