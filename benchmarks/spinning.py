@@ -1,6 +1,6 @@
 """What waiting threads cost: a training step of two threads, on a machine that is quiet or busy.
 
-    python benchmarks/spinning.py    # the table of docs/scaling.md, as Markdown; some minutes
+    python benchmarks/spinning.py    # as Markdown; some minutes
 
 A thread of OpenMP that waits for the others spins for a while, unless OMP_WAIT_POLICY is PASSIVE. Where other work
 needs the processor, it spins on time that the thread it waits for could have used. Each point is a process of its own,
