@@ -47,7 +47,7 @@ def _files(graph: grimp.ImportGraph, module: str) -> set[str]:
         path = Path(name.replace(".", "/"))
         found.add(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
         if path.is_dir():
-            found |= {file for file in path.iterdir() if file.is_file() and file.suffix not in (".py", ".pyc")}
+            found |= {file for file in path.iterdir() if file.is_file() and file.suffix not in (".py", ".pyc", ".typed")}
     return {str(file) for file in found}
 
 
