@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-
+Batch = Mapping[str, Tensor]
+"""What a model is called with: name of an input → values, each `(batch, …)`."""
 IGNORED = -100
 """The label of a token that no loss counts."""
 _NEVER = -1e4  # the logit of what cannot be; finite, so that a divergence of two of them is 0

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.layers import LowRankLinear, low_rank_layers, merge
-from eckart.rules import Rule
 from eckart.schedules import cubic, steps_in
+from eckart.training_rules import Rule
 
 
 class SparseRows(BaseModel):

@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import Evidence
 from eckart.optimization import Optimization
-from eckart.rules import Rule
 from eckart.schedules import cubic, steps_in
 from eckart.targets import Target, weight_of
+from eckart.training_rules import Rule
 
 _FLOOR = 0.01  # least score of a row, relative to the mean row
 

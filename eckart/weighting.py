@@ -1,4 +1,4 @@
-"""Weightings: what matters about a target's error, as a pair of metrics.
+"""Weightings: what matters about a target's error, as a norm of it.
 
 A weighting turns evidence into L and R of ‖L (W − Ŵ) R‖_F. Only their squares A = LᵀL `(out, out)` and B = R Rᵀ
 `(in, in)` are ever stated: evidence consists of such second moments, and the decomposition needs a root of the smaller
@@ -14,19 +14,19 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from eckart.evidence import Axis, Evidence, Kind
+from eckart.evidence import Axis, Evidence, EvidenceKind
 from eckart.targets import Target
 
-Metric = Tensor | None
-"""A positive semidefinite matrix: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
+Side = Tensor | None
+"""LᵀL or R Rᵀ, positive semidefinite: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """`left` is LᵀL over outputs, `right` is R Rᵀ over inputs."""
+class ErrorNorm:
+    """‖L E R‖_F: `left` is LᵀL over outputs, `right` is R Rᵀ over inputs."""
 
-    left: Metric = None
-    right: Metric = None
+    left: Side = None
+    right: Side = None
 
 
 class _Part(BaseModel):
@@ -76,7 +76,7 @@ class FisherInputs(_Part):
 Weighting = Annotated[Plain | Scored | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")]
 
 
-def evidence_needed(weighting: Weighting) -> tuple[Kind, ...]:
+def evidence_needed(weighting: Weighting) -> tuple[EvidenceKind, ...]:
     """The kinds of evidence that `weighting` reads; shaping's scores are none, as no pass gathers them."""
     match weighting:
         case Plain() | Movement():
@@ -91,8 +91,8 @@ def evidence_needed(weighting: Weighting) -> tuple[Kind, ...]:
             return ("inputs", "fisher")
 
 
-def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> Metrics:
-    """The metrics of `target` under `weighting`.
+def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> ErrorNorm:
+    """The norm of errors of `target` under `weighting`.
 
     Raises:
         ValueError: the evidence lacks what the weighting reads.
@@ -103,22 +103,24 @@ def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> Metrics:
         raise ValueError("weighting movement reads the scores of pruning: add a shaping of kind pruning")
     match weighting:
         case Plain():
-            return Metrics()
+            return ErrorNorm()
         case Scored(kind=kind, axis="input"):
-            return Metrics(right=evidence[kind][f"{target.name}.input"])
+            return ErrorNorm(right=evidence[kind][f"{target.name}.input"])
         case Scored(kind=kind):
-            return Metrics(left=evidence[kind][f"{target.name}.output"])
+            return ErrorNorm(left=evidence[kind][f"{target.name}.output"])
         case Inputs():
-            return Metrics(right=evidence["inputs"][target.input_of])
+            return ErrorNorm(right=evidence["inputs"][target.input_of])
         case Movement():  # L = diag(Ŝ), not its root
-            return Metrics(left=evidence["movement"][f"{target.name}.output"].square())
+            return ErrorNorm(left=evidence["movement"][f"{target.name}.output"].square())
         case Kfac():
             # With weights shared by T tokens the Fisher is C_out ⊗ C_in / T (Eschenhagen et al. 2023, "expand");
             # without the 1/T a layer that sees one token per sample would seem T times too unimportant.
             tokens = evidence["tokens"][target.input_of]
-            return Metrics(
+            return ErrorNorm(
                 left=evidence["output_gradients"][target.name],
                 right=evidence["inputs"][target.input_of] / torch.clamp(tokens, min=1),
             )
         case FisherInputs():
-            return Metrics(left=evidence["fisher"][f"{target.name}.output"], right=evidence["inputs"][target.input_of])
+            return ErrorNorm(
+                left=evidence["fisher"][f"{target.name}.output"], right=evidence["inputs"][target.input_of]
+            )

@@ -23,9 +23,9 @@ from flows import engine, gates, params, registry, tracking
 from flows.engine import Outcome
 from flows.gates import Candidate, Champion, Gate, Refused, Setting
 from flows.registry import NothingBefore, Registry, RegistryError, SmokeFailed, now
-from tasks.calibration import load_targets
-from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
+from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
 from tasks.params import ParamsError

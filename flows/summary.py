@@ -21,7 +21,7 @@ from eckart.targets import Targets
 from flows import published
 from flows.published import Metrics
 from flows.workspaces import StudyFile
-from tasks.calibration import TARGETS
+from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import TEACHER_METRICS, TeacherReport

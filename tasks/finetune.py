@@ -14,23 +14,23 @@ from eckart.recovery import MixedRank, Recovery
 from eckart.recovery.distillation import DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual import Residual, RowPruning
-from eckart.rules import Rule
 from eckart.targets import weight_of
+from eckart.training_rules import Rule
 from tasks.batches import encoded
-from tasks.calibration import load_targets
-from tasks.candidates import CURVES, FACTORIZED, FINETUNED, source_model
+from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.dataset import Task, load_task
+from tasks.importance_files import load_targets
 from tasks.kinds import kind_of
 from tasks.kinds.kind import loss_of_training
 from tasks.models import TEACHER, load
 from tasks.params import Seed, Trainer, section
-from tasks.stage import candidate, explained, output, run_candidate
+from tasks.stage import candidate_name, explained, output, run_candidate
 from tasks.training import train
 
 
 def finetune(recipe: str, keep: str) -> None:
     """Train the factorized model on the task as the recipe's recovery and residual say."""
-    name, part = candidate(recipe, keep), f"recipes.{recipe}"
+    name, part = candidate_name(recipe, keep), f"recipes.{recipe}"
     recovery = section(f"{part}.recovery", Recovery)
     residual = section(f"{part}.residual", Residual | None)
     seed, trainer = section("seed", Seed), section("trainer", Trainer)

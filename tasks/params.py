@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from tasks.metrics import MetricName, TaskKind
+from tasks.metrics import MetricName, TaskKindName
 
 PARAMS = Path("params.yaml")
 
@@ -75,7 +75,7 @@ class Data(Section):
     revision: str | None
     splits: Splits
     columns: Columns
-    task: TaskKind
+    task: TaskKindName
     metric: MetricName
     sizes: Sizes
     max_length: Count

@@ -26,20 +26,20 @@ from eckart.ranks.threshold import Threshold, ThresholdSearch
 from eckart.ranks.tolerance import Tolerance
 from eckart.ranks.tolerance import search as search_by_tolerance
 from eckart.residual import Residual
-from eckart.rules import Rule
 from eckart.shaping import Shaping, WeightPruning, average_rank
 from eckart.svd import decompose, spectrum
 from eckart.targets import Target, weight_of
-from eckart.weighting import Metrics, Weighting, weigh
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm, Weighting, weigh
 from tasks.batches import batches, encoded
-from tasks.calibration import IMPORTANCE, load_targets
-from tasks.candidates import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
+from tasks.candidate_files import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
 from tasks.dataset import load_task
+from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of
-from tasks.kinds.kind import Collate, Kind, loss_of_training
+from tasks.kinds.kind import Collate, TaskKind, loss_of_training
 from tasks.models import TEACHER, load
 from tasks.params import Importance, Seed, Trainer, section
-from tasks.stage import StageError, candidate, explained, leads, output, run_candidate, say
+from tasks.stage import StageError, candidate_name, explained, leads, output, run_candidate, say
 from tasks.training import train
 
 Found = TypeVar("Found")
@@ -55,7 +55,7 @@ class _Search:
     weighting: Weighting
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    kind: Kind
+    kind: TaskKind
     targets: tuple[Target, ...]
     evidence: Evidence
     curve: Path
@@ -66,7 +66,7 @@ class _Search:
 
 def search(recipe: str, keep: str) -> None:
     """Write the rank of every target, the loss that the weighted spectrum predicts, and what was trained on the way."""
-    name, part = candidate(recipe, keep), f"recipes.{recipe}"
+    name, part = candidate_name(recipe, keep), f"recipes.{recipe}"
     shaping = section(f"{part}.shaping", Shaping | None)
     residual = section(f"{part}.residual", Residual | None)
     method = section(f"{part}.ranks", RankSearch)
@@ -202,8 +202,8 @@ def _collate(this: _Search) -> Collate:
     return this.kind.collate(this.tokenizer, this.model)
 
 
-def _of_target(what: Callable[[Tensor, Metrics], Found], this: _Search, target: Target) -> Found:
-    """`what` of a target's weight and metrics; an error names the target."""
+def _of_target(what: Callable[[Tensor, ErrorNorm], Found], this: _Search, target: Target) -> Found:
+    """`what` of a target's weight and norm of errors; an error names the target."""
     try:
         weight = weight_of(this.model.get_submodule(target.name))
         return what(weight, weigh(this.weighting, target, this.evidence))

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.losses import Loss, mean_loss
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from tasks.checkpoints import Checkpoints
 from tasks.kinds.kind import Collate, devices
 from tasks.stage import StageError, leads, say

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart import ranks as rank_searches
-from eckart.batch import Batch
 from eckart.budget import allowance, largest_rank, total
 from eckart.evidence import collect
 from eckart.hub import save
-from eckart.layers import factorize, factorized
+from eckart.layers import factorize_target, factorized
+from eckart.losses import Batch
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
 from eckart.ranks.threshold import ThresholdSearch
@@ -28,11 +28,11 @@ from eckart.recipes import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual import RowPruning, rest
-from eckart.rules import Rule
 from eckart.shaping import WeightPruning
 from eckart.svd import decompose, spectrum
 from eckart.targets import Target, Targets, find_targets, is_embedding, weight_of
-from eckart.weighting import Metrics, Weighting, weigh
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm, Weighting, weigh
 from tasks.params import read
 from tests.architectures import AUTO, FAMILIES, HEAD, Family, Kind, collate, loss, samples
 
@@ -173,7 +173,7 @@ def test_embeddings_and_heads_can_be_included(case, tmp_path):
         if target.name in more:
             weight = weight_of(model.get_submodule(target.name))
             metrics = weigh(WEIGHTINGS["kfac"], target, evidence)
-            factorize(model, target.name, *decompose(weight, metrics).truncate(largest_rank(target)))
+            factorize_target(model, target.name, *decompose(weight, metrics).truncate(largest_rank(target)))
     model.train()(**case.batch).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-4).step()
     assert_comes_back(model, case.family.kind, case.batch, tmp_path)
@@ -204,7 +204,7 @@ def compress(case: Case, weighting: Weighting, method: rank_searches.ByFormula, 
     assert total(case.targets, ranks) <= allowance(case.targets, keep)
     for name, rank in ranks.items():
         if rank is not None:
-            factorize(model, name, *decompose(weights[name], metrics[name]).truncate(rank))
+            factorize_target(model, name, *decompose(weights[name], metrics[name]).truncate(rank))
     assert factorized(model)
     return model
 
@@ -240,7 +240,7 @@ def test_full_rank_gives_the_logits_back(case):
     expected = logits(model, batch)
     for target in case.targets:
         weight = weight_of(model.get_submodule(target.name))
-        factorize(model, target.name, *decompose(weight, Metrics()).truncate(min(weight.shape)))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
     assert len(factorized(model)) == len(case.targets)
     torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-6)
 
@@ -288,8 +288,8 @@ def test_a_step_of_sparse_rows(case, tmp_path):
     model, settings = copy.deepcopy(case.model), RECIPES["losparse"].residual
     for target in case.targets:
         weight = weight_of(model.get_submodule(target.name))
-        left, right = decompose(weight, Metrics()).truncate(1)
-        factorize(model, target.name, left, right, rest(weight, left, right))
+        left, right = decompose(weight, ErrorNorm()).truncate(1)
+        factorize_target(model, target.name, left, right, rest(weight, left, right))
     torch.testing.assert_close(logits(model, case.batch), logits(case.model, case.batch), rtol=1e-3, atol=1e-4)
     rule = RowPruning(model, settings, allowance(case.targets, KEEP), steps=1)
     train(model, rule, case.batch)
@@ -315,7 +315,9 @@ def test_a_step_of_pruning(case):
 
 def test_a_step_of_the_hypernetwork(case):
     model = copy.deepcopy(case.model)
-    parts = {target.name: decompose(weight_of(model.get_submodule(target.name)), Metrics()) for target in case.targets}
+    parts = {
+        target.name: decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()) for target in case.targets
+    }
     rule = HypernetworkSearch(model, case.targets, parts, RECIPES["ars"].ranks, KEEP, seed=0)
     train(model, rule, case.batch)
     rule.finish()

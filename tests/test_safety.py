@@ -26,10 +26,10 @@ from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from flows import params, settings, ui
 from flows.tracking import Mirror
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
 from tasks.params import Data, Model, ParamsError

@@ -15,12 +15,12 @@ from torch import nn
 
 from eckart.budget import allowance, cost, largest_rank, total
 from eckart.evidence import collect, mean_loss_times_batch
-from eckart.layers import factorize, set_weight
+from eckart.layers import factorize_target, set_weight
 from eckart.ranks import tolerance
 from eckart.ranks.tolerance import Tolerance, allowed_increases, grid_ranks, module_macs, module_seconds, search
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from eckart.weighting import ErrorNorm, Weighting, evidence_needed, weigh
 from tests import tiny
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
@@ -408,9 +408,9 @@ def test_a_factorization_of_the_weights_has_the_same_loss(family):
     dense = loss_of(model, BATCHES)
     for name, rank in ranks.items():
         if rank is not None:
-            exact = decompose(weight_of(model.get_submodule(name)), Metrics())
+            exact = decompose(weight_of(model.get_submodule(name)), ErrorNorm())
             assert float(exact.spectrum[rank]) <= 1e-5 * float(exact.spectrum[0])
-            factorize(model, name, *exact.truncate(rank))
+            factorize_target(model, name, *exact.truncate(rank))
     assert loss_of(model, BATCHES) == pytest.approx(dense, rel=1e-4)
 
 

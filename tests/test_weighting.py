@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from eckart.evidence import collect, fisher_sums
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from eckart.weighting import ErrorNorm, Weighting, evidence_needed, weigh
 from tests import tiny
 
 ADAPTER: TypeAdapter[Weighting] = TypeAdapter(Weighting)
@@ -105,7 +105,7 @@ def test_what_is_not_a_weighting_is_refused(bad):
 
 
 def test_none_weighs_nothing():
-    assert weigh(parse({"kind": "none"}), KEY, {}) == Metrics()
+    assert weigh(parse({"kind": "none"}), KEY, {}) == ErrorNorm()
 
 
 @pytest.mark.parametrize("kind", ["fisher", "taylor"])

@@ -32,13 +32,13 @@ from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
 from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step
-from eckart.layers import LowRankLinear, factorize, replace
+from eckart.layers import LowRankLinear, factorize_target, replace
+from eckart.losses import Batch
 from eckart.optimization import Optimization
-from eckart.rules import Rule, module_state
 from eckart.svd import Decomposition
 from eckart.targets import Target
+from eckart.training_rules import Rule, module_state
 
 _NOISE = "generator"  # the key of its state
 
@@ -142,7 +142,7 @@ class HypernetworkSearch(Rule):
         self.layers: list[LowRankLinear] = []
         for name in self.dense:
             parts = decompositions[name]
-            self.layers.append(factorize(model, name, parts.left, parts.right))
+            self.layers.append(factorize_target(model, name, parts.left, parts.right))
         model.requires_grad_(False)
         for module in self.dense.values():
             module.requires_grad_(False)

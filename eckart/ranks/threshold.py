@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
 from eckart.budget import Ranks, allowance, largest_rank, step
-from eckart.layers import LowRankLinear, factorize, merge
+from eckart.layers import LowRankLinear, factorize_target, merge
+from eckart.losses import Batch
 from eckart.optimization import Optimization
-from eckart.rules import Rule, module_state
 from eckart.targets import Target, weight_of
+from eckart.training_rules import Rule, module_state
 
 _HALVINGS = 40  # of the last step: to well below the rounding of float32
 _DONE = "done"  # the key of its state
@@ -122,7 +122,7 @@ class ThresholdSearch(Rule):
         """Put U and Vᵀ, orthonormal at first, where `target` is; return its singular values."""
         weight = weight_of(self.model.get_submodule(target.name)).cpu().double()
         left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
-        self.layers.append(factorize(self.model, target.name, left, right))
+        self.layers.append(factorize_target(self.model, target.name, left, right))
         return spectrum
 
     # --- the training loop ---------------------------------------------------------------------------------------

@@ -30,11 +30,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.batch import Batch
 from eckart.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
-from eckart.losses import Loss, mean_loss_times_batch
+from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, eval_mode, weight_of
 from eckart.weighting import Weighting, evidence_needed, weigh
@@ -272,9 +271,9 @@ class _Walks:
         return None
 
     def _decompose(self, target: Target) -> Decomposition:
-        metrics = weigh(self.weighting, target, self._evidence(target))
+        norm = weigh(self.weighting, target, self._evidence(target))
         try:
-            return decompose(self.dense[target.name], metrics)
+            return decompose(self.dense[target.name], norm)
         except ValueError as error:
             raise ValueError(f"{target.name}: {error}") from error
 

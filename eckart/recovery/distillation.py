@@ -19,8 +19,8 @@ from torch.nn.functional import kl_div, log_softmax, mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.rules import Predictions, Rule, logits_of
+from eckart.losses import Batch
+from eckart.training_rules import Predictions, Rule, logits_of
 
 _STATES = {
     "hidden_states": ("attention_mask",),

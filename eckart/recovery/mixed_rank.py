@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart import schedules
-from eckart.batch import Batch
 from eckart.layers import LowRankLinear, replace
-from eckart.losses import Loss, mean_loss
+from eckart.losses import Batch, Loss, mean_loss
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
-from eckart.rules import Predictions, Rule, logits_of
+from eckart.training_rules import Predictions, Rule, logits_of
 
 
 class MixedRank(Optimization):

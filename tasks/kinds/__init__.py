@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from tasks.dataset import Task
 from tasks.kinds.answers import ANSWERS
-from tasks.kinds.kind import Kind
+from tasks.kinds.kind import TaskKind
 from tasks.kinds.language import LANGUAGE
 from tasks.kinds.sequence import SEQUENCE
 from tasks.kinds.summaries import SUMMARIES
 from tasks.kinds.tokens import TOKENS
-from tasks.metrics import TaskKind
+from tasks.metrics import TaskKindName
 
-_KINDS: Mapping[TaskKind, Kind] = {
+_KINDS: Mapping[TaskKindName, TaskKind] = {
     "classification": SEQUENCE,
     "regression": SEQUENCE,
     "token_classification": TOKENS,
@@ -23,5 +23,5 @@ _KINDS: Mapping[TaskKind, Kind] = {
 }
 
 
-def kind_of(task: Task) -> Kind:
+def kind_of(task: Task) -> TaskKind:
     return _KINDS[task.kind]

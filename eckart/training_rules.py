@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
+from eckart.losses import Batch
 
 Predictions = Callable[[ModelOutput, Batch], Tensor]
 """The logits `(predictions, classes)` of a batch that its labels are for, or the values `(batch, values)`."""
