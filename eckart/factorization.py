@@ -24,16 +24,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.budget import Ranks
 from eckart.evidence import Evidence, collect, passes
 from eckart.layers import factorize_target
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.residual import rest
 from eckart.svd import decompose
 from eckart.targets import Target, weight_of
-from eckart.weighting import Weighting, evidence_needed, weigh
+from eckart.weighting import Weighting, weigh
 
 
 def factorize_at_once(
@@ -65,6 +65,15 @@ def factorize_at_once(
         factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
 
 
+def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """S = W − left right `(out, in)` (LoSparse, eq. 8) for factors `(out, rank)` and `(rank, in)`.
+
+    What the factors lose when a model of W's type rounds them goes into S, so that the sum is W again.
+    """
+    product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
+    return weight.to(product.dtype) - product
+
+
 def factorize_in_order(
     model: PreTrainedModel,
     targets: Sequence[Target],
@@ -87,8 +96,7 @@ def factorize_in_order(
     """
     for part in passes([target for target in targets if ranks[target.name] is not None], layers_at_once):
         some = _among_themselves(part.targets)
-        kinds = evidence_needed(weighting)
-        evidence = collect(model, batches(), some, kinds, loss, part.then, offload_activations)
+        evidence = collect(model, batches(), some, weighting.evidence, loss, part.then, offload_activations)
         factorize_at_once(model, some, ranks, weighting, evidence)
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from eckart.recipes import Recipe, contradictions
-from eckart.weighting import evidence_needed
 from tasks import params
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
@@ -189,7 +188,7 @@ def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
     for name, recipe in recipes.items():
-        for kind in evidence_needed(recipe.weighting) if recipe else ():
+        for kind in recipe.weighting.evidence if recipe else ():
             if kind not in evidence:
                 yield f"importance.evidence: lacks {kind}, which recipes.{name}.weighting reads; add it"
 

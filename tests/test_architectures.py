@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from eckart import ranks as rank_searches
 from eckart.budget import allowance, largest_rank, total
 from eckart.evidence import collect
+from eckart.factorization import rest
 from eckart.hub import save
 from eckart.layers import factorize_target, factorized
 from eckart.losses import Batch
@@ -27,8 +28,8 @@ from eckart.ranks.threshold import ThresholdSearch
 from eckart.recipes import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
-from eckart.residual import RowPruning, rest
-from eckart.shaping import WeightPruning
+from eckart.residual.sparse_rows import RowPruning
+from eckart.shaping.pruning import WeightPruning
 from eckart.svd import decompose, spectrum
 from eckart.targets import Target, Targets, find_targets, is_embedding, weight_of
 from eckart.training_rules import Rule
@@ -343,6 +344,6 @@ def test_a_walk_of_tolerance(case):
     model = copy.deepcopy(case.model)
     macs = tolerance.module_macs(model, case.targets, case.batch)
     assert all(macs[target.name] > 0 for target in case.targets)
-    ranks = tolerance.search(model, case.targets, settings, 1.0, batches, WEIGHTINGS["inputs"])
+    ranks = tolerance.tolerated_ranks(model, case.targets, settings, 1.0, batches, WEIGHTINGS["inputs"])
     assert set(ranks) == {target.name for target in case.targets}
     assert all((ranks[target.name] or 0) <= largest_rank(target) for target in case.targets)

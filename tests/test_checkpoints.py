@@ -13,9 +13,10 @@ from datasets import Dataset
 from safetensors.torch import save
 from torch import Tensor
 
+from eckart.factorization import rest
 from eckart.layers import factorize_target, low_rank_layers
 from eckart.recovery.distillation import Distillation, DistillationRule
-from eckart.residual import RowPruning, SparseRows, rest
+from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.training_rules import Rule

@@ -13,7 +13,7 @@ from eckart.evidence import collect
 from eckart.factorization import factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.targets import Target, find_targets
-from eckart.weighting import Inputs, Kfac, Scored, Weighting, evidence_needed
+from eckart.weighting import Inputs, Kfac, Scored, Weighting
 from tests import tiny
 
 INPUTS = Inputs(kind="inputs")
@@ -103,9 +103,7 @@ def test_one_capture_for_all_layers_is_the_evidence_of_the_dense_model(family, w
     at_once, in_order = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
     targets = find_targets(at_once, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
-    factorize_at_once(
-        at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, evidence_needed(weighting))
-    )
+    factorize_at_once(at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, weighting.evidence))
     factorize_in_order(in_order, targets, ranks, weighting, lambda: BATCHES, 99)
     assert all(torch.equal(value, in_order.state_dict()[key]) for key, value in at_once.state_dict().items())
 

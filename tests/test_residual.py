@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from eckart.factorization import rest
 from eckart.hub import save
 from eckart.layers import LowRankLinear, factorize_target, factorized, low_rank_layers, merge, residual_rows
-from eckart.residual import RowPruning, SparseRows, rest
+from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import ErrorNorm

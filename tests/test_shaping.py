@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import load_evidence, save_evidence
-from eckart.shaping import Pruning, WeightPruning, average_rank
+from eckart.shaping.outcome import average_rank
+from eckart.shaping.pruning import Pruning, WeightPruning
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
 from eckart.training_rules import Rule

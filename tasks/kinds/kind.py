@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.losses import IGNORED, Batch, Loss
-from eckart.training_rules import Predictions
+from eckart.losses import IGNORED, Batch, Loss, Predictions
 from tasks.dataset import Split, Task
 from tasks.metrics import MetricName
 from tasks.records import Score

@@ -18,8 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eckart.losses import mean_loss_times_batch
-from eckart.training_rules import logits_of
+from eckart.losses import logits_of, mean_loss_times_batch
 from tasks.dataset import Split, Task
 from tasks.kinds.kind import Answers, TaskKind, outputs_of, scored
 from tasks.metrics import MetricName
