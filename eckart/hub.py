@@ -5,7 +5,8 @@ registered here to swap the modules before it loads the weights, so that after `
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 
-gives bit for bit the model that was saved: every architecture, safetensors, no remote code.
+gives the model that was saved: every architecture, safetensors, no remote code. Its weights are the same bits, its
+answers the same to rounding: how some processors sum a product depends on where in memory its operands begin.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from eckart.layers import factorized, low_rank_like, replace, residual_rows
 
 
 @register_quantization_config("eckart")
@@ -36,8 +39,6 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # the weights must come from a file
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        from eckart.layers import low_rank_like, replace
-
         config = self.quantization_config
         for name, rank in config.ranks.items():
             replace(model, name, low_rank_like(model.get_submodule(name), rank, config.rows.get(name, 0)))
@@ -60,8 +61,6 @@ class EckartQuantizer(HfQuantizer):
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
-    from eckart.layers import factorized, residual_rows
-
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(ranks, residual_rows(model))
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):

@@ -29,10 +29,11 @@ from prefect.futures import PrefectFuture, PrefectWrappedFuture
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 from prefect.states import Crashed, Failed, State
 
-from flows import engine, transport, worker, workspaces
-from flows.engine import Outcome, Planned
-from flows.tracking import Mirror
-from flows.transport import Entry, Order
+from flows import engine, worker, workspaces
+from flows.engine import Outcome, Planned, remote
+from flows.engine.remote import Entry, Order
+from flows.tracking.mirror import Mirror
+from tasks.errors import EckartError
 from tasks.params import PARAMS
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ Here = Callable[..., PrefectFuture[Outcome]]
 _POLL = 1.0  # seconds between two looks at the local workers
 
 
-class ClusterError(RuntimeError):
+class ClusterError(EckartError):
     """Stages cannot be run on workers; the message says what to do."""
 
 
@@ -82,7 +83,7 @@ def run(
         ClusterError, WorkspaceError, TransportFailed: workers cannot be used; nothing was run.
     """
     require()
-    transport.check_remote()
+    remote.check_remote()
     with _elsewhere(scheduler) if scheduler else _local(workers) as (runner, alive), runner:
         return _Coordinator(planned, here, mirror, runner, alive, timeout).run()
 
@@ -148,9 +149,9 @@ class _Coordinator:
 
     def _send(self, one: Planned) -> PrefectFuture[tuple[Outcome, Entry]]:
         if missing := [name for name in one.upstream if name not in self.published]:
-            transport.publish(missing)
+            remote.publish(missing)
             self.published.update(missing)
-        order = transport.order(one)
+        order = remote.order(one)
         upstream: set[RunInput] = {
             TaskRunResult(id=run) for name in one.upstream if (run := self.states[name].state_details.task_run_id)
         }
@@ -202,7 +203,7 @@ class _Coordinator:
             if not state.is_completed():
                 return state
             there, entry = state.result()
-            fetch = cache(lambda: transport.fetch(sent.order, entry))  # once, whatever the number of commands
+            fetch = cache(lambda: remote.fetch(sent.order, entry))  # once, whatever the number of commands
             try:
                 recorded = engine.run(replace(one, alone=False), lambda command: fetch())
             except Exception as error:  # as above
@@ -337,5 +338,5 @@ def _worker(
 def _prepare(root: Path, folder: Path) -> None:
     """A worker's workspace: this commit, these parameters and raw data; a cache of its own, as on another machine."""
     workspaces.follow(root, folder)
-    transport.own_cache(folder)
+    remote.own_cache(folder)
     shutil.copy(root / PARAMS, folder / PARAMS)

@@ -18,6 +18,7 @@ from flows.server import prefect_server
 from flows.settings import answers, shown
 from flows.study import study
 from flows.workspaces import terminable
+from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _POLL = 5.0  # seconds between two looks for a server that is gone
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
 
-class ScheduleError(ValueError):
+class ScheduleError(EckartError):
     """The schedule cannot be read; the message says what to write."""
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 from flows import settings
+from tasks.errors import EckartError
 
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
 
 
-class ServerError(RuntimeError):
+class ServerError(EckartError):
     """No Prefect server can be used; the message says why."""
 
 

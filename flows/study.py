@@ -25,19 +25,11 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import BaseModel, Field
 
-from flows import cluster, engine, pages, params, processes, transport
-from flows.engine import Outcome, Planned
-from flows.tracking import Mirror
-from flows.workspaces import WorkspaceError
-
-UNUSABLE = (
-    params.ParamsError,
-    engine.WorkspaceUnusable,
-    transport.TransportFailed,
-    cluster.ClusterError,
-    WorkspaceError,
-)
-"""Nothing can be run; the message says what to do."""
+from flows import cluster, engine, run_page
+from flows.engine import Outcome, Planned, processes
+from flows.tracking.mirror import Mirror
+from tasks import check
+from tasks.errors import EckartError
 
 # Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
 _THREADS = 256
@@ -45,7 +37,7 @@ _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
 
 
-class StudyFailed(RuntimeError):
+class StudyFailed(EckartError):
     """Some stages failed; the message names each with its cause. What was finished is in DVC."""
 
 
@@ -62,7 +54,7 @@ def stage(
 
     try:
         outcome = engine.run(planned, execute)
-    except (processes.CommandFailed, engine.StageChanged, OSError) as error:
+    except (EckartError, OSError) as error:
         return Failed(message=str(error))
     mirror.record(outcome)
     return Completed(name=outcome.status, message=f"DVC: {outcome.status}", data=outcome)
@@ -97,26 +89,26 @@ def study(
             state = _run(Path.cwd(), workers, timeout, task_runner, scheduler)
             if promote and state.is_completed():
                 state = _promoted(Path.cwd(), state)
-        except UNUSABLE as error:
+        except EckartError as error:
             state = Failed(message=str(error), data=error)  # without a traceback in the log
     return state  # type: ignore[return-value]  # Prefect gives the caller its data, or raises it
 
 
 def _promoted(root: Path, done: State[Any]) -> State[Any]:
     """The state of a study after its best candidate was promoted, or was not: a refusal is no failure."""
-    from flows.promotion import Refused, RegistryError, promotion  # a slow import
+    from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
         said = promotion(str(root)).message
     except Refused as refusal:
         said = f"Not promoted: {refusal}"
-    except RegistryError as error:
+    except EckartError as error:
         return Failed(message=f"{done.message} Not promoted: {error}", data=error)
     return Completed(message=f"{done.message} {said}", data=done.data)
 
 
 def _run(root: Path, workers: int | None, timeout: float | None, task_runner: str, scheduler: str | None) -> State[Any]:
-    typed = params.check(root)
+    typed = check.check(root)
     if scheduler and task_runner != "dask":
         raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
@@ -148,7 +140,7 @@ def _tell_prefect(study: str | None, root: Path, mirror: Mirror, tasks: int) -> 
     """Show the comparison of a complete `study` on the run's page, and let the records arrive."""
     try:
         if study:
-            pages.comparison(study, root, mirror)
+            run_page.comparison(study, root, mirror)
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)

@@ -13,9 +13,9 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, Failed, State
 
-from flows import engine, processes, transport
-from flows.engine import Outcome
-from flows.transport import Entry, Order
+from flows import engine
+from flows.engine import Outcome, processes, remote
+from flows.engine.remote import Entry, Order
 
 _POLL = 0.5  # seconds between two looks at whether the scheduler is still there
 
@@ -30,9 +30,9 @@ def stage(order: Order, timeout: float | None) -> State[tuple[Outcome, Entry]]:
         processes.run(command, root, log.info, {"DVC_ROOT": str(root), "DVC_STAGE": order.stage}, timeout)
 
     try:
-        outcome = engine.run(transport.accept(order), execute)
-        entry = transport.publish([order.stage])[order.stage]
-    except (processes.CommandFailed, engine.StageChanged, transport.NotTheSame, transport.TransportFailed) as error:
+        outcome = engine.run(remote.accept(order), execute)
+        entry = remote.publish([order.stage])[order.stage]
+    except (processes.CommandFailed, engine.StageChanged, remote.NotTheSame, remote.TransportFailed) as error:
         return Failed(message=str(error))
     message = f"DVC: {outcome.status}, in {root} on {gethostname()}"
     return Completed(name=outcome.status, message=message, data=(outcome, entry))

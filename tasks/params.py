@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from tasks.errors import EckartError
 from tasks.metrics import MetricName, TaskKindName
 
 PARAMS = Path("params.yaml")
@@ -38,7 +39,7 @@ def _without_password(address: str) -> str:
 Address = Annotated[str, AfterValidator(_without_password)]
 
 
-class ParamsError(ValueError):
+class ParamsError(EckartError):
     """params.yaml is not as it should be; the message names every mistake."""
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from tasks.errors import EckartError
 from tasks.params import ParamsError, Threads, Trainer, section
 
 
-class StageError(RuntimeError):
+class StageError(EckartError):
     """A mistake of the input, said in words that tell what to do; shown without a traceback."""
 
 

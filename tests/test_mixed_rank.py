@@ -103,7 +103,7 @@ def test_the_ends_of_p_are_the_low_rank_model_and_the_sparse_one(family):
     torch.testing.assert_close(low(**BATCH).logits, sparse(**BATCH).logits)
     rule.before_forward(5)
     assert rule.measures()["p"] == 0
-    assert torch.equal(low(**BATCH).logits, plain(**BATCH).logits)
+    torch.testing.assert_close(low(**BATCH).logits, plain(**BATCH).logits)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -113,7 +113,7 @@ def test_eval_mode_is_the_low_rank_model_whatever_was_drawn(family):
     rule = rule_of(low.eval(), weights, initial=1.0)
     assert not any(layer.training for layer in rule.layers.values())
     rule.before_forward(0)
-    assert torch.equal(low(**BATCH).logits, plain(**BATCH).logits)
+    torch.testing.assert_close(low(**BATCH).logits, plain(**BATCH).logits)
     assert not torch.allclose(low(**BATCH).logits, sparse(**BATCH).logits)
 
 
@@ -364,7 +364,7 @@ def test_finish_leaves_the_very_layers_that_were_there(tmp_path):
     assert not any(isinstance(module, MixedLinear) for module in low.modules())
     hub.save(low, tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert torch.equal(loaded(**BATCH).logits, low.eval()(**BATCH).logits)
+    tiny.assert_same(loaded, low, BATCH)
 
 
 def test_targets_without_a_weight_stay_as_they_are():

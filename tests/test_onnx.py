@@ -32,9 +32,10 @@ from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, export
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
-from flows.export import to_onnx
 from tasks.dataset import load_split
+from tasks.export import to_onnx
 from tasks.models import load
+from tasks.stage import StageError
 from tests import tiny
 from tests.workspace import REPOSITORY, run_stage, tiny_tokenizer, tiny_workspace
 from tests.workspace import bert as classifier
@@ -265,7 +266,7 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(workspace: Path) 
 )
 @pytest.mark.usefixtures("workspace")
 def test_a_mistake_is_named(name: str, file: str, said: str) -> None:
-    with pytest.raises(ExportError, match=re.escape(said)):
+    with pytest.raises(StageError, match=re.escape(said)):
         to_onnx(name, Path(file))
 
 

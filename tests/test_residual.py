@@ -430,7 +430,7 @@ def test_without_room_for_rows_a_plain_low_rank_model_is_left(family):
     assert all(some.residual is None and some.rows is None for some in low_rank_layers(model).values())
     plain = compress(tiny.FAMILIES[family](), lambda index: 1 + index % 3, residual=False)
     plain.load_state_dict(model.state_dict())
-    assert torch.equal(logits(plain), logits(model))
+    assert_same(plain, model)
 
 
 def test_finish_prunes_where_training_stopped_before_its_end():
@@ -524,12 +524,7 @@ def load(folder: Path) -> PreTrainedModel:
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
-    some, others = model.state_dict(), other.state_dict()
-    assert set(some) == set(others)
-    for name, tensor in some.items():
-        assert tensor.dtype == others[name].dtype, name
-        assert torch.equal(tensor, others[name]), name
-    assert torch.equal(logits(model), logits(other))
+    tiny.assert_same(model, other, BATCH)
 
 
 def thin(model: PreTrainedModel) -> PreTrainedModel:

@@ -27,8 +27,9 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
 from eckart.training_rules import Rule
-from flows import params, settings, ui
-from flows.tracking import Mirror
+from flows import settings, ui
+from flows.tracking.mirror import Mirror
+from tasks import check
 from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
@@ -366,7 +367,7 @@ class TestSecrets:
     ) -> None:
         write_params(tmp_path, tiny_params(**{section: {key: f"https://user:{SECRET}@example.org/rows.csv"}}))
         with pytest.raises(ParamsError) as caught:
-            params.check(tmp_path)
+            check.check(tmp_path)
         (line,) = str(caught.value).splitlines()[1:]
         assert line.strip().startswith(f"{section}.{key}: holds a user name or password")
         assert SECRET not in line

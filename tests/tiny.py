@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -152,3 +152,19 @@ def collate(some: Sequence[Sample], length: int = 0, side: str = "right") -> dic
 def batches(some: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[dict[str, Tensor]]:
     """`some` in batches of `size`."""
     return [collate(some[start : start + size], length, side) for start in range(0, len(some), size)]
+
+
+def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """The law of what is stored or put back: weights bit for bit, answers to rounding.
+
+    How a product is summed depends on where in memory its operands begin: a file's do elsewhere than a model's.
+    """
+    some, others = model.state_dict(), other.state_dict()
+    assert set(some) == set(others)
+    for name, tensor in some.items():
+        assert tensor.dtype == others[name].dtype, name
+        assert torch.equal(tensor, others[name]), name
+    with torch.no_grad():
+        found, expected = other.eval()(**batch), model.eval()(**batch)
+    for name in [name for name, value in expected.items() if isinstance(value, Tensor)]:
+        torch.testing.assert_close(found[name], expected[name])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import cache
+from flows.engine import cache
 from tests.flows.toy import call
 
 

@@ -16,9 +16,9 @@ from mlflow import MlflowClient
 from prefect.states import Completed, Failed
 from ruamel.yaml import YAML
 
-from flows import cache, cluster, engine, processes, transport, workspaces
-from flows.engine import Planned
-from flows.transport import NotTheSame, TransportFailed
+from flows import cluster, engine, workspaces
+from flows.engine import Planned, cache, processes, remote
+from flows.engine.remote import NotTheSame, TransportFailed
 from tests.flows.servers import until
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, tiny_repository, toy_workspace
 
@@ -76,15 +76,15 @@ class TestBetweenWorkspaces:
     def test_a_stage_run_there_is_recorded_as_one_run_here(self, pair: tuple[Path, Path], enter: Enter) -> None:
         here, there = pair
         run(plan()["source"])
-        transport.publish(["source"])
-        order = transport.order(plan()["work@a"])
+        remote.publish(["source"])
+        order = remote.order(plan()["work@a"])
         assert str(here) not in repr(order)
         enter(there)
-        assert run(transport.accept(order)).status == "Executed"
-        entry = transport.publish(["work@a"])["work@a"]
+        assert run(remote.accept(order)).status == "Executed"
+        entry = remote.publish(["work@a"])["work@a"]
         assert ran(there) == ["work@a"]
         enter(here)
-        outcome = engine.run(plan()["work@a"], lambda command: transport.fetch(order, entry))
+        outcome = engine.run(plan()["work@a"], lambda command: remote.fetch(order, entry))
         assert ran(here) == ["source"]
         assert (here / "out/a").read_bytes() == (there / "out/a").read_bytes()
         assert stages(here)["work@a"] == stages(there)["work@a"]
@@ -97,24 +97,24 @@ class TestBetweenWorkspaces:
         for root in pair:
             (root / "dvc.yaml").write_text(FOLDERS)
         run(plan()["many"])
-        transport.publish(["many"])
-        order = transport.order(plan()["one"])
+        remote.publish(["many"])
+        order = remote.order(plan()["one"])
         enter(there)
-        transport.accept(order)
+        remote.accept(order)
         assert [path.name for path in (there / "many").iterdir()] == ["one"]
         (there / "many/one").write_text("stale\n")
-        run(transport.accept(order))
+        run(remote.accept(order))
         assert (there / "one.txt").read_bytes() == (here / "raw.txt").read_bytes()
 
     def test_what_changed_here_meanwhile_is_not_recorded(self, pair: tuple[Path, Path]) -> None:
         here, _ = pair
         run(plan()["source"])
-        entry = transport.publish(["source"])["source"]
-        order = transport.order(plan()["source"])
+        entry = remote.publish(["source"])["source"]
+        order = remote.order(plan()["source"])
         (here / "source.txt").unlink()
         (here / "raw.txt").write_text("other\n")
         with pytest.raises(engine.StageChanged, match=r"raw\.txt changed while source ran"):
-            engine.run(plan()["source"], lambda command: transport.fetch(order, entry))
+            engine.run(plan()["source"], lambda command: remote.fetch(order, entry))
         assert "source" in json.loads(call(here, "dvc", "status", "--json"))
 
     @pytest.mark.parametrize(
@@ -131,28 +131,28 @@ class TestBetweenWorkspaces:
     ) -> None:
         _, there = pair
         run(plan()["source"])
-        transport.publish(["source"])
-        order = transport.order(plan()["work@a" if file == "params.yaml" else "source"])
+        remote.publish(["source"])
+        order = remote.order(plan()["work@a" if file == "params.yaml" else "source"])
         enter(there)
         (there / file).write_text(content)
         with pytest.raises(NotTheSame, match=f"{there}.* has .*{named}.*: bring it up to date"):
-            transport.accept(order)
+            remote.accept(order)
         assert ran(there) == []
 
     def test_a_parameter_that_the_stage_does_not_read_may_differ(self, pair: tuple[Path, Path], enter: Enter) -> None:
         _, there = pair
-        order = transport.order(plan()["source"])
+        order = remote.order(plan()["source"])
         enter(there)
         (there / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
-        assert run(transport.accept(order)).status == "Executed"
+        assert run(remote.accept(order)).status == "Executed"
 
     def test_a_remote_that_lacks_an_object_is_named(self, pair: tuple[Path, Path], enter: Enter) -> None:
         _, there = pair
         run(plan()["source"])
-        order = transport.order(plan()["work@a"])
+        order = remote.order(plan()["work@a"])
         enter(there)
         with pytest.raises(TransportFailed, match="pulling what work@a reads"):
-            transport.accept(order)
+            remote.accept(order)
 
     @pytest.mark.parametrize("where", ["cache", "remote"])
     def test_a_corrupt_object_is_fetched_again_or_named(
@@ -160,11 +160,11 @@ class TestBetweenWorkspaces:
     ) -> None:
         here, there = pair
         run(plan()["source"])
-        transport.publish(["source"])
-        order = transport.order(plan()["work@a"])
+        remote.publish(["source"])
+        order = remote.order(plan()["work@a"])
         enter(there)
         if where == "cache":
-            transport.accept(order)
+            remote.accept(order)
             (there / "source.txt").unlink()
         root = {"cache": there / ".dvc/cache", "remote": tmp_path / "remote"}[where]
         spoiled = cache.object_path(root, cache.measured(here / "source.txt")[""])
@@ -172,17 +172,17 @@ class TestBetweenWorkspaces:
         spoiled.write_text("rax\n")
         spoiled.chmod(0o444)  # which DVC takes for whole
         if where == "cache":
-            transport.accept(order)
+            remote.accept(order)
             assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()
         else:
             with pytest.raises(TransportFailed, match=f"object {spoiled.name} of the DVC remote is corrupt"):
-                transport.accept(order)
+                remote.accept(order)
             assert not (there / "source.txt").exists()
 
     def test_a_workspace_without_a_remote_is_told_how_to_get_one(self, tmp_path: Path, enter: Enter) -> None:
         enter(toy_workspace(tmp_path / "alone"))
         with pytest.raises(TransportFailed, match="dvc remote add --default NAME URL"):
-            transport.check_remote()
+            remote.check_remote()
 
 
 def planned(name: str, *upstream: str, alone: bool = False) -> Planned:
@@ -246,9 +246,10 @@ import json, sys, threading
 from functools import partial
 from pathlib import Path
 from prefect import flow
-from flows import cluster, engine, processes
+from flows import cluster, engine
+from flows.engine import processes
 from flows.study import stage
-from flows.tracking import Mirror
+from flows.tracking.mirror import Mirror
 
 @flow
 def toy():

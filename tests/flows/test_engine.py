@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows import cache, engine, processes
+from flows import engine
+from flows.engine import cache, processes
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, toy_workspace
 from tests.workspace import REPOSITORY
 

@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from flows import cache
+from flows.engine import cache
 from tests.flows.servers import mlflow_server, prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 

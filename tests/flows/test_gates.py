@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from flows.gates import (
+from flows.promotion.gates import (
     TEST,
     Candidate,
     Champion,
@@ -27,7 +27,7 @@ from flows.gates import (
     questions,
     short,
 )
-from flows.params import Promotion
+from tasks.check import Promotion
 from tasks.dataset import SPLITS
 from tasks.kinds import kind_of
 from tasks.metrics import METRICS, MetricName

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import processes
+from flows.engine import processes
 from tests.flows.toy import ENVIRONMENT
 
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
@@ -83,7 +83,7 @@ def test_a_timeout_leaves_no_orphan(root: Path, command: str) -> None:
 
 
 def test_a_killed_parent_takes_its_stage_along(root: Path) -> None:
-    script = "import sys; from pathlib import Path; from flows import processes\n" + (
+    script = "import sys; from pathlib import Path; from flows.engine import processes\n" + (
         "processes.run('python -m tasks.act hang', Path(sys.argv[1]), print, {})"
     )
     environment = {**ENVIRONMENT, "PYTHONPATH": str(Path.cwd())}

@@ -21,10 +21,12 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
-from flows import engine, processes, promotion
-from flows.gates import Candidate, Refused, Setting
-from flows.params import Promotion
-from flows.registry import Registry, SmokeFailed
+from flows import engine
+from flows.engine import processes
+from flows.promotion import flow as promotion
+from flows.promotion.gates import Candidate, Refused, Setting
+from flows.registry.versions import Registry, SmokeFailed
+from tasks.check import Promotion
 from tasks.metrics import MetricName
 from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
@@ -251,8 +253,8 @@ def test_of_summaries_most_must_be_the_same(
 
 def asked(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]]) -> None:
     """Whatever version is asked whatever answers so."""
-    monkeypatch.setattr("flows.gates.questions", lambda: None)
-    monkeypatch.setattr("flows.registry.ask", lambda *_: answers)
+    monkeypatch.setattr("flows.promotion.gates.questions", lambda: None)
+    monkeypatch.setattr("flows.registry.versions.ask", lambda *_: answers)
 
 
 class TestChoice:

@@ -17,8 +17,8 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
 
-from flows import registry
-from flows.registry import (
+from flows.registry import versions as registry
+from flows.registry.versions import (
     CHALLENGER,
     CHAMPION,
     CONTENT,

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.engine import Outcome, Planned
-from flows.tracking import Mirror
+from flows.tracking.mirror import Mirror
 from tests.workspace import REPOSITORY
 
 CURVE = "reports/finetune/kfac-0.5.jsonl"
@@ -199,7 +199,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
 ABANDON = """
 import os, sys
 from pathlib import Path
-from flows.tracking import Mirror
+from flows.tracking.mirror import Mirror
 from tests.flows.test_tracking import planned
 mirror = Mirror(Path(sys.argv[1]), "s", [planned("finetune@kfac-0.5")], {})
 mirror.start({}, "killed")

@@ -20,12 +20,17 @@ from mlflow import MlflowClient
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows import published, summary, workspaces
-from flows.__main__ import app
-from flows.published import Published
-from flows.workspaces import StudyFile, WorkspaceError, carry, check_committed, load, merge, prepare
+from flows import seeds, workspaces
+from flows.cli import app
+from flows.seeds import check_committed, folder_of, prepare
+from flows.workspaces import WorkspaceError, carry
+from tasks import study_file
 from tasks.metrics import METRICS, MetricName
 from tasks.params import ParamsError
+from tasks.report import published
+from tasks.report import seeds as summary
+from tasks.report.published import Published
+from tasks.study_file import StudyFile, load, merge
 from tests.flows.toy import ENVIRONMENT, call
 from tests.workspace import REVIEWS, tiny_params, tiny_workspace, write_params
 
@@ -156,7 +161,7 @@ class TestStudyFiles:
         assert study.seeds == (3, 1)
         assert [study.content(seed)["seed"] for seed in study.seeds] == [3, 1]
         assert "seeds" not in study.content(3)
-        assert study.folder(3) == Path("workspaces/other-seed3")
+        assert folder_of(study, 3) == Path("workspaces/other-seed3")
 
     def test_without_seeds_there_is_one_workspace(self, write: Callable[..., Path], tmp_path: Path) -> None:
         assert only(tmp_path, write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
@@ -171,11 +176,11 @@ class TestStudyFiles:
             load(tmp_path, write({"seed": 5, "seeds": [5]}))
 
     def test_a_file_that_cannot_be_one(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        with pytest.raises(WorkspaceError, match="does not exist"):
+        with pytest.raises(ParamsError, match="does not exist"):
             load(tmp_path, Path("studies/none.yaml"))
-        with pytest.raises(WorkspaceError, match="write letters"):
+        with pytest.raises(ParamsError, match="write letters"):
             load(tmp_path, write({"seed": 1}, "a b.yaml"))
-        with pytest.raises(WorkspaceError, match="outside the repository"):
+        with pytest.raises(ParamsError, match="outside the repository"):
             load(tmp_path / "studies", Path("params.yaml"))
 
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
@@ -206,7 +211,7 @@ class TestTasks:
     ) -> None:
         named = {**FILE, "seeds": [0, 3], "tasks": {"one": {}, "two": {"study": {"name": "mine"}}}}
         one, two = load(tmp_path, write(named))
-        assert [study.folder(3) for study in (one, two)] == [
+        assert [folder_of(study, 3) for study in (one, two)] == [
             Path("workspaces/other-one-seed3"),
             Path("workspaces/other-two-seed3"),
         ]
@@ -462,7 +467,7 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        failed = workspaces.run_all(repository, toy(0, 1, 2), workers=2, timeout=9)
+        failed = seeds.run_all(repository, toy(0, 1, 2), workers=2, timeout=9)
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -471,21 +476,21 @@ class TestRunning:
 
     def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        failed = workspaces.run_all(repository, toy(0, 2))
+        failed = seeds.run_all(repository, toy(0, 2))
         assert list(failed) == [0]
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
-            failed = workspaces.run_all(repository, toy(0))
+            failed = seeds.run_all(repository, toy(0))
         assert "already" in failed[0]
-        assert not workspaces.run_all(repository, toy(0))
+        assert not seeds.run_all(repository, toy(0))
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
             "import sys; from pathlib import Path; from flows import workspaces\n"
-            "study = workspaces.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
-            "workspaces.run_all(Path(sys.argv[1]), study)"
+            "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
+            "seeds.run_all(Path(sys.argv[1]), study)"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
@@ -766,8 +771,8 @@ class TestCommand:
     def stubbed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the repository, where seed 1 of two fails."""
         monkeypatch.chdir(repository)
-        monkeypatch.setattr(workspaces, "load", lambda *_: (toy(0, 1),))
-        monkeypatch.setattr(workspaces, "run", lambda _root, _study, seed, *_: seed != 1)
+        monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
+        monkeypatch.setattr(seeds, "run", lambda _root, _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: made_up(seeds=len(folders)))
 
     def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
@@ -788,8 +793,8 @@ class TestCommand:
     def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
         studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
-        monkeypatch.setattr(workspaces, "load", lambda *_: tuple(studies))
-        monkeypatch.setattr(workspaces, "run", lambda _root, study, *_: study.task != "two")
+        monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
+        monkeypatch.setattr(seeds, "run", lambda _root, study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
         assert "1 of 3 runs failed" in done.output

@@ -19,15 +19,17 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows import cache, engine, processes, transport, workspaces
+from flows import engine, workspaces
+from flows.engine import cache, processes, remote
 from flows.workspaces import CARRIED, LOCK, WORKSPACES, WorkspaceError
+from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
 _REQUIREMENTS = "requirements.lock"
 
 
-class VersionError(RuntimeError):
+class VersionError(EckartError):
     """A version cannot be named or not be made; the message says what to do."""
 
 
@@ -171,8 +173,8 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
             return not lacking
         asked = lacking
         try:
-            transport.fetch_objects(lacking)
-        except transport.TransportFailed as error:
+            remote.fetch_objects(lacking)
+        except remote.TransportFailed as error:
             log.warning("%s", error)
             return False
 

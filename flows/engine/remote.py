@@ -1,7 +1,7 @@
 """Between workspaces: stages, results and settings, over the DVC remote.
 
 A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
-bytes go through the remote. With flows/engine.py this is all that touches DVC's internals (here load_file,
+bytes go through the remote. With flows/engine/stages.py this is all that touches DVC's internals (here load_file,
 StageLoader.fill_from_lock, Output.checkout, cloud.push/pull, stage_cache, Config).
 """
 
@@ -27,16 +27,25 @@ from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 
-from flows import cache
-from flows.engine import Planned, StageChanged, bookkeeping, definition_of, noted_digests, repository, restore
+from flows.engine import cache
+from flows.engine.stages import (
+    Planned,
+    StageChanged,
+    bookkeeping,
+    definition_of,
+    noted_digests,
+    repository,
+    restore,
+)
 from flows.settings import shown
+from tasks.errors import EckartError
 
 
-class TransportFailed(RuntimeError):
+class TransportFailed(EckartError):
     """The DVC remote cannot be used, or lacks what it should hold; the message says which."""
 
 
-class NotTheSame(RuntimeError):
+class NotTheSame(EckartError):
     """This workspace would run something else under the stage's name; the message says what differs."""
 
 

@@ -9,7 +9,7 @@ from typing import cast
 
 from prefect.artifacts import create_table_artifact
 
-from flows.tracking import Mirror
+from flows.tracking.mirror import Mirror
 from tasks.metrics import METRICS, MetricName
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")

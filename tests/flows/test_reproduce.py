@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows import cache, engine, processes, transport, versions, workspaces
-from flows.__main__ import app
+from flows import engine, workspaces
+from flows import reproduce as versions
+from flows.cli import app
+from flows.engine import cache, processes, remote
 from tests.flows.toy import call, ran
 from tests.workspace import digests, tiny_workspace
 
@@ -142,9 +144,9 @@ class TestClones:
     def test_push_and_pull_are_enough_without_it_too(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: bool
     ) -> None:
-        transport.push()
+        remote.push()
         other = clone(tmp_path / "other", monkeypatch, lock)
-        assert transport.pull() == []
+        assert remote.pull() == []
         assert set(run(other).values()) == {"Cached"}
         assert ran(other) == []
         assert own_files(other).keys() == own_files(main).keys()
@@ -156,12 +158,12 @@ class TestClones:
         (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
         run(main)
         ran(main)
-        transport.push()
+        remote.push()
         commit(main)
         other = clone(tmp_path / "other", monkeypatch)
-        assert transport.pull() == []
+        assert remote.pull() == []
         (other / "params.yaml").write_text(PARAMS)
-        assert transport.pull() == []
+        assert remote.pull() == []
         assert (other / CONFIGURATION).read_text() == "gain: 1\n"
         assert set(run(other).values()) == {"Cached"}
         assert ran(other) == []
@@ -169,7 +171,7 @@ class TestClones:
     def test_pull_names_what_cannot_be_had_and_the_rest_comes(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        transport.push()
+        remote.push()
         gone = cache.measured(main / MODEL)[""]
         other = clone(tmp_path / "other", monkeypatch)
         cache.object_path(tmp_path / "eckart-storage", gone).unlink()
@@ -218,16 +220,16 @@ class TestInputs:
         raw = main / "data/raw/rows.csv"
         raw.write_text("newer\n")
         engine.plan()
-        transport.push()
+        remote.push()
         newer = (main / "data/raw.dvc").read_bytes()
         call(main, "git", "checkout", "data/raw.dvc")
-        assert transport.pull() == []
+        assert remote.pull() == []
         assert raw.read_text() == "rows\n"
         (main / "data/raw.dvc").write_bytes(newer)
-        assert "data/raw.dvc" not in transport.pull()
+        assert "data/raw.dvc" not in remote.pull()
         assert raw.read_text() == "newer\n"
         raw.write_text("edited\n")
-        assert "data/raw.dvc" in transport.pull()
+        assert "data/raw.dvc" in remote.pull()
         assert raw.read_text() == "edited\n"
 
 
@@ -248,7 +250,7 @@ class TestReproduce:
         assert ran(found.folder) == []
 
     def test_from_the_remote(self, main: Path) -> None:
-        transport.push()
+        remote.push()
         forget(main)
         found = reproduce()
         assert found.same
@@ -272,7 +274,7 @@ class TestReproduce:
     def test_a_corrupt_object_is_found_and_replaced(self, main: Path, pushed: bool) -> None:
         reproduce()  # DVC has looked at it before
         if pushed:
-            transport.push()
+            remote.push()
         path = spoil(main, cache.measured(main / MODEL)[""])
         found = reproduce()
         assert found.same

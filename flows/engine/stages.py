@@ -1,7 +1,7 @@
 """The engine: runs one stage of dvc.yaml as `dvc repro -s` would, but side by side with others.
 
 DVC decides what is stale; its path locks are waited for rather than failing; its bookkeeping goes one at a time. This
-module and flows/transport.py alone touch DVC's internals (here Repo, lock_repo, rwlock, Stage.changed/remove_outs/save/
+module and remote.py alone touch DVC's internals (here Repo, lock_repo, rwlock, Stage.changed/remove_outs/save/
 commit/dump, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
 it must be the workspace's root. tests/flows/test_engine.py compares it with the `dvc` command line.
 """
@@ -37,7 +37,8 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows import cache
+from flows.engine import cache
+from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,11 @@ _books = threading.RLock()  # DVC polls its own lock twice a second: queue our t
 _POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 
-class StageChanged(RuntimeError):
+class StageChanged(EckartError):
     """What a stage reads, or the stage itself, changed during the run, so that its result belongs to no known input."""
 
 
-class WorkspaceUnusable(RuntimeError):
+class WorkspaceUnusable(EckartError):
     """Nothing can be run in the workspace; the message says why."""
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.settings import shown
+from tasks.errors import EckartError
 
 # Slow imports only, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
@@ -40,7 +41,7 @@ _stopping = threading.Event()
 _turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
 
 
-class CommandFailed(RuntimeError):
+class CommandFailed(EckartError):
     """A command ended with another code than 0, or ran out of time."""
 
 

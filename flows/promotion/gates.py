@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flows import cache
-from flows.engine import Outcome
-from flows.params import Promotion
+from flows.engine import Outcome, cache
+from tasks.check import Promotion
 from tasks.dataset import SPLITS, Task, load_split, load_task
+from tasks.errors import EckartError
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS, MetricName
@@ -76,7 +76,7 @@ class Gate:
         )
 
 
-class Refused(RuntimeError):
+class Refused(EckartError):
     """Nothing was promoted; the message says which number failed by how much, or what else stands against it."""
 
     def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:

@@ -12,13 +12,12 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from eckart import onnx
 from eckart.losses import Batch
-from eckart.onnx import ExportError
 from tasks.batches import batches, encoded
 from tasks.candidate_files import FINETUNED
 from tasks.dataset import SPLITS, load_task
 from tasks.kinds import kind_of
 from tasks.models import load
-from tasks.stage import quiet
+from tasks.stage import StageError, quiet
 
 _ROWS = 256  # of the test split, at most
 _BATCH = 32  # rows
@@ -29,23 +28,25 @@ def to_onnx(name: str, file: Path) -> str:
     """Write the candidate `name`, or the Hugging Face folder at the path `name`; what was written, in a sentence.
 
     Raises:
-        ExportError: there is none such, or it cannot be exported; an older `file` stays.
+        StageError: there is none such, or it cannot be exported; an older `file` stays.
     """
     if file.suffix != ".onnx" or file.is_dir():
-        raise ExportError(f"{file}: write a file name that ends with .onnx")
+        raise StageError(f"{file}: write a file name that ends with .onnx")
     folder = _folder(name)
     quiet()
     try:
         model, tokenizer = load(folder, _auto(), torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ExportError(f"{folder} cannot be loaded: {error}") from error
+        raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
-        raise ExportError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
+        raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
     rows = _test_rows(model, tokenizer) if folder.parent == FINETUNED else ()
     try:
         made = onnx.export(model, tokenizer, file, rows)
+    except onnx.ExportError as error:
+        raise StageError(str(error)) from error
     except OSError as error:
-        raise ExportError(f"{file} cannot be written: {error}") from error
+        raise StageError(f"{file} cannot be written: {error}") from error
     return (
         f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. onnxruntime answers {made.rows} rows as "
         f"torch does (logits within {made.difference:.1g}). Its tokenizer is that of {folder}."
@@ -65,7 +66,7 @@ def _folder(name: str) -> Path:
         return path
     there = sorted(folder.parent.name for folder in FINETUNED.glob("*/config.json"))
     known = f"write one of {', '.join(there)}" if there else f"{FINETUNED} has none: run `python -m flows run` first"
-    raise ExportError(f"{name} is no candidate and no Hugging Face folder: {known}")
+    raise StageError(f"{name} is no candidate and no Hugging Face folder: {known}")
 
 
 def _test_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:

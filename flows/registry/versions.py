@@ -34,10 +34,11 @@ from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_
 from mlflow.types.schema import Array, ColSpec, DataType, Schema
 
 import eckart
-from flows import tracking
-from flows.served import ANSWERS
+from flows.registry.served import ANSWERS
 from flows.settings import shown
+from flows.tracking import mirror
 from tasks.dataset import Task
+from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -66,15 +67,15 @@ _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
 _ASKED = "serving_input_example.json"  # where MLflow keeps what `save` gives as an example
 
 
-class RegistryError(RuntimeError):
+class RegistryError(EckartError):
     """The registry cannot be used; the message says why and what to do."""
 
 
-class NothingBefore(RuntimeError):
+class NothingBefore(EckartError):
     """There is no version to go back to, or none to go back from."""
 
 
-class SmokeFailed(RuntimeError):
+class SmokeFailed(EckartError):
     """A version does not answer as it should; the message says how."""
 
 
@@ -177,8 +178,8 @@ class Registry:
     @_explained
     def origin(self, root: Path, study: str, key: str) -> tuple[str | None, str]:
         """MLflow's run of the candidate whose stages have `key`, if MLflow knows it, and the study's experiment."""
-        experiment = tracking.experiment(self.client, study, root if self._local else None)
-        return tracking.find(self.client, experiment, key), experiment
+        experiment = mirror.experiment(self.client, study, root if self._local else None)
+        return mirror.find(self.client, experiment, key), experiment
 
     @_explained
     def with_content(self, content: str) -> ModelVersion | None:

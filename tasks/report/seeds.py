@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 
 from eckart.targets import Targets
-from flows import published
-from flows.published import Metrics
-from flows.workspaces import StudyFile
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import TEACHER_METRICS, TeacherReport
+from tasks.report import published
 from tasks.report.numbers import count, counted, percent, score, times
 from tasks.report.provenance import cut
+from tasks.report.published import Metrics
 from tasks.report.table import ZERO_SHOT
+from tasks.study_file import StudyFile
 
 COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]

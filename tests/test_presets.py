@@ -5,10 +5,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from flows.workspaces import load
 from tasks.extract import extract
 from tasks.metrics import BY_KIND, METRICS
 from tasks.stage import StageError
+from tasks.study_file import load
 from tests.workspace import REPOSITORY, write_params
 
 STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))

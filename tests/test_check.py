@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from eckart.recipes import Recipe
-from flows.params import check
+from tasks.check import check
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params

@@ -60,15 +60,24 @@ def check(root: Path) -> dict[str, Any]:
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
     """
-    content = params.read(root / PARAMS)
+    typed, lines = _checked(params.read(root / PARAMS))
+    if lines:
+        raise ParamsError(params.report(PARAMS, lines))
+    return typed
+
+
+def mistakes(content: Mapping[str, Any]) -> list[str]:
+    """All mistakes of what is to be a params.yaml, as `check` words them."""
+    return _checked(content)[1]
+
+
+def _checked(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
     typed = {name: _typed(content, name, kind, lines) for name, kind in SECTIONS.items()}
     typed["recipes"] = _recipes(content.get("recipes"), lines)
     lines += _unknown(content, typed)
     lines += _contradictions(typed, content)
-    if lines:
-        raise ParamsError(params.report(PARAMS, lines))
-    return typed
+    return typed, lines
 
 
 def section(root: Path, name: str) -> Any:

@@ -19,16 +19,20 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from pydantic import BaseModel
 
-from flows import engine, gates, params, registry, tracking
+from flows import engine
 from flows.engine import Outcome
-from flows.gates import Candidate, Champion, Gate, Refused, Setting
-from flows.registry import NothingBefore, Registry, RegistryError, SmokeFailed, now
+from flows.promotion import gates
+from flows.promotion.gates import Candidate, Champion, Gate, Refused, Setting
+from flows.registry import versions
+from flows.registry.versions import NothingBefore, Registry, SmokeFailed, now
+from flows.tracking import mirror
+from tasks import check
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
+from tasks.errors import EckartError
 from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
-from tasks.params import ParamsError
 from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
 
 P = ParamSpec("P")
@@ -57,7 +61,7 @@ def _said(step: Callable[P, T]) -> Callable[P, T]:
     def saying(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return step(*args, **kwargs)
-        except (Refused, RegistryError) as error:
+        except EckartError as error:
             return _failed(error)  # type: ignore[return-value]  # its `result` raises it
 
     return saying
@@ -83,7 +87,7 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
     with chdir(root):  # DVC takes its paths from the working directory
         try:
             decision = _promote(_setting(Path.cwd()), again)
-        except (Refused, RegistryError, ParamsError) as error:
+        except EckartError as error:
             return _failed(error)  # type: ignore[return-value]
         return Completed(message=decision.message, data=decision)  # type: ignore[return-value]
 
@@ -96,7 +100,7 @@ def rollback(root: Path) -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with registry.connected(root, params.section(root, "promotion").model) as models:
+    with versions.connected(root, check.section(root, "promotion").model) as models:
         try:
             models.settle()
             before, after = models.roll_back()
@@ -109,7 +113,7 @@ def rollback(root: Path) -> str:
 
 
 def _setting(root: Path) -> Setting:
-    typed = params.check(root)
+    typed = check.check(root)
     return Setting(
         root=root,
         study=typed["study"].name,
@@ -121,7 +125,7 @@ def _setting(root: Path) -> Setting:
 
 
 def _promote(setting: Setting, again: bool) -> Decision:
-    with registry.connected(setting.root, setting.wanted.model) as models:
+    with versions.connected(setting.root, setting.wanted.model) as models:
         try:
             models.settle()
         except SmokeFailed as error:
@@ -134,7 +138,7 @@ def _promote(setting: Setting, again: bool) -> Decision:
 
 
 def _champion_already(candidate: Candidate, champion: ModelVersion | None) -> Decision | None:
-    if not champion or champion.tags.get(registry.CONTENT) != candidate.content:
+    if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
     number = str(champion.version)
     return Decision(candidate.name, number, f"{candidate.name} is the champion already (version {number})", ())
@@ -230,19 +234,19 @@ def register(models: Registry, setting: Setting, candidate: Candidate, again: bo
     Raises:
         Refused: someone went back from it, and it is not to be taken `again`.
     """
-    run, experiment = models.origin(setting.root, setting.study, tracking.key_of(candidate.outcomes))
+    run, experiment = models.origin(setting.root, setting.study, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
-    if version and registry.ROLLED_BACK in version.tags and not again:
+    if version and versions.ROLLED_BACK in version.tags and not again:
         raise Refused(
             f"{candidate.name} is the best, but it is version {version.version} of {models.name}, which was "
-            f"rolled back at {version.tags[registry.ROLLED_BACK]}: `promote --again` takes it nevertheless"
+            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` takes it nevertheless"
         )
     if not version:
         pairs = "text_pair" in load_split("test")
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             files, continuation = FINETUNED / candidate.name, setting.wanted.continuation
-            registry.save(files, saved, load_task(), pairs, setting.batch_size, continuation)
+            versions.save(files, saved, load_task(), pairs, setting.batch_size, continuation)
             lineage = _lineage(setting, candidate, run)
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
@@ -257,8 +261,8 @@ def _lineage(setting: Setting, candidate: Candidate, run: str | None) -> dict[st
         "eckart.candidate": candidate.name,
         "eckart.run": run or "",
         "dvc.inputs": json.dumps(candidate.inputs),
-        **tracking.trace(candidate.outcomes),
-        **tracking.git(setting.root),
+        **mirror.trace(candidate.outcomes),
+        **mirror.git(setting.root),
     }
 
 
@@ -302,7 +306,7 @@ def _smoke(version: Path, expected: Sequence[Answers]) -> None:
     (choice) Of summaries most must be the same, and not all: rounding may turn a choice between two tokens that are as
     likely, and with it all that follows.
     """
-    answers = registry.ask(str(version), gates.questions())
+    answers = versions.ask(str(version), gates.questions())
     other = [one for one in zip(answers, expected, strict=True) if not _same(*one)]
     allowed = (len(expected) - 1) // 2 if "summary" in expected[0] else 0
     if len(other) > allowed:
@@ -349,7 +353,7 @@ def _record(
         "speedup": candidate.speedup,
     }
     tags = {
-        registry.DECISION: decision,
+        versions.DECISION: decision,
         _TEST: candidate.test,
         "eckart.numbers": json.dumps(numbers),
         "eckart.gates": json.dumps([one.plain for one in found]),

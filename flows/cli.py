@@ -1,0 +1,301 @@
+"""The command line: `python -m flows COMMAND`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+from typer.core import TyperGroup
+
+from flows import settings
+from tasks.errors import EckartError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from flows.promotion.gates import Gate
+    from flows.reproduce import File
+    from tasks.study_file import StudyFile
+
+
+class _Commands(TyperGroup):
+    """Every command ends with an error's message where the error has been put into words."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EckartError as error:
+            sys.exit(settings.shown(str(error)))  # it may quote what a library said of an address
+
+
+app = typer.Typer(
+    cls=_Commands, help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def main() -> None:
+    """One command per thing to do."""
+
+
+@app.command()
+def run(
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(min=1, help="seconds a stage may take; default: no limit")] = None,
+    task_runner: Annotated[
+        Literal["threads", "dask"], typer.Option(help="dask: each stage in the workspace of a worker")
+    ] = "threads",
+    scheduler: Annotated[
+        str | None, typer.Option(help="address of Dask's; default: workers on this machine, for this run alone")
+    ] = None,
+) -> None:
+    """Run the study that params.yaml describes; what is up to date is not run again."""
+    start = time.monotonic()
+    settings.use_local_server()
+    import httpx  # slow imports, not for --help
+
+    from flows import server
+    from flows.study import study, summary
+    from tasks import check
+
+    check.check(Path())  # before a server is started for the flow
+    server.require()
+    try:
+        outcomes = study(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+    except httpx.TransportError as error:
+        _end_without_prefect(error)
+    print(Path("reports/comparison.txt").read_text())
+    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {summary(outcomes)}")
+    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+def _end_without_prefect(error: Exception) -> NoReturn:
+    print(f"Prefect's server is gone ({error}). What is finished is kept: start it and run again.", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
+
+
+@app.command()
+def worker(
+    scheduler: Annotated[str, typer.Argument(help="address of Dask's, such as tcp://10.0.0.1:8786")],
+    stages: Annotated[int, typer.Option(min=1, help="side by side")] = 1,
+) -> None:
+    """Run stages here, in this clone, for the study that uses the scheduler, until that ends."""
+    from flows import cluster
+    from flows.worker import work
+
+    cluster.require()
+    work(scheduler, stages)
+
+
+@app.command()
+def serve(
+    cron: Annotated[str, typer.Option(help="when: minute, hour, day of month, month, day of week")] = "0 2 * * *",
+    timezone: Annotated[str, typer.Option(help="of the schedule, such as Europe/Berlin")] = "UTC",
+    name: Annotated[str, typer.Option(help="of the deployment")] = "nightly",
+    workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
+    task_runner: Annotated[Literal["threads", "dask"], typer.Option(help="as of run")] = "threads",
+    scheduler: Annotated[str | None, typer.Option(help="as of run")] = None,
+    promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
+) -> None:
+    """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
+    settings.use_local_server()
+    from flows import schedule  # slow imports, not for --help
+    from tasks import check
+
+    check.check(Path())
+    given = {"workers": workers, "timeout": timeout, "task_runner": task_runner, "scheduler": scheduler}
+    schedule.serve(name, cron, timezone, {**given, "promote": promote})
+
+
+@app.command("study")
+def other_study(
+    file: Annotated[Path | None, typer.Argument(help="of studies/: what differs from params.yaml")] = None,
+    params: Annotated[Path | None, typer.Option(help="the same")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, max=2**32 - 1, help="instead of the file's; repeatable")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="of the file's tasks; repeatable; default: all")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
+    table: Annotated[Path | None, typer.Option(help="write the table to this .md, and a .csv beside it")] = None,
+) -> None:
+    """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
+    if (path := file or params) is None or (file and params):
+        sys.exit("write one file of studies/: python -m flows study studies/NAME.yaml")
+    if table and table.suffix != ".md":
+        sys.exit(f"--table {table}: write a name that ends with .md")
+    from flows import seeds  # slow imports, not for --help
+    from tasks import study_file
+    from tasks.report import seeds as summary
+
+    root = Path.cwd()
+    studies = study_file.load(root, path, seed or (), task or ())
+    seeds.check_committed(root, studies[0])
+    found, failed = _run_tasks(root, studies, workers, timeout)
+    if studies[0].task and found:
+        print(summary.to_text(*summary.combined(summary.joined(found), {one.task: one.metric for one in studies})))
+    if table and not failed:
+        command = _command(studies[0].path, seed or (), task or (), table.resolve(), root)
+        summary.write(table, *summary.page(studies, found, table.stem, command))
+        print(f"Written to {table} and {table.with_suffix('.csv')}.")
+    if failed:
+        causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
+        what = "runs" if studies[0].task else "seeds"
+        missing = f"\n{table} was not written, because {what} are missing." if table else ""
+        count = sum(len(study.seeds) for study in studies)
+        sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
+
+
+def _run_tasks(
+    root: Path, studies: Sequence[StudyFile], workers: int | None, timeout: float | None
+) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
+    """What each task found, printed as soon as it is there, and the causes of what failed."""
+    from flows import seeds
+    from tasks.report import seeds as summary
+
+    found: dict[str | None, pd.DataFrame] = {}
+    failed: dict[str, str] = {}
+    for study in studies:
+        causes = seeds.run_all(root, study, workers, timeout)
+        place = f"task {study.task}, " if study.task else ""
+        failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
+        finished = {seed: root / seeds.folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        if finished:
+            found[study.task] = summary.collect(finished)
+            print(summary.to_text(*summary.cells(found[study.task])), flush=True)
+    return found, failed
+
+
+@app.command()
+def promote(
+    again: Annotated[bool, typer.Option("--again", help="take the best even if it was rolled back")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="go back to the version before")] = False,
+) -> None:
+    """Make the study's best candidate the champion of the model registry, if it passes the gates."""
+    if again and rollback:
+        sys.exit("--again and --rollback contradict each other: give one of them")
+    settings.use_local_server()
+    import httpx  # slow imports, not for --help
+
+    from flows import engine, server
+    from flows.promotion import flow
+    from flows.promotion.gates import Refused
+    from tasks import check
+
+    if rollback:
+        print(flow.rollback(Path.cwd()))
+        return
+    check.check(Path())
+    engine.check_workspace()
+    server.require()
+    try:
+        decision = flow.promotion(again=again)
+    except Refused as refusal:
+        _print_gates(refusal.gates)
+        raise
+    except httpx.TransportError as error:
+        _end_without_prefect(error)
+    _print_gates(decision.gates)
+    print(decision.message)
+
+
+def _print_gates(gates: Sequence[Gate]) -> None:
+    if gates:
+        table = Table("gate", "value", "limit", "")
+        for gate in gates:
+            table.add_row(*gate.row)
+        Console().print(table)
+
+
+def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path, root: Path) -> str:
+    """The command that makes the table again, in the root of any clone."""
+    words = ["python -m flows study", str(file), *(f"--task {one}" for one in tasks)]
+    words += [f"--seed {one}" for one in seeds]
+    if table.is_relative_to(root):
+        words.append(f"--table {table.relative_to(root)}")
+    return " ".join(words)
+
+
+@app.command()
+def export(
+    candidate: Annotated[str, typer.Argument(help="of models/finetuned, or the path of any Hugging Face folder")],
+    file: Annotated[Path, typer.Argument(help="what to write: FILE.onnx")],
+) -> None:
+    """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives."""
+    from tasks.export import to_onnx  # a slow import, not for --help
+
+    print(to_onnx(candidate, file))
+
+
+@app.command()
+def push() -> None:
+    """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
+    from flows.engine import remote  # a slow import, not for --help
+
+    if lacking := remote.push():
+        sys.exit(f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest.")
+    print("The remote has all that dvc.lock and the run cache name.")
+
+
+@app.command()
+def pull() -> None:
+    """Take from the DVC remote what this workspace lacks, and run nothing."""
+    from flows.engine import remote  # a slow import, not for --help
+
+    if lacking := remote.pull():
+        sys.exit(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
+    print("Everything is up to date.")
+
+
+@app.command()
+def reproduce(
+    candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
+    rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
+    again: Annotated[bool, typer.Option("--again", help="make it again even where it can be had")] = False,
+) -> None:
+    """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
+    from flows import reproduce as versions  # a slow import, not for --help
+
+    root = Path.cwd()
+    wanted = versions.record(root, candidate, rev)
+    found = versions.reproduce(root, wanted, again)
+    _print_files(found.files, f"{wanted.stage} at {wanted.commit[:10]}, {found.origin}")
+    print(f"The files are in {wanted.folder}.")
+    if not found.same:
+        differing = ", ".join(file.path for file in found.files if not file.same)
+        reasons = "\n".join(f"  {reason}" for reason in found.reasons)
+        sys.exit(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
+    print("All are the same, bit for bit.")
+
+
+def _print_files(files: Sequence[File], title: str) -> None:
+    table = Table(Column("file", overflow="fold"), "recorded", "now", "", title=title)
+    for file in files:
+        cells = [digest[:10] if digest else "–" for digest in (file.recorded, file.now)]
+        table.add_row(file.path, *cells, "same" if file.same else "DIFFERS")
+    Console().print(table)
+
+
+@app.command()
+def ui(
+    host: Annotated[str, typer.Option(help="IPv4 address or name to listen at; 0.0.0.0 is all of this machine")] = (
+        settings.LOOPBACK
+    ),
+) -> None:
+    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone unless --host says otherwise."""
+    if ":" in host:
+        sys.exit(f"--host {host}: write an IPv4 address or a name")
+    from flows.ui import serve
+
+    serve(Console(), host)

@@ -1,0 +1,1 @@
+"""How the best candidate becomes the champion of the model registry."""
