@@ -142,11 +142,11 @@ def _cells(results: Results, one: CandidateResults, starts: dict[str, float], ce
     for target in results.targets:
         rank, share = one.rank(target), one.share(target)
         text = "" if cell < _ROOM else "D" if rank is None else str(rank)
-        cells.append(Cell(starts[target.name], share, text, f"{one.name}, {target.name}: {_said(one, target)}"))
+        cells.append(Cell(starts[target.name], share, text, f"{one.name}, {target.name}: {_size_of(one, target)}"))
     return tuple(cells)
 
 
-def _said(one: CandidateResults, target: Target) -> str:
+def _size_of(one: CandidateResults, target: Target) -> str:
     """What is left of a target, in words."""
     rank, rows = one.rank(target), one.rows(target)
     if rank is None:

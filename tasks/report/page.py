@@ -26,7 +26,7 @@ def page(results: Results) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    said = captions()
+    meanings = captions()
     return environment.get_template("page.html.j2").render(
         results=results,
         metric=results.metric,
@@ -40,7 +40,7 @@ def page(results: Results) -> str:
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),
         shaped=shaped(results),
-        measures={name: said[name] for name in results.measures if name in said},
+        measures={name: meanings[name] for name in results.measures if name in meanings},
         unscored=any(one.factorized is None for one in results.candidates),
         heat_maps=heat_maps(results),
         order_of_kinds=order_of_kinds(results),
