@@ -43,7 +43,7 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
-    movement          Target.name + ".output"    (out,)     from shaping (eckart/shaping.py), not from this pass
+    movement          Target.name + ".output"    (out,)     from shaping (eckart/shaping/), not from this pass
 """
 
 

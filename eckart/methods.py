@@ -47,12 +47,12 @@ class Method(BaseModel):
         """Whether it itself reduces the dense weights to their ranks."""
         return False
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         """What makes no sense together with it in `recipe`, to which it belongs."""
         yield from ()
 
 
-class Parts(Protocol):
+class RecipeParts(Protocol):
     """A recipe, as its parts see each other."""
 
     @property

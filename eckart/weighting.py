@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from eckart.evidence import Axis, Evidence, EvidenceKind
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.targets import Target
 
 Side = Tensor | None
@@ -84,7 +84,7 @@ class Movement(_Weighting):
 
     kind: Literal["movement"]
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
             yield (
                 "weighting",

@@ -37,7 +37,7 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.budget import Ranks, largest_rank, ranked_allowance, step
 from eckart.layers import LowRankLinear, factorize_target, merge
 from eckart.losses import Batch
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.ranks.problem import KEPT, Found, SearchProblem
 from eckart.targets import Target, weight_of
@@ -64,7 +64,7 @@ class Threshold(Optimization, Method):
     def leaves_low_rank(self) -> bool:
         return True
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.evidence or recipe.weighting.reads_shaping:
             yield "weighting", "threshold cuts the singular values of W itself, so a weighting has no say; write none"
         if recipe.shaping is not None:

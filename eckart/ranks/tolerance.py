@@ -34,7 +34,7 @@ from eckart.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.ranks.problem import Found, SearchProblem
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, eval_mode, weight_of
@@ -59,7 +59,7 @@ class Tolerance(Method):
     def leaves_low_rank(self) -> bool:
         return True
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.weighting.reads_shaping:
             kind = recipe.weighting.kind
             yield (

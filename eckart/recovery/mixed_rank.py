@@ -18,7 +18,7 @@ from transformers.modeling_outputs import ModelOutput
 from eckart import schedules
 from eckart.layers import LowRankLinear, factorized, replace
 from eckart.losses import Batch, Loss, Predictions, logits_of, mean_loss
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
 from eckart.recovery.problem import RecoveryProblem
@@ -43,7 +43,7 @@ class MixedRank(Optimization, Method):
     consistency_after: bool
     distillation: Distillation | None
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
             yield (
                 "recovery",

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from eckart.budget import allowance
 from eckart.layers import LowRankLinear, factorized, low_rank_layers, merge
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.problem import Problem
 from eckart.schedules import cubic, exceeding, steps_in
 from eckart.training_rules import Rule
@@ -45,7 +45,7 @@ class SparseRows(Method):
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
             yield (
                 "residual",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import Evidence
-from eckart.methods import Contradiction, Method, Parts
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.ranks.problem import SearchProblem
 from eckart.schedules import cubic, exceeding, steps_in
@@ -41,7 +41,7 @@ class Pruning(Optimization, Method):
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
 
-    def contradictions(self, recipe: Parts) -> Iterator[Contradiction]:
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         yield from exceeding("shaping", self.start, self.end)
 
     def shape(self, problem: SearchProblem) -> Evidence:
