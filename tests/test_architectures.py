@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart import ranks as rank_searches
 from eckart.budget import allowance, largest_rank, total
 from eckart.evidence import collect
 from eckart.factorization import rest
@@ -24,7 +23,10 @@ from eckart.layers import factorize_target, factorized
 from eckart.losses import Batch
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
+from eckart.ranks.problem import ByFormula
 from eckart.ranks.threshold import ThresholdSearch
+from eckart.ranks.uniform import Uniform
+from eckart.ranks.waterfill import Waterfill
 from eckart.recipes import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
@@ -196,13 +198,13 @@ WEIGHTINGS: dict[str, Weighting] = {
 }
 
 
-def compress(case: Case, weighting: Weighting, method: rank_searches.ByFormula, keep: float = KEEP) -> PreTrainedModel:
+def compress(case: Case, weighting: Weighting, method: ByFormula, keep: float = KEEP) -> PreTrainedModel:
     """A copy of the model, factorized within `keep`."""
     model = copy.deepcopy(case.model)
     weights = {target.name: weight_of(model.get_submodule(target.name)) for target in case.targets}
     metrics = {target.name: weigh(weighting, target, case.evidence) for target in case.targets}
     spectra = {name: spectrum(weight, metrics[name]) for name, weight in weights.items()}
-    ranks = rank_searches.search(method, case.targets, spectra, keep)
+    ranks = method.ranks(case.targets, spectra, keep)
     assert total(case.targets, ranks) <= allowance(case.targets, keep)
     for name, rank in ranks.items():
         if rank is not None:
@@ -220,7 +222,7 @@ def assert_comes_back(model: PreTrainedModel, kind: Kind, batch: Batch, folder: 
 
 @pytest.mark.parametrize(
     "method",
-    [rank_searches.uniform.Uniform(kind="uniform"), rank_searches.waterfill.Waterfill(kind="waterfill")],
+    [Uniform(kind="uniform"), Waterfill(kind="waterfill")],
     ids=lambda method: method.kind,
 )
 @pytest.mark.parametrize("weighting", WEIGHTINGS.values(), ids=WEIGHTINGS)
@@ -267,7 +269,7 @@ def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
 
 
 def test_a_step_of_mixed_rank_recovery(case, tmp_path):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 0.5}), True, seed=0)
     train(model, rule, case.batch)
@@ -276,7 +278,7 @@ def test_a_step_of_mixed_rank_recovery(case, tmp_path):
 
 
 def test_the_dense_weights_of_mixed_rank_are_those_of_the_model(case):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 1.0}), True, seed=0)
     rule.before_forward(0)
@@ -300,7 +302,7 @@ def test_a_step_of_sparse_rows(case, tmp_path):
 
 
 def test_a_step_of_distillation(case):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     terms = {"layers": 0.0 if case.family.kind == "seq2seq" else 1.0, "logits": 1.0, "temperature": 2.0}
     rule = DistillationRule(case.model, Distillation(**terms), True)
     train(model, rule, case.batch)
