@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from tasks.records import Size
 from tasks.stage import StageError
 
 TEACHER = Path("models/teacher")
+_LOADING = RLock()
 
 
 def load(
@@ -55,17 +57,19 @@ def inputs_device(model: PreTrainedModel) -> str:
 def only_tensors() -> Iterator[None]:
     """While models are loaded: whatever names a pickle, which could run code, is an OSError.
 
-    `use_safetensors` alone does not hold for a file that a model's own config or index names.
+    `use_safetensors` alone does not hold for a file that a model's own config or index names. torch.load is the same
+    for all threads, so one of them loads at a time, and none leaves another's refusal behind.
     """
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
 
-    before, torch.load = torch.load, refuse
-    try:
-        yield
-    finally:
-        torch.load = before
+    with _LOADING:
+        before, torch.load = torch.load, refuse
+        try:
+            yield
+        finally:
+            torch.load = before
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:

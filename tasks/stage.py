@@ -92,7 +92,7 @@ def explained() -> Iterator[None]:
         raise StageError(str(error)) from error
 
 
-def candidate(recipe: str, keep: str) -> str:
+def candidate_name(recipe: str, keep: str) -> str:
     """The name of a candidate, such as `kfac-0.33`."""
     return f"{recipe}-{keep}"
 

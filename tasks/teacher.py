@@ -6,7 +6,7 @@ import math
 
 from transformers import set_seed
 
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.batches import encoded
 from tasks.dataset import load_task
 from tasks.kinds import kind_of

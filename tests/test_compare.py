@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from eckart.targets import Target
 from tasks import compare
-from tasks.metrics import BY_KIND, MetricName, TaskKind
+from tasks.metrics import BY_KIND, MetricName, TaskKindName
 from tasks.report import heatmap, names, numbers, plots, results, summary
 from tasks.stage import StageError
 
@@ -59,7 +59,7 @@ def make_study(
     target_names: list[str],
     metric: MetricName = "accuracy",
     dense: float = 0.8,
-    kind: TaskKind | None = None,
+    kind: TaskKindName | None = None,
 ) -> None:
     """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
     kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
@@ -524,7 +524,7 @@ def test_summary_of_perplexities(workspace: Path) -> None:
     ],
 )
 def test_only_the_accuracy_of_rows_has_a_standard_error(
-    workspace: Path, kind: TaskKind, metric: MetricName, known: bool
+    workspace: Path, kind: TaskKindName, metric: MetricName, known: bool
 ) -> None:
     make_study(["svd"], [0.5], ["map"], metric, kind=kind)
     assert (results.load_results().standard_error is not None) is known

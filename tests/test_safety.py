@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -26,13 +27,14 @@ from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from flows import settings, ui
 from flows.tracking.mirror import Mirror
 from tasks import check
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
+from tasks.models import only_tensors
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
@@ -114,6 +116,22 @@ class TestModels:
         said = refusal()
         assert BASE in said
         assert "no model.safetensors" in said
+        assert torch.load is before
+
+    def test_models_that_load_at_once_leave_torch_as_it_was(self) -> None:
+        before, entered, leave = torch.load, Event(), Event()
+
+        def other() -> None:
+            with only_tensors():
+                entered.set()
+                leave.wait()
+
+        thread = Thread(target=other)
+        with only_tensors():
+            thread.start()
+            assert not entered.wait(0.2)
+        leave.set()
+        thread.join()
         assert torch.load is before
 
     def test_the_advice_makes_the_same_model_of_it(self) -> None:

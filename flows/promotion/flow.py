@@ -27,10 +27,10 @@ from flows.registry import versions
 from flows.registry.versions import NothingBefore, Registry, SmokeFailed, now
 from flows.tracking import mirror
 from tasks import check
-from tasks.calibration import load_targets
-from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
+from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
 from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation

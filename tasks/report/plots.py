@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tasks.report.numbers import count, score
-from tasks.report.results import Candidate, Curve, Results
+from tasks.report.results import CandidateResults, Curve, Results
 
 _COLOURS = (  # each is legible on white and on near black
     "#3f7fd6",
@@ -206,7 +206,7 @@ def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
         axes.axhspan(dense - error, dense + error, color=palette.muted, alpha=0.13, linewidth=0)
 
 
-def _draw_recipe(axes: Axes, x: list[float], some: list[Candidate], look: Look, palette: Palette) -> None:
+def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look: Look, palette: Palette) -> None:
     """Factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
     common: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 6.5}
     scored = [(place, one.factorized, one) for place, one in zip(x, some, strict=True) if one.factorized is not None]
@@ -274,7 +274,7 @@ def _draw_panel(axes: Axes, title: str, lines: list[tuple[Curve, str]], palette:
         axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=palette.muted)
 
 
-def _by_keep(results: Results, recipe: str, curve_of: Callable[[Candidate], Curve]) -> dict[str, Curve]:
+def _by_keep(results: Results, recipe: str, curve_of: Callable[[CandidateResults], Curve]) -> dict[str, Curve]:
     """Keep → curve of the candidates of `recipe` that have one."""
     return {one.keep: curve_of(one) for one in results.candidates if one.recipe == recipe and curve_of(one)}
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eckart.targets import Targets
-from tasks.calibration import TARGETS
+from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import DENSE_METRICS, DenseReport

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.report.numbers import count, counted, percent, score
-from tasks.report.results import Candidate, Results
+from tasks.report.results import CandidateResults, Results
 
 
 def summary(results: Results) -> list[str]:
@@ -33,14 +33,14 @@ def _best_at(results: Results, keep: str) -> str:
     )
 
 
-def _winners(results: Results, ranked: list[Candidate]) -> str:
+def _winners(results: Results, ranked: list[CandidateResults]) -> str:
     names = [one.recipe for one in ranked if results.is_best(one)]
     if len(ranked) == 1:
         return f"{names[0]} recovers to"
     return f"{_enumerated(names)} {'recover' if len(names) > 1 else 'recovers'} best:"
 
 
-def _savings(results: Results, one: Candidate) -> str:
+def _savings(results: Results, one: CandidateResults) -> str:
     small, dense = one.evaluation.size, results.dense.size
     parameters, macs = small.model_parameters / dense.model_parameters, small.macs_per_token / dense.macs_per_token
     return (
@@ -49,7 +49,7 @@ def _savings(results: Results, one: Candidate) -> str:
     )
 
 
-def _rivals(results: Results, ranked: list[Candidate]) -> str:
+def _rivals(results: Results, ranked: list[CandidateResults]) -> str:
     """How many others the test split cannot tell from the best."""
     error, best, others = results.standard_error, ranked[0], ranked[1:]
     if error is None or not others:

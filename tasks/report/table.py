@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.report.numbers import count, percent, rank, score, size, times
-from tasks.report.results import Candidate, Results
+from tasks.report.results import CandidateResults, Results
 
 COLUMNS = (
     "recipe",
@@ -89,7 +89,7 @@ def _asked(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{task}.{metric}": value for task, values in zero_shot.items() for metric, value in values.items()}
 
 
-def _values(results: Results, one: Candidate) -> Iterable[str | float | None]:
+def _values(results: Results, one: CandidateResults) -> Iterable[str | float | None]:
     """In the order of COLUMNS; None is left empty."""
     return (
         one.recipe,
@@ -108,7 +108,7 @@ def _values(results: Results, one: Candidate) -> Iterable[str | float | None]:
     )
 
 
-def row(results: Results, one: Candidate) -> Row:
+def row(results: Results, one: CandidateResults) -> Row:
     """What the page and the terminal show of a candidate."""
     dense, small = results.dense.size, one.evaluation.size
     retained = results.retained(one.recovered)
