@@ -288,14 +288,8 @@ def _print_files(files: Sequence[File], title: str) -> None:
 
 
 @app.command()
-def ui(
-    host: Annotated[str, typer.Option(help="IPv4 address or name to listen at; 0.0.0.0 is all of this machine")] = (
-        settings.LOOPBACK
-    ),
-) -> None:
-    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone unless --host says otherwise."""
-    if ":" in host:
-        sys.exit(f"--host {host}: write an IPv4 address or a name")
+def ui() -> None:
+    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone."""
     from flows.ui import serve
 
-    serve(Console(), host)
+    serve(Console())
