@@ -194,7 +194,7 @@ def promote(
     from tasks import check
 
     if rollback:
-        print(flow.rollback(Path.cwd()))
+        print(flow.rollback())
         return
     check.check(Path())
     engine.check_workspace()

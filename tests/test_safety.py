@@ -343,7 +343,7 @@ class TestSecrets:
 
     def test_a_link_to_mlflow_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", URL)
-        mirror = Mirror(tmp_path, "s", [], {})
+        mirror = Mirror("s", [], {})
         mirror.experiment, mirror.parent = "1", "run"
         assert mirror.page() == "http://127.0.0.1:9/#/experiments/1/runs/run"
 

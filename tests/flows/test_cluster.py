@@ -254,7 +254,7 @@ from flows.tracking.mirror import Mirror
 @flow
 def toy():
     planned, root = engine.plan(), Path.cwd()
-    mirror = Mirror(root, "toy", planned, {})
+    mirror = Mirror("toy", planned, {})
     mirror.down = True
     here = partial(stage.submit, root=root, slots=threading.Semaphore(2), mirror=mirror, timeout=None)
     with processes.reaping():
