@@ -186,7 +186,7 @@ class TestStudyFiles:
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
         tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
         content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-        workspaces._write(content, tmp_path / "params.yaml", "# comment\n")
+        seeds._write(content, tmp_path / "params.yaml", "# comment\n")
         again = read(tmp_path / "params.yaml")
         assert again == content
         assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
