@@ -19,7 +19,7 @@ from typing import Any
 
 import networkx
 from dvc.dvcfile import Lockfile
-from dvc.exceptions import DvcException
+from dvc.exceptions import DvcException, NotDvcRepoError
 from dvc.repo import Repo
 from dvc.scm import RevError
 from ruamel.yaml import YAML
@@ -114,6 +114,7 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
         WorkspaceError: the working directory is not the root of a git repository.
     """
     workspaces.check_root()
+    nothing = CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
     try:
         with Repo(rev=revision) as repo:
             commit, entries = str(repo.get_rev()), _entries(repo, f"dvc.lock of {revision}")
@@ -122,8 +123,10 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
         raise CannotReproduce(
             f"{revision} is no revision of this repository: `git log --oneline` lists them"
         ) from error
+    except NotDvcRepoError as error:
+        raise nothing from error
     if not entries:
-        raise CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
+        raise nothing
     for stage in (f"finetune@{name}", name):
         if stage in entries:
             return LockedStage(commit, stage, entries, pinned)

@@ -183,6 +183,34 @@ def test_a_champion_that_was_set_by_hand_can_be_replaced_and_gone_back_to(models
     assert models.roll_back() == ("2", "1")
 
 
+def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry) -> None:
+    promote(models, "1", "2", "3")
+    models.roll_back()
+    models.client.set_registered_model_alias("m", CHAMPION, "3")
+    promote(models, "4")
+    assert models.aliases() == {CHAMPION: "4", PREVIOUS: "3"}
+    models.client.set_registered_model_alias("m", CHAMPION, "1")
+    promote(models, "2")
+    assert models.roll_back() == ("2", "1")
+
+
+def test_nobody_goes_back_to_what_was_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a kill came between the two tags of a promotion."""
+    promote(models, "1", "2")
+    models.mark("3", {PROMOTED_AT: versions._now(), SMOKE: "pending"})
+    models.client.set_registered_model_alias("m", CHAMPION, "3")
+
+    def silent(_: Registry, reference: str) -> None:
+        raise SmokeFailed("it is silent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "smoke", silent)
+        with pytest.raises(SmokeFailed):
+            models.settle()
+    promote(models, "4")
+    assert models.aliases() == {CHAMPION: "4", PREVIOUS: "2"}
+
+
 def test_versions_that_were_deleted_are_passed_over(models: Registry) -> None:
     promote(models, "1", "2", "3", "4")
     models.client.delete_model_version("m", "3")
