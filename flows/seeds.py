@@ -27,7 +27,7 @@ def folder_of(study: StudyFile, seed: int) -> Path:
 
 
 def check_committed(study: StudyFile) -> None:
-    """See to it that a workspace made from the commit runs what stands in the main workspace.
+    """Check that a workspace made from the commit runs what stands in the main workspace.
 
     Raises:
         WorkspaceError: files are edited or new, and not committed; it names them.

@@ -53,7 +53,7 @@ def _running(*pages: Page) -> Iterator[None]:
 
 
 def _prefect() -> Page:
-    # The page asks the server that it came from. By default it is told PREFECT_API_URL, be there a password in it.
+    # The page asks the server that it came from. By default it is told PREFECT_API_URL, which may hold a password.
     environment = {"PREFECT_UI_API_URL": "/api", **os.environ}
     return Page(settings.PREFECT_ADDRESS, tuple(command()), environment)
 

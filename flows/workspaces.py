@@ -39,7 +39,7 @@ class WorkspaceError(EckartError):
 
 
 def check_code() -> None:
-    """See to it that a workspace made from the commit has the code of this one, whatever its parameters.
+    """Check that a workspace made from the commit has the code of this one, whatever its parameters.
 
     Raises:
         WorkspaceError: files are edited or new, and not committed; it names them.
@@ -48,7 +48,7 @@ def check_code() -> None:
 
 
 def check_root() -> None:
-    """See to it that this is the root of a git repository; if it is not, raise a WorkspaceError."""
+    """Raise a WorkspaceError unless this is the root of a git repository."""
     if Path(git(Path(), "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != Path.cwd():
         raise WorkspaceError("this is not the root of a git repository: run this where params.yaml is")
 
@@ -165,7 +165,7 @@ def environment() -> dict[str, str]:
 
 
 def git(folder: Path, *words: str) -> str:
-    # Hooks would run here for a switch that is not the user's: DVC's checks outputs out.
+    # No hooks: the switch of revision is not the user's, and DVC's hook would check outputs out.
     return _called(folder, ["git", "-c", f"core.hooksPath={os.devnull}", *words], f"git {words[0]}")
 
 

@@ -302,7 +302,7 @@ def _alike(answer: Any, wanted: Any) -> bool:
 
 
 def make_champion(models: Registry, version: str, champion: ModelVersion | None) -> bool:
-    """Make the version the champion; False if `champion` is the champion no more, and nothing was moved.
+    """Make the version the champion; False if `champion` no longer is: then nothing was moved.
 
     Raises:
         Refused: it does not answer as the champion; the one before is the champion again.

@@ -177,7 +177,7 @@ def _smoked(task: Task) -> pd.DataFrame:
 
 
 def unchanged(path: Path, content: str) -> None:
-    """See to it that a file is the one that DVC has recorded.
+    """Check that a file is the one that DVC has recorded.
 
     Raises:
         Refused: something has changed it since.

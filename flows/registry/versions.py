@@ -1,8 +1,8 @@
 """The model registry: the versions of one model, and which of them is the champion.
 
-What is true is the alias `champion`, which one operation moves, and on each version that was the champion when it was
-promoted, and whether someone went back from it. The aliases `previous` and `challenger` follow from them, so that what
-a kill left is put right.
+The truth is in the alias `champion`, which one operation moves, and in tags: when a version became the champion, and
+whether someone went back from it. The aliases `previous` and `challenger` are derived from them, so that what a kill
+leaves half done can be put right.
 """
 
 from __future__ import annotations
@@ -81,15 +81,15 @@ def connected(name: str) -> Iterator[Registry]:
     users = os.environ.get("MLFLOW_TRACKING_URI")
     store = _absolute(users or mirror.store())
     with _turn(_absolute(os.environ.get("MLFLOW_REGISTRY_URI", store)), name):
-        mlflow.set_tracking_uri(store)  # for the processes that are started, too: they ask the versions
+        mlflow.set_tracking_uri(store)  # the processes that ask versions inherit it
         try:
-            with _explained(Exception):  # a database may fail to open in any way
+            with _explained(Exception):  # a database fails to open in many ways
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
                 yield Registry(name, client, local=not users)
         finally:
-            mlflow.set_tracking_uri(users)  # type: ignore[arg-type]  # None is: as if it had never been set
+            mlflow.set_tracking_uri(users)  # type: ignore[arg-type]  # None unsets it
 
 
 def _absolute(address: str) -> str:
@@ -136,10 +136,10 @@ class Registry:
         return self.version(number) if number else None
 
     def before(self, version: ModelVersion) -> str | None:
-        """The champion before `version`; None if there was none, or a hand set the alias, which alone knows.
+        """The champion before `version`; None if there was none, or if the alias was set by hand and nobody knows.
 
-        That is who was promoted last before it and was not gone back from. A version that is to answer yet has not been
-        promoted: all others come before it.
+        That is the version promoted last before it, leaving out those that someone went back from. A version that has
+        yet to answer comes after all others.
         """
         pending = version.tags.get(SMOKE) == _PENDING
         promoted = [one for one in self._promoted() if one.version != version.version]
@@ -187,7 +187,7 @@ class Registry:
         logged = self.client.create_logged_model(experiment, label.replace(".", "_"), run, {CONTENT: content})
         status: Literal["READY", "FAILED"] = "FAILED"
         try:
-            with _explained(Exception):  # of any store of files
+            with _explained(Exception):  # stores of files fail in many ways
                 self.client.log_model_artifacts(logged.model_id, str(saved))
             status = "READY"
         finally:
@@ -237,7 +237,7 @@ class Registry:
         if self.aliases().get(CHAMPION) != (str(before.version) if before else None):
             return False
         if before and before.version not in [one.version for one in self._promoted()[-1:]]:
-            # A hand made it the champion: to be gone back to it counts as promoted now.
+            # Someone made it the champion by hand: it counts as promoted now, so that one can go back to it.
             self._unmark(before.version, ROLLED_BACK)
             self.mark(before.version, {PROMOTED_AT: _now()})
         self._move(number)
@@ -299,7 +299,7 @@ class Registry:
 
     def _take_back(self, number: str) -> None:
         """Make the champion before version `number` the champion; where there was none there is none again."""
-        self._unmark(number, PROMOTED_AT)  # of an earlier time: nobody is to go back to what does not answer
+        self._unmark(number, PROMOTED_AT)  # nobody should go back to what does not answer
         if before := self.before(self.version(number)):
             self._move(before)
         else:
@@ -318,7 +318,7 @@ class Registry:
         """Bring the other aliases after the champion."""
         if not (champion := self.champion()):
             return
-        if PROMOTED_AT in champion.tags:  # else a hand set it, or it is to answer yet
+        if PROMOTED_AT in champion.tags:  # else it was set by hand, or has yet to answer
             if before := self.before(champion):
                 self.client.set_registered_model_alias(self.name, PREVIOUS, before)
             else:
