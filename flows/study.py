@@ -113,7 +113,7 @@ def _run(root: Path, workers: int | None, timeout: float | None, task_runner: st
         raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
     side_by_side = workers or _side_by_side(typed["threads"].candidate)
-    mirror = Mirror(root, typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
+    mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start({name: _plain(section) for name, section in typed.items() if name != "recipes"}, str(flow_run.name))
     finished: dict[str, Outcome] = {}
     complete = False

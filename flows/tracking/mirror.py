@@ -57,13 +57,12 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """What MLflow is told of one study run."""
+    """What MLflow is told of one study run, in the working directory."""
 
-    def __init__(self, root: Path, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
-        self.root = root
+    def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
         self.tags = {"eckart.study": study, _PROCESS: _process(psutil.Process())}
-        self.origin = {**tags, **git(root)}
+        self.origin = {**tags, **git()}
         """What made the results: of the parent, and of candidates for which something ran."""
         self.down = False
         self.lineage: dict[str, str] = {}
@@ -81,10 +80,9 @@ class Mirror:
     @_mirrored
     def start(self, parameters: Mapping[str, Any], name: str) -> None:
         """Open the parent run."""
-        default = f"sqlite:///{self.root / 'mlflow.db'}"
-        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        own = "MLFLOW_TRACKING_URI" not in os.environ
-        self.experiment = experiment(self.client, self.study, self.root if own else None)
+        users = os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(users or store())
+        self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self.parent = self.client.create_run(
             self.experiment, run_name=name, tags={**self.tags, **self.origin}
@@ -175,10 +173,10 @@ class Mirror:
             self._open(candidate, {"eckart.backfilled": "true"})
         run = self._children[candidate]
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
-            self._log_curve(candidate, self.root / path)
+            self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=_metrics(self.root, [*shared, *outcomes]),
+            metrics=_metrics([*shared, *outcomes]),
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -198,7 +196,7 @@ class Mirror:
             self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, "lineage.json")
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
-            self.client.log_artifact(self.parent, str(self.root / path))
+            self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
 
 
@@ -216,12 +214,17 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
     return [one.name for one in planned if one.name not in own]
 
 
-def experiment(client: MlflowClient, study: str, root: Path | None) -> str:
-    """The id of the study's experiment; a new one keeps its artifacts in the workspace `root`, if there is one."""
+def store() -> str:
+    """The address of MLflow's database in the workspace, which is the working directory."""
+    return f"sqlite:///{Path('mlflow.db').resolve()}"
+
+
+def experiment(client: MlflowClient, study: str, local: bool) -> str:
+    """The id of the study's experiment; a new one in a `local` store keeps its artifacts in the workspace, too."""
     if found := client.get_experiment_by_name(study):
         return found.experiment_id
     try:
-        return client.create_experiment(study, (root / "mlruns").as_uri() if root else None)
+        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if local else None)
     except MlflowException:
         if found := client.get_experiment_by_name(study):  # another flow was faster
             return found.experiment_id
@@ -241,13 +244,12 @@ def key_of(outcomes: Sequence[Outcome]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def git(root: Path) -> dict[str, str]:
+def git() -> dict[str, str]:
     """The revision of the code, and whether it was edited since."""
-    git = ["git", "-C", str(root)]
-    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if revision.returncode:
         return {}
-    edited = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    edited = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
     return {MLFLOW_GIT_COMMIT: revision.stdout.strip(), "git.edited": str(bool(edited)).lower()}
 
 
@@ -264,7 +266,7 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
 
 
-def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
+def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
     """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
 
     Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
@@ -274,7 +276,7 @@ def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
     for outcome in outcomes:
         for path in outcome.outs:
             if path.startswith("reports/") and path.endswith(".json"):
-                report = json.loads((root / path).read_text())
+                report = json.loads(Path(path).read_text())
                 values = flatten({name: value for name, value in report.items() if name != "targets"})
                 prefix = "dense." if outcome.stage == "dense" else ""
                 numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}

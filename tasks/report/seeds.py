@@ -204,7 +204,8 @@ def _part(rows: pd.DataFrame, params: Mapping[str, Any]) -> list[str]:
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)]), *map(_line, lines)]
+    align = ("left", *["right"] * (len(heads) - 1))
+    return [pd.DataFrame(lines, columns=list(heads)).to_markdown(index=False, disable_numparse=True, colalign=align)]
 
 
 def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
@@ -217,10 +218,6 @@ def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
 
 def _lines(text: Sequence[str]) -> str:
     return "\n".join(text).rstrip("\n") + "\n"
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
 
 
 def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:

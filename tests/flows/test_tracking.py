@@ -42,6 +42,7 @@ def write(root: Path, file: str, text: str) -> None:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -57,7 +58,7 @@ def plan(root: Path) -> list[Planned]:
 
 
 def started(root: Path, plan: list[Planned]) -> Mirror:
-    mirror = Mirror(root, "s", plan, {"prefect.flow_run": "f"})
+    mirror = Mirror("s", plan, {"prefect.flow_run": "f"})
     mirror.start({"seed": 0}, "run")
     assert not mirror.down
     return mirror
@@ -194,7 +195,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
         "MLFLOW_TRACKING_URI",
         "http://127.0.0.1:9",  # nobody listens there
     )
-    mirror = Mirror(root, "s", plan, {})
+    mirror = Mirror("s", plan, {})
     mirror.start({"seed": 0}, "run")
     with mirror.following(plan[3]):
         write_curve(root, 1.0)
@@ -205,11 +206,11 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
 
 
 ABANDON = """
-import os, sys
+import os
 from pathlib import Path
 from flows.tracking.mirror import Mirror
 from tests.flows.test_tracking import planned
-mirror = Mirror(Path(sys.argv[1]), "s", [planned("finetune@kfac-0.5")], {})
+mirror = Mirror("s", [planned("finetune@kfac-0.5")], {})
 mirror.start({}, "killed")
 with mirror.following(planned("finetune@kfac-0.5")):
     os.kill(os.getpid(), 9)
@@ -218,7 +219,7 @@ with mirror.following(planned("finetune@kfac-0.5")):
 
 def test_runs_of_a_flow_that_was_killed_are_ended_and_those_of_others_go_on(root: Path, plan: list[Planned]) -> None:
     living = started(root, plan)
-    command = [sys.executable, "-c", ABANDON, str(root)]
+    command = [sys.executable, "-c", ABANDON]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert killed.returncode == -9
     client = living.client
