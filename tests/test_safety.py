@@ -25,6 +25,7 @@ from mlflow.pyfunc import PythonModel, load_model, save_model
 from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from eckart.rules import Rule
 from flows import settings, ui
@@ -33,6 +34,7 @@ from tasks import check
 from tasks.base import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
+from tasks.models import load
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
@@ -92,10 +94,15 @@ def pickle_weights(name: str, **more: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def index_of_a_pickle() -> None:
+def index_of_a_pickle(name: str = "model.safetensors.index.json") -> None:
     weights = pickle_weights("shard.bin")
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "shard.bin")}
-    Path(BASE, "model.safetensors.index.json").write_text(json.dumps(index))
+    Path(BASE, name).write_text(json.dumps(index))
+
+
+def config_of_an_index() -> None:
+    index_of_a_pickle("other.safetensors.index.json")
+    configure(transformers_weights="other.safetensors.index.json")
 
 
 def config_of_a_pickle() -> None:
@@ -106,15 +113,28 @@ def config_of_a_pickle() -> None:
 @pytest.mark.usefixtures("workspace")
 class TestModels:
     @pytest.mark.parametrize(
-        "arrange", [lambda: pickle_weights("pytorch_model.bin", evil=Evil()), index_of_a_pickle, config_of_a_pickle]
+        "arrange",
+        [
+            lambda: pickle_weights("pytorch_model.bin", evil=Evil()),
+            index_of_a_pickle,
+            config_of_a_pickle,
+            config_of_an_index,
+        ],
     )
-    def test_a_pickle_is_refused_wherever_it_is_named(self, arrange: Callable[[], object]) -> None:
-        before = torch.load
+    def test_a_pickle_is_refused_unread_wherever_it_is_named(
+        self, arrange: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         arrange()
+        monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read"))
         said = refusal()
         assert BASE in said
         assert "no model.safetensors" in said
-        assert torch.load is before
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            load(Path(BASE), AutoModelForSequenceClassification)
+
+    def test_an_adapter_is_refused_which_would_bring_files_of_its_own(self) -> None:
+        Path(BASE, "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": BASE}))
+        assert "merge it" in refusal()
 
     def test_the_advice_makes_the_same_model_of_it(self) -> None:
         weights = pickle_weights("pytorch_model.bin")
