@@ -223,7 +223,7 @@ class EvilModel(Evil, PythonModel):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("workspace")
 def test_a_version_that_was_pickled_is_not_loaded() -> None:
-    """By MLflow in any process of ours: importing flows told it so."""
+    """By MLflow in any process of ours: settings.apply told it so."""
     save_model(Path("version"), python_model=EvilModel())
     with pytest.raises(MlflowException, match="pickle is disallowed"):
         load_model("version")
