@@ -67,8 +67,8 @@ def run(
     from tasks import check
 
     check.check(Path())  # before a server is started for the flow
-    there = server.require() or scheduler  # with a scheduler there must be a server, too
-    outcomes = None if there else up_to_date.outcomes(Path.cwd())
+    told = server.require() or scheduler  # whose workers need a server, which is told of the run in any case
+    outcomes = None if told else up_to_date.outcomes(Path.cwd())
     if outcomes is None:
         outcomes = _by_prefect(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
     print(Path("reports/comparison.txt").read_text())
