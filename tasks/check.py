@@ -19,7 +19,7 @@ import pydantic
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tasks import params
-from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
+from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ SECTIONS: dict[str, Any] = {
     "benchmark": params.Benchmark,
     "promotion": Promotion,
 }
-_WITHOUT_LABELS: tuple[TaskKind, ...] = ("language_modeling",)
-_OF_PAIRS: tuple[TaskKind, ...] = ("question_answering",)
-_OF_ONE_KIND: Mapping[str, TaskKind] = {
+_WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
+_OF_PAIRS: tuple[TaskKindName, ...] = ("question_answering",)
+_OF_ONE_KIND: Mapping[str, TaskKindName] = {
     "target_length": "summarization",
     "prefix": "summarization",
     "stride": "question_answering",
 }
-_OF_ONE_TEXT: tuple[TaskKind, ...] = ("token_classification", "summarization", "language_modeling")
+_OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
 def check(root: Path) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
-    if task in KINDS:
+    if task in TASK_KINDS:
         if metric in list(METRICS) and metric not in BY_KIND[task]:
             yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
         yield from _of_columns(task, _at(content, "data", "columns"))
@@ -194,7 +194,7 @@ def _unshared(
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
 
-def _of_kind(task: TaskKind, data: Mapping[str, Any]) -> Iterator[str]:
+def _of_kind(task: TaskKindName, data: Mapping[str, Any]) -> Iterator[str]:
     """Keys that only another kind of task reads, and what this one lacks."""
     for key, kind in _OF_ONE_KIND.items():
         if task != kind and data.get(key) is not None:
@@ -203,7 +203,7 @@ def _of_kind(task: TaskKind, data: Mapping[str, Any]) -> Iterator[str]:
         yield "data.target_length: is null; write how many tokens a summary has at most"
 
 
-def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:
+def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
     """Columns that a kind of task needs and does not have, or has and cannot use."""
     if not isinstance(columns, dict):
         return
@@ -220,10 +220,8 @@ def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:
 
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
-    from eckart.weighting import evidence_needed
-
     for name, recipe in recipes.items():
-        for kind in evidence_needed(recipe.weighting) if recipe else ():
+        for kind in recipe.weighting.evidence if recipe else ():
             if kind not in evidence:
                 yield f"importance.evidence: lacks {kind}, which recipes.{name}.weighting reads; add it"
 

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 import tasks.check
 from tasks.check import check
-from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
+from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
 
@@ -232,7 +232,7 @@ COLUMNS = {
 """Of the kinds whose columns are not those of the tiny parameters."""
 
 
-def data_of(task: TaskKind, **changes: Any) -> dict[str, Any]:
+def data_of(task: TaskKindName, **changes: Any) -> dict[str, Any]:
     """What `data` is for a kind of task, with `changes`."""
     own = {"columns": COLUMNS.get(task, {}), "target_length": 8 if task == "summarization" else None}
     return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
@@ -250,7 +250,7 @@ def data_of(task: TaskKind, **changes: Any) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKind, metric: str, metrics: set[str]) -> None:
+def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKindName, metric: str, metrics: set[str]) -> None:
     params = tiny_params(data=data_of(task, metric=metric))
     if metric in metrics:
         write_params(tmp_path, params)
@@ -263,7 +263,7 @@ def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKind, metric: str, met
 @pytest.mark.parametrize(
     ("task", "column", "name", "advice"),
     [
-        *((kind, "label", None, "write the name of a column") for kind in KINDS if kind != "language_modeling"),
+        *((kind, "label", None, "write the name of a column") for kind in TASK_KINDS if kind != "language_modeling"),
         ("language_modeling", "label", "label", "write null"),
         ("question_answering", "text_pair", None, "write the name of the contexts' column"),
         ("token_classification", "text_pair", "other", "write null"),
@@ -272,7 +272,7 @@ def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKind, metric: str, met
     ],
 )
 def test_a_task_has_the_columns_that_it_reads(
-    tmp_path: Path, task: TaskKind, column: str, name: str | None, advice: str
+    tmp_path: Path, task: TaskKindName, column: str, name: str | None, advice: str
 ) -> None:
     params = tiny_params(data=data_of(task, columns={column: name}))
     line = only(report(tmp_path, params), f"data.columns.{column}")
@@ -288,9 +288,9 @@ def test_a_task_has_the_columns_that_it_reads(
         ("stride", 8, "question_answering"),
     ],
 )
-@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize("task", TASK_KINDS)
 def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(
-    tmp_path: Path, task: TaskKind, key: str, value: Any, kind: TaskKind
+    tmp_path: Path, task: TaskKindName, key: str, value: Any, kind: TaskKindName
 ) -> None:
     params = tiny_params(data=data_of(task, **{key: value}))
     if task == kind:
@@ -306,7 +306,7 @@ def test_summaries_have_a_length(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(tmp_path: Path, task: TaskKind, pair: str | None) -> None:
+def test_sentences_may_be_pairs(tmp_path: Path, task: TaskKindName, pair: str | None) -> None:
     data = {"task": task, "metric": BY_KIND[task][0], "columns": {"text_pair": pair}}
     write_params(tmp_path, tiny_params(data=data))
     assert check(tmp_path)["data"].columns.text_pair == pair

@@ -27,11 +27,11 @@ from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from flows import settings, ui
 from flows.tracking.mirror import Mirror
 from tasks import check
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
 from tasks.models import load

@@ -162,7 +162,7 @@ def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
 
 def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
     script = (
-        "from pathlib import Path; from flows import engine, processes\n"
+        "from pathlib import Path; from flows import engine; from flows.engine import processes\n"
         "root = Path.cwd()\n"
         "for one in engine.plan():\n"
         "    engine.run(one, lambda command: processes.run(command, root, print, {}))\n"
@@ -202,7 +202,7 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
     """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
     script = (
-        "from pathlib import Path; from flows import engine, processes\n"
+        "from pathlib import Path; from flows import engine; from flows.engine import processes\n"
         "root = Path.cwd()\n"
         "engine.run(engine.plan()[0], lambda command: processes.run(command, root, print, {}))\n"
     )
@@ -296,7 +296,7 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     run_all(workspace)
     expected = entries(workspace)
     script = (
-        "import resource, sys\nfrom flows import engine, processes\n"
+        "import resource, sys\nfrom flows import engine\nfrom flows.engine import processes\n"
         "stages = engine.plan()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"

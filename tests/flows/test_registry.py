@@ -33,7 +33,7 @@ from flows.registry.versions import (
     SmokeFailed,
     connected,
 )
-from tasks.metrics import BY_KIND, KINDS, TaskKind
+from tasks.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tests.workspace import a_task
 
 
@@ -435,8 +435,8 @@ class TestKilled:
         assert set(champions) == {"1", "2"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_example_of_a_version_is_what_it_reads(kind: TaskKind) -> None:
+@pytest.mark.parametrize("kind", TASK_KINDS)
+def test_the_example_of_a_version_is_what_it_reads(kind: TaskKindName) -> None:
     task, pairs = a_task(kind, (), BY_KIND[kind][0]), kind == "question_answering"
     example, columns = registry._example(task, pairs), registry._questions(task, pairs)
     assert list(example) == columns.input_names()

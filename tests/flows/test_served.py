@@ -29,12 +29,12 @@ from transformers import (
 )
 
 from eckart import hub
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.spans import NoRoom
 from eckart.svd import decompose
 from eckart.targets import weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from flows.promotion.flow import _same
 from flows.promotion.gates import digest
 from flows.registry import versions as registry
@@ -61,7 +61,7 @@ def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def compressed() -> PreTrainedModel:
     model = bert()
     name = "bert.encoder.layer.0.intermediate.dense"
-    factorize(model, name, *decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(3))
+    factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(3))
     model.config.id2label = dict(enumerate(TASK.labels))
     return model
 

@@ -8,7 +8,7 @@ from tests.workspace import REPOSITORY
 
 EVERY_MODULE = """
 import logging, os, pkgutil, sys, importlib
-import torch  # which the modules import, too: only what they do themselves is looked at
+import tasks, torch  # which the modules import, too: only what they do themselves is looked at
 before = dict(os.environ), sys.excepthook, logging.getLogRecordFactory(), torch.load
 import flows
 names = [module.name for module in pkgutil.walk_packages(flows.__path__, "flows.") if module.name != "flows.__main__"]

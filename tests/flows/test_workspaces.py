@@ -186,7 +186,7 @@ class TestStudyFiles:
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
         tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
         content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-        workspaces._write(content, tmp_path / "params.yaml", "# comment\n")
+        seeds._write(content, tmp_path / "params.yaml", "# comment\n")
         again = read(tmp_path / "params.yaml")
         assert again == content
         assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
@@ -488,7 +488,7 @@ class TestRunning:
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from flows import workspaces\n"
+            "import sys; from pathlib import Path; from flows import seeds; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "seeds.run_all(Path(sys.argv[1]), study)"
         )
@@ -607,7 +607,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     dense["zero_shot"] = {}
-    (root / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
+    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
 
 
