@@ -20,6 +20,7 @@ from tasks.errors import EckartError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from flows.engine import Outcome
     from flows.promotion.gates import Gate
     from flows.reproduce import ComparedFile
     from tasks.study_file import StudyFile
@@ -43,6 +44,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """One command per thing to do."""
+    settings.apply()
 
 
 @app.command()
@@ -61,21 +63,28 @@ def run(
     """Run the study that params.yaml describes; what is up to date is not run again."""
     start = time.monotonic()
     settings.use_local_server()
-    import httpx  # slow imports, not for --help
-
-    from flows import server
-    from flows.study import study, summary
+    from flows import server, up_to_date  # slow imports, not for --help
     from tasks import check
 
     check.check(Path())  # before a server is started for the flow
-    server.require()
+    told = server.require() or scheduler  # whose workers need a server, which is told of the run in any case
+    outcomes = None if told else up_to_date.outcomes(Path.cwd())
+    if outcomes is None:
+        outcomes = _by_prefect(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+    print(Path("reports/comparison.txt").read_text())
+    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
+    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+def _by_prefect(**options: Any) -> list[Outcome]:
+    import httpx  # slow imports, of no use where nothing is to be run
+
+    from flows.study import study
+
     try:
-        outcomes = study(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+        return study(**options)
     except httpx.TransportError as error:
         _end_without_prefect(error)
-    print(Path("reports/comparison.txt").read_text())
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {summary(outcomes)}")
-    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
 
 
 def _end_without_prefect(error: Exception) -> NoReturn:

@@ -32,12 +32,13 @@ from prefect.states import Crashed, Failed, State
 from flows import engine, worker, workspaces
 from flows.engine import Outcome, Planned, remote
 from flows.engine.remote import Entry, Order
-from flows.tracking.mirror import Mirror
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
 if TYPE_CHECKING:
     from prefect_dask import DaskTaskRunner
+
+    from flows.tracking.mirror import Mirror
 
 log = logging.getLogger(__name__)
 

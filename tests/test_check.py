@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from eckart.recipes import Recipe
+import tasks.check
 from tasks.check import check
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
@@ -63,16 +63,61 @@ RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absen
 
 
 def test_the_repository_s_own_parameters_pass() -> None:
-    typed = check(REPOSITORY)
-    assert all(isinstance(recipe, Recipe) for recipe in typed["recipes"].values())
-    assert set(typed) == set(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    content = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    assert {"recipes", *check(REPOSITORY)} == set(content)
 
 
 def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
     write_params(tmp_path, tiny_params())
-    typed = check(tmp_path)
-    assert typed["study"].keeps == (0.5,)
-    assert typed["recipes"]["kfac"].recovery.steps == 2
+    assert check(tmp_path)["study"].keeps == (0.5,)
+
+
+class TestFoundGood:
+    """What was found good is not checked again, as long as nothing that decides it has changed."""
+
+    @pytest.fixture
+    def checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What was checked since; params.yaml in `tmp_path` was checked once, by code in `tmp_path`/code."""
+        found: list[Any] = []
+
+        def mistakes(content: Any) -> list[str]:
+            found.append(content)
+            return ["seed: is bad"] if content["seed"] == 1 else []
+
+        (tmp_path / "code/part").mkdir(parents=True)
+        monkeypatch.setattr(tasks.check, "CODE", (tmp_path / "code",))
+        monkeypatch.setattr(tasks.check, "mistakes", mistakes)
+        write_params(tmp_path, tiny_params())
+        check(tmp_path)
+        found.clear()
+        return found
+
+    def test_while_file_and_code_stand(self, tmp_path: Path, checks: list[Any]) -> None:
+        assert check(tmp_path)["seed"] == tiny_params()["seed"]
+        write_params(tmp_path / "elsewhere", tiny_params())
+        assert not checks
+        check(tmp_path / "elsewhere")
+        assert checks
+
+    def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
+        write_params(tmp_path, tiny_params(seed=2))
+        check(tmp_path)
+        assert [content["seed"] for content in checks] == [2]
+
+    def test_other_code_checks_anew(self, tmp_path: Path, checks: list[Any]) -> None:
+        (tmp_path / "code/part/new.py").write_text("")
+        check(tmp_path)
+        assert len(checks) == 1
+
+    def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
+        for _ in range(2):
+            assert paths(report(tmp_path, tiny_params(seed=1))) == ["seed"]
+        assert len(checks) == 2
+
+    def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
+        write_params(tmp_path, tiny_params())
+        (tmp_path / ".eckart").write_text("a file where a folder should be")
+        assert check(tmp_path)["study"].name == "tiny"
 
 
 @pytest.mark.parametrize("place", [key for key in KEYS if key not in RECIPES and key[-1] != "kind"], ids=dotted)

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -25,6 +24,7 @@ from mlflow.pyfunc import PythonModel, load_model, save_model
 from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from eckart.training_rules import Rule
 from flows import settings, ui
@@ -33,7 +33,7 @@ from tasks import check
 from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
-from tasks.models import only_tensors
+from tasks.models import load
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
@@ -93,10 +93,15 @@ def pickle_weights(name: str, **more: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def index_of_a_pickle() -> None:
+def index_of_a_pickle(name: str = "model.safetensors.index.json") -> None:
     weights = pickle_weights("shard.bin")
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "shard.bin")}
-    Path(BASE, "model.safetensors.index.json").write_text(json.dumps(index))
+    Path(BASE, name).write_text(json.dumps(index))
+
+
+def config_of_an_index() -> None:
+    index_of_a_pickle("other.safetensors.index.json")
+    configure(transformers_weights="other.safetensors.index.json")
 
 
 def config_of_a_pickle() -> None:
@@ -107,31 +112,28 @@ def config_of_a_pickle() -> None:
 @pytest.mark.usefixtures("workspace")
 class TestModels:
     @pytest.mark.parametrize(
-        "arrange", [lambda: pickle_weights("pytorch_model.bin", evil=Evil()), index_of_a_pickle, config_of_a_pickle]
+        "arrange",
+        [
+            lambda: pickle_weights("pytorch_model.bin", evil=Evil()),
+            index_of_a_pickle,
+            config_of_a_pickle,
+            config_of_an_index,
+        ],
     )
-    def test_a_pickle_is_refused_wherever_it_is_named(self, arrange: Callable[[], object]) -> None:
-        before = torch.load
+    def test_a_pickle_is_refused_unread_wherever_it_is_named(
+        self, arrange: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         arrange()
+        monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("read"))
         said = refusal()
         assert BASE in said
         assert "no model.safetensors" in said
-        assert torch.load is before
+        with pytest.raises(OSError, match=r"model\.safetensors"):
+            load(Path(BASE), AutoModelForSequenceClassification)
 
-    def test_models_that_load_at_once_leave_torch_as_it_was(self) -> None:
-        before, entered, leave = torch.load, Event(), Event()
-
-        def other() -> None:
-            with only_tensors():
-                entered.set()
-                leave.wait()
-
-        thread = Thread(target=other)
-        with only_tensors():
-            thread.start()
-            assert not entered.wait(0.2)
-        leave.set()
-        thread.join()
-        assert torch.load is before
+    def test_an_adapter_is_refused_which_would_bring_files_of_its_own(self) -> None:
+        Path(BASE, "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": BASE}))
+        assert "merge it" in refusal()
 
     def test_the_advice_makes_the_same_model_of_it(self) -> None:
         weights = pickle_weights("pytorch_model.bin")
@@ -220,7 +222,7 @@ class EvilModel(Evil, PythonModel):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("workspace")
 def test_a_version_that_was_pickled_is_not_loaded() -> None:
-    """By MLflow in any process of ours: importing flows told it so."""
+    """By MLflow in any process of ours: settings.apply told it so."""
     save_model(Path("version"), python_model=EvilModel())
     with pytest.raises(MlflowException, match="pickle is disallowed"):
         load_model("version")

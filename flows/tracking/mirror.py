@@ -28,6 +28,7 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
+from pydantic import BaseModel
 
 from flows.engine import Outcome, Planned
 from flows.settings import MLFLOW_ADDRESS, shown
@@ -78,8 +79,8 @@ class Mirror:
         self._guard = threading.RLock()
 
     @_mirrored
-    def start(self, parameters: Mapping[str, Any], name: str) -> None:
-        """Open the parent run."""
+    def start(self, parameters: Mapping[str, Any], name: str | None = None) -> None:
+        """Open the parent run, by the `name` of Prefect's or one that MLflow makes up."""
         users = os.environ.get("MLFLOW_TRACKING_URI")
         self.client = MlflowClient(users or store())
         self.experiment = experiment(self.client, self.study, local=not users)
@@ -326,7 +327,9 @@ def _is_gone(name: str) -> bool:
 
 
 def flatten(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names; lists stay values."""
+    """Nested mappings, and sections of params.yaml, as dotted names; lists stay values."""
+    if isinstance(content, BaseModel):
+        content = content.model_dump()
     if not isinstance(content, Mapping):
         return {prefix: content}
     return {

@@ -44,9 +44,14 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def flow(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Flow:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of Prefect: where a server that starts keeps its database."""
+    return tmp_path_factory.mktemp("prefect")
+
+
+@pytest.fixture(scope="module")
+def flow(workspace: Path, home: Path) -> Flow:
     """`python -m flows run` in the workspace, with a Prefect home of its own."""
-    home = tmp_path_factory.mktemp("prefect")
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
 
     def run(**variables: str) -> subprocess.CompletedProcess[str]:
@@ -188,10 +193,21 @@ class TestAfterTheFirstRun:
         assert again == {name: lock[name] for name in again}
 
 
-def test_later_runs(workspace: Path, flow: Flow, first: subprocess.CompletedProcess[str]) -> None:
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """The modules that a process imported which ran with PYTHONPROFILEIMPORTTIME."""
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def test_later_runs(
+    workspace: Path, flow: Flow, first: subprocess.CompletedProcess[str], home: Path, tmp_path: Path
+) -> None:
     """Nothing is run twice, a failure spares its siblings, the rerun resumes, and a new database is backfilled."""
-    second = flow()
+    second = flow(PREFECT_HOME=str(tmp_path), PYTHONPROFILEIMPORTTIME="1")
     assert second.returncode == 0
+    assert (home / "prefect.db").exists()
+    assert not (tmp_path / "prefect.db").exists()  # no server was started
+    assert "flows.up_to_date" in imported(second)
+    assert not {"torch", "transformers", "flows.study"} & imported(second)
     assert "Nothing was recomputed" in second.stdout
     assert re.search(r"^15 stages in \d+ s: Nothing", second.stdout, re.MULTILINE)
     assert {name: len(found) for name, found in runs(workspace).items()} == {"": 2, "svd-0.5": 1, "kfac-0.5": 1}
