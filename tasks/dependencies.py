@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 PIPELINE = Path("dvc.yaml")
 _PACKAGES = ("eckart", "tasks")
+_NO_DATA = (".py", ".pyc", ".typed")  # of a package: nothing that its code reads
 
 
 def code_of_stages() -> dict[str, list[str]]:
@@ -47,7 +48,7 @@ def _files(graph: grimp.ImportGraph, module: str) -> set[str]:
         path = Path(name.replace(".", "/"))
         found.add(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
         if path.is_dir():
-            found |= {file for file in path.iterdir() if file.is_file() and file.suffix not in (".py", ".pyc")}
+            found |= {file for file in path.iterdir() if file.is_file() and file.suffix not in _NO_DATA}
     return {str(file) for file in found}
 
 

@@ -1,5 +1,8 @@
 """What all tests share: one thread, and linear algebra on the same examples in every run."""
 
+import tasks as tasks  # before torch, whose threads are to wait without spinning
+
+# isort: split
 import torch
 from hypothesis import HealthCheck, settings
 

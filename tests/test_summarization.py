@@ -379,7 +379,7 @@ def read(path: str) -> Any:
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_all_stages_of_a_candidate(family: str) -> None:
     workspace(Path(), FAMILIES[family](), rows())
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "dense", "importance"):
         run_stage(stage)
     for stage in STEPS:
         run_stage(stage, "kfac", "0.5")
@@ -387,7 +387,7 @@ def test_all_stages_of_a_candidate(family: str) -> None:
     assert any(".encoder." in f".{name}" for name in names)
     assert any(".decoder." in f".{name}" for name in names)
     assert not any("lm_head" in name for name in names)
-    before, after = read("reports/teacher.json"), read("reports/evaluate/kfac-0.5.json")
+    before, after = read("reports/dense.json"), read("reports/evaluate/kfac-0.5.json")
     assert after["size"]["macs_per_token"] < before["size"]["macs_per_token"]
     for found in (before["score"], after["factorized"], after["recovered"]):
         assert found["metric"] == found["metrics"]["rougeL"]

@@ -33,7 +33,7 @@ from tasks.errors import EckartError
 from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
-from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
+from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def _candidates() -> list[Candidate]:
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
     evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
     benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
-    teacher = _report(outcomes["teacher"], TEACHER_METRICS, TeacherReport)
+    dense = _report(outcomes["dense"], DENSE_METRICS, DenseReport)
     own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
     return Candidate(
@@ -212,7 +212,7 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
         content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
         test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
         metric=evaluation.recovered.metric,
-        teacher=teacher.score.metric,
+        teacher=dense.score.metric,
         parameters=evaluation.target_parameters,
         keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
         speedup=benchmark.speedup,

@@ -68,10 +68,10 @@ class Mirror:
         self.down = False
         self.lineage: dict[str, str] = {}
         """Candidate → the run that made it, in this study run or an earlier one."""
-        self._planned = planned
         self._stages: dict[str, list[str]] = {}
         for one in planned:
             self._stages.setdefault(_candidate(one.name), []).append(one.name)
+        self._shared = _shared(planned)
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
@@ -149,12 +149,13 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; the last one of a candidate completes its run, or finds an earlier one."""
+        """Note that a stage is done; the last one that a candidate's run tells of completes it, or finds an earlier."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
-            candidate = _candidate(outcome.stage)
-            if candidate and all(name in self._outcomes for name in self._stages[candidate]):
-                self._complete(candidate)
+            for candidate, stages in self._stages.items():
+                told = [*self._shared, *stages]
+                if candidate and outcome.stage in told and all(name in self._outcomes for name in told):
+                    self._complete(candidate)
 
     def page(self, run: str | None = None) -> str:
         """The address of a run's page, by default the parent's; the experiment's must have been found."""
@@ -164,7 +165,7 @@ class Mirror:
 
     def _complete(self, candidate: str) -> None:
         outcomes = [self._outcomes[name] for name in self._stages[candidate]]
-        shared = [self._outcomes[name] for name in self._shared(candidate)]
+        shared = [self._outcomes[name] for name in self._shared]
         key = key_of(outcomes)
         if candidate not in self._children:
             if found := find(self.client, self.experiment, key):
@@ -185,14 +186,6 @@ class Mirror:
         self.client.set_terminated(run, "FINISHED")
         self.lineage[candidate] = run
 
-    def _shared(self, candidate: str) -> list[str]:
-        """The stages before those of `candidate`, in order."""
-        before: set[str] = set(self._stages[candidate])
-        for one in reversed(self._planned):  # downstream first
-            if one.name in before:
-                before |= set(one.upstream)
-        return [one.name for one in self._planned if one.name in before and not _candidate(one.name)]
-
     @_mirrored
     def finish(self, complete: bool) -> None:
         """Close the parent run, and as failed the runs of candidates that were not completed."""
@@ -212,6 +205,15 @@ class Mirror:
 def _candidate(stage: str) -> str:
     """`kfac-0.33` of `finetune@kfac-0.33`; empty for a stage that all candidates share."""
     return stage.partition("@")[2]
+
+
+def _shared(planned: Sequence[Planned]) -> list[str]:
+    """The stages of all candidates, in order: those that follow from none, the dense model's score among them."""
+    own: set[str] = set()
+    for one in planned:  # upstream first
+        if _candidate(one.name) or own & set(one.upstream):
+            own.add(one.name)
+    return [one.name for one in planned if one.name not in own]
 
 
 def experiment(client: MlflowClient, study: str, root: Path | None) -> str:
@@ -263,7 +265,7 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
-    """The numbers in the JSON outputs of the stages; the teacher's are called `dense`.
+    """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
 
     Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
     """
@@ -274,7 +276,7 @@ def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
             if path.startswith("reports/") and path.endswith(".json"):
                 report = json.loads((root / path).read_text())
                 values = flatten({name: value for name, value in report.items() if name != "targets"})
-                prefix = "dense." if outcome.stage == "teacher" else ""
+                prefix = "dense." if outcome.stage == "dense" else ""
                 numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}
     return [Metric(name, value, now, 0) for name, value in numbers.items()]
 

@@ -152,7 +152,7 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
 def _scale(axes: Axes, results: Results) -> None:
     """The axis of the metric: even, or widest at dense where values span more than a decade."""
     notes = ["lower is better"] if results.metric.lower_is_better else []
-    dense = results.teacher.score.metric
+    dense = results.dense.score.metric
     values = [dense, *(one.recovered for one in results.candidates)]
     values += [one.factorized for one in results.candidates if one.factorized is not None]
     if not results.metric.bounded and max(values) > 10 * min(values) > 0:
@@ -200,7 +200,7 @@ def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[f
 
 
 def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
-    dense, error = results.teacher.score.metric, results.standard_error
+    dense, error = results.dense.score.metric, results.standard_error
     axes.axhline(dense, color=palette.muted, linewidth=1.2)
     if error is not None:
         axes.axhspan(dense - error, dense + error, color=palette.muted, alpha=0.13, linewidth=0)
@@ -220,7 +220,7 @@ def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look:
 def _size_label(results: Results, keep: str) -> str:
     """Keep and, as the recipes differ a little, the range of what is left of the whole model."""
     sizes = sorted(one.evaluation.size.model_parameters for one in results.candidates if one.keep == keep)
-    dense = results.teacher.size.model_parameters
+    dense = results.dense.size.model_parameters
     parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
     parameters, share = (" to ".join(dict.fromkeys(pair)) for pair in zip(*parts, strict=True))
     return f"keep {keep}\n{parameters}\n{share}"
@@ -231,7 +231,7 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    dense = score(results.teacher.score.metric, results.standard_error)
+    dense = score(results.dense.score.metric, results.standard_error)
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),

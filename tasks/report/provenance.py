@@ -44,7 +44,7 @@ def _facts(results: Results) -> dict[str, str]:
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
-        "Data": f"{source}, split and sampled with seed {data.seed}; {results.teacher.score.rows:,} test rows, "
+        "Data": f"{source}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test rows, "
         f"the same for every model; {cut(data)}.",
         "Base model": " at ".join(filter(None, (model.base, model.revision))) + _in(model.dtype),
         "Dense model": _training(teacher, seed),

@@ -16,7 +16,7 @@ from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
-from tasks.records import TEACHER_CURVE, TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
+from tasks.records import DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation
 from tasks.stage import StageError, candidate_name
 
 Content = TypeVar("Content", bound=BaseModel)
@@ -99,7 +99,7 @@ class Results:
     keeps: tuple[str, ...]
     task: Task
     targets: tuple[Target, ...]
-    teacher: TeacherReport
+    dense: DenseReport
     curve: Curve
     candidates: tuple[CandidateResults, ...]
 
@@ -137,7 +137,7 @@ class Results:
     @property
     def standard_error(self) -> float | None:
         """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy of rows, which are independent."""
-        score = self.teacher.score
+        score = self.dense.score
         if (self.task.kind, self.task.metric) != ("classification", "accuracy"):
             return None
         return math.sqrt(score.metric * (1 - score.metric) / score.rows)
@@ -153,7 +153,7 @@ class Results:
 
     def retained(self, metric: float) -> float | None:
         """How much of the dense metric `metric` is; None where the quotient would mislead."""
-        return self.metric.retained(metric, self.teacher.score.metric)
+        return self.metric.retained(metric, self.dense.score.metric)
 
 
 def load_results() -> Results:
@@ -171,7 +171,7 @@ def load_results() -> Results:
         keeps=keeps,
         task=_read(SPLITS / "task.json", Task, "extract"),
         targets=_read(TARGETS, Targets, "importance").targets,
-        teacher=_read(TEACHER_METRICS, TeacherReport, "teacher"),
+        dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         candidates=tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps),
     )
@@ -240,8 +240,8 @@ def _check(results: Results) -> None:
                 f"run `python -m tasks.evaluate {options}` again"
             )
         scores = filter(None, (one.evaluation.factorized, one.evaluation.recovered))
-        if {score.rows for score in scores} != {results.teacher.score.rows}:
+        if {score.rows for score in scores} != {results.dense.score.rows}:
             raise StageError(
-                f"{EVALUATIONS / one.name}.json and {TEACHER_METRICS} count different test rows: "
+                f"{EVALUATIONS / one.name}.json and {DENSE_METRICS} count different test rows: "
                 f"run `python -m tasks.evaluate {options}` again"
             )

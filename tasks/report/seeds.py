@@ -21,7 +21,7 @@ from eckart.targets import Targets
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
-from tasks.records import TEACHER_METRICS, TeacherReport
+from tasks.records import DENSE_METRICS, DenseReport
 from tasks.report import published
 from tasks.report.numbers import count, counted, percent, score, times
 from tasks.report.provenance import cut
@@ -50,7 +50,7 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     # `none` may name a recipe, and 0.50 a keep: they are no missing value and no number here.
     kinds = {"recipe": str, "keep": str}
     rows = pd.read_csv(folder / COMPARISON, dtype=kinds, keep_default_na=False, na_values=[""])
-    dense = TeacherReport.model_validate_json((folder / TEACHER_METRICS).read_text())
+    dense = DenseReport.model_validate_json((folder / DENSE_METRICS).read_text())
     targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
     rows.insert(0, "seed", seed)
     rows["test_rows"] = dense.score.rows

@@ -13,7 +13,7 @@ def summary(results: Results) -> list[str]:
 
 
 def _dense(results: Results) -> str:
-    dense, metric = results.teacher, results.metric
+    dense, metric = results.dense, results.metric
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
         f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
@@ -41,7 +41,7 @@ def _winners(results: Results, ranked: list[CandidateResults]) -> str:
 
 
 def _savings(results: Results, one: CandidateResults) -> str:
-    small, dense = one.evaluation.size, results.teacher.size
+    small, dense = one.evaluation.size, results.dense.size
     parameters, macs = small.model_parameters / dense.model_parameters, small.macs_per_token / dense.macs_per_token
     return (
         f"with {percent(parameters)} of the model’s parameters and {percent(macs)} of its multiply-accumulates, "

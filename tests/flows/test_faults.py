@@ -20,7 +20,8 @@ from flows.engine import cache
 from tests.flows.servers import mlflow_server, prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository
 
-STAGES = ("extract", "teacher", "importance", "search", "factorize", "finetune", "evaluate", "benchmark", "compare")
+CHAIN = ("extract", "teacher", "importance", "search", "factorize", "finetune", "evaluate", "benchmark", "compare")
+STAGES = (*CHAIN, "dense")  # which runs beside the others
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def log(root: Path) -> list[str]:
 def test_a_flow_killed_in_each_stage_loses_nothing_and_repeats_nothing(
     workspace: Path, prefect: dict[str, str]
 ) -> None:
-    for stage in STAGES:
+    for stage in CHAIN:
         hold = workspace / f"hold-{stage}"
         hold.touch()
         flow = start(workspace, prefect)
@@ -106,11 +107,11 @@ def test_a_flow_killed_in_each_stage_loses_nothing_and_repeats_nothing(
         flow.communicate()
         hold.unlink()
     said = run(workspace, prefect)
-    assert "8 cached, 1 executed" in said
+    assert "9 cached, 1 executed" in said
     begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
     ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(STAGES, 1)
-    assert begun == dict.fromkeys(STAGES, 2)
+    assert begun == {**dict.fromkeys(CHAIN, 2), "dense": begun["dense"]}
     assert call(workspace, "dvc", "status", "--json").strip() == "{}"
     assert "RUNNING" not in {one.info.status for one in runs(workspace)}
     finished = [one for one in runs(workspace) if one.info.status == "FINISHED"]
@@ -136,7 +137,7 @@ class TestAfterAFinishedRun:
         said = run(workspace, prefect, "unshare", "-Urm", "sh", "-c", small, "sh", code=1)
         assert "finetune@svd-0.5: the disk is full" in said
         assert list((workspace / "models/finetuned").iterdir()) == []
-        assert "5 cached, 4 executed" in run(workspace, prefect)
+        assert "6 cached, 4 executed" in run(workspace, prefect)
 
     def test_a_params_file_that_changes_during_the_run(self, workspace: Path, prefect: dict[str, str]) -> None:
         change(workspace, 3.0e-5)
@@ -148,7 +149,7 @@ class TestAfterAFinishedRun:
         said = flow.communicate()[0]
         assert flow.returncode == 1
         assert "finetune@svd-0.5: params.yaml changed while finetune@svd-0.5 ran; run again" in said
-        assert "5 cached, 4 executed" in run(workspace, prefect)
+        assert "6 cached, 4 executed" in run(workspace, prefect)
 
     def test_a_corrupt_object_of_the_cache(self, workspace: Path, prefect: dict[str, str]) -> None:
         lock = YAML(typ="safe").load((workspace / "dvc.lock").read_text())["stages"]
@@ -162,7 +163,7 @@ class TestAfterAFinishedRun:
         shutil.rmtree(workspace / "models/factorized")
         said = run(workspace, prefect)
         assert "is corrupt; it is made again" in said
-        assert "8 cached, 1 executed" in said
+        assert "9 cached, 1 executed" in said
         assert weights.read_bytes() == whole
 
     def test_a_workspace_that_cannot_be_written(self, workspace: Path, prefect: dict[str, str]) -> None:

@@ -104,7 +104,7 @@ class TestAfterTheFirstRun:
     def test_the_table_is_printed_with_where_to_look_next(self, first: subprocess.CompletedProcess[str]) -> None:
         assert "kfac-0.5" in first.stdout
         assert "reports/comparison.html" in first.stdout
-        assert "14 executed" in first.stdout
+        assert "15 executed" in first.stdout
 
     def test_what_stages_print_is_streamed(self, first: subprocess.CompletedProcess[str]) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in first.stdout + first.stderr
@@ -127,12 +127,14 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 14
+        assert parent.data.metrics["stages.executed"] == 15
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, workspace: Path) -> None:
         (child,) = runs(workspace)["kfac-0.5"]
         evaluation = json.loads((workspace / "reports/evaluate/kfac-0.5.json").read_text())
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
+        dense = json.loads((workspace / "reports/dense.json").read_text())
+        assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{workspace / 'mlflow.db'}")
         curve = [json.loads(line) for line in (workspace / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
@@ -154,6 +156,12 @@ class TestAfterTheFirstRun:
         recipes["svd"]["recovery"]["learning_rate"] = 1.0e-3
         change(workspace, recipes=recipes)
         assert stale(workspace) == {"finetune@svd-0.5", "compare"}  # whose page states the recipes
+        (workspace / "params.yaml").write_text(before)
+
+    def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
+        before = (workspace / "params.yaml").read_text()
+        change(workspace, evaluate={"batch_size": 4})
+        assert {name.partition("@")[0] for name in stale(workspace)} == {"dense", "evaluate"}
         (workspace / "params.yaml").write_text(before)
 
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
@@ -185,7 +193,7 @@ def test_later_runs(workspace: Path, flow: Flow, first: subprocess.CompletedProc
     second = flow()
     assert second.returncode == 0
     assert "Nothing was recomputed" in second.stdout
-    assert re.search(r"^14 stages in \d+ s: Nothing", second.stdout, re.MULTILINE)
+    assert re.search(r"^15 stages in \d+ s: Nothing", second.stdout, re.MULTILINE)
     assert {name: len(found) for name, found in runs(workspace).items()} == {"": 2, "svd-0.5": 1, "kfac-0.5": 1}
 
     recipes = YAML(typ="safe").load((workspace / "params.yaml").read_text())["recipes"]

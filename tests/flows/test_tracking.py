@@ -49,9 +49,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan(root: Path) -> list[Planned]:
     return [
         planned("teacher"),
+        planned("dense", ("teacher",)),
         planned("search@kfac-0.5", ("teacher",), (str(root / "models/ranks/kfac-0.5"), str(root / SEARCH))),
         planned("finetune@kfac-0.5", ("search@kfac-0.5",), (str(root / CURVE),)),
-        planned("compare", ("finetune@kfac-0.5",)),
+        planned("compare", ("dense", "finetune@kfac-0.5")),
     ]
 
 
@@ -60,6 +61,12 @@ def started(root: Path, plan: list[Planned]) -> Mirror:
     mirror.start({"seed": 0}, "run")
     assert not mirror.down
     return mirror
+
+
+def record_shared(mirror: Mirror) -> None:
+    """What comes before the stages of the candidate, and beside them."""
+    for name in ("teacher", "dense"):
+        mirror.record(outcome(name, "Cached"))
 
 
 def children(root: Path) -> list[Run]:
@@ -76,11 +83,11 @@ def losses(root: Path, run: Run, metric: str = "loss") -> list[tuple[int, float]
 def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 9.0, 8.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         pass  # the old curve is still there while the search runs
     mirror.record(outcome("search@kfac-0.5"))
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0, 0.5)
     mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
     (run,) = children(root)
@@ -92,13 +99,13 @@ def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, pl
 
 def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: list[Planned]) -> None:
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
     mirror.record(outcome("search@kfac-0.5", outs=("models/ranks/kfac-0.5", SEARCH)))
     (run,) = children(root)
     assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]  # before the candidate is done
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0, 0.5)
     mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
     (run,) = children(root)
@@ -111,8 +118,8 @@ def test_both_curves_are_backfilled(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
     write_curve(root, 1.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    for one, curve in zip(plan[1:3], (SEARCH, CURVE), strict=True):
+    record_shared(mirror)
+    for one, curve in zip(plan[2:4], (SEARCH, CURVE), strict=True):
         mirror.record(outcome(one.name, "Cached", outs=(curve,)))
     assert not mirror.down
     (run,) = children(root)
@@ -124,8 +131,8 @@ def test_a_search_without_training_has_no_curve(root: Path, plan: list[Planned])
     write(root, SEARCH, "")
     write_curve(root, 1.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         pass
     mirror.record(outcome("search@kfac-0.5", outs=(SEARCH,)))
     mirror.record(outcome("finetune@kfac-0.5", "Restored", outs=(CURVE,)))
@@ -137,11 +144,12 @@ def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, pla
     targets = {f"layer.{number}.query": {"rank": 3 if number else None, "rows": 0} for number in range(100)}
     evaluation = {"factorized": None, "recovered": {"metric": 0.8}, "targets": targets, "target_parameters": 90}
     write(root, EVALUATION, json.dumps(evaluation))
-    write(root, "reports/teacher.json", json.dumps({"score": {"metric": 0.9}}))
+    write(root, "reports/dense.json", json.dumps({"score": {"metric": 0.9}}))
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached", outs=("reports/teacher.json",)))
+    mirror.record(outcome("teacher", "Cached"))
     mirror.record(outcome("search@kfac-0.5", "Cached"))
     mirror.record(outcome("finetune@kfac-0.5", "Cached", outs=(EVALUATION,)))
+    mirror.record(outcome("dense", outs=("reports/dense.json",)))  # which may be done after a candidate
     assert not mirror.down
     (run,) = children(root)
     assert run.data.metrics == {"recovered.metric": 0.8, "target_parameters": 90, "dense.score.metric": 0.9}
@@ -151,7 +159,7 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     write_curve(root, 1.0)
     for _ in range(2):
         mirror = started(root, plan)
-        for one in plan[:3]:
+        for one in plan[:4]:
             mirror.record(outcome(one.name, "Cached", outs=(CURVE,) if one.writes else ()))
         mirror.finish(complete=True)
     (run,) = children(root)
@@ -165,14 +173,14 @@ def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> 
     write_curve(root, 1.0)
     for key in ("one", "other"):
         mirror = started(root, plan)
-        for one in plan[:3]:
+        for one in plan[:4]:
             mirror.record(outcome(one.name, "Cached", key))
     assert len(children(root)) == 2
 
 
 def test_a_candidate_that_did_not_finish_is_failed(root: Path, plan: list[Planned]) -> None:
     mirror = started(root, plan)
-    with mirror.following(plan[1]):
+    with mirror.following(plan[2]):
         pass
     mirror.finish(complete=False)
     (run,) = children(root)
@@ -188,7 +196,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     )
     mirror = Mirror(root, "s", plan, {})
     mirror.start({"seed": 0}, "run")
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0)
     mirror.record(outcome("teacher"))
     mirror.finish(complete=True)

@@ -607,7 +607,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     dense["zero_shot"] = {}
-    (root / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
+    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
 
 
