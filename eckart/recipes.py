@@ -38,7 +38,7 @@ class Recipe(BaseModel):
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """RecipeParts that make no sense together: the path of one of them, and what is wrong and what to write."""
+    """Parts that make no sense together: the path of one of them, and what is wrong and what to write."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.sequential is not None:

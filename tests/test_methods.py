@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.layers import factorized, residual_rows
+from eckart.recipes import captions
 from tests.workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
 
 KEEP = "0.5"
@@ -146,6 +147,12 @@ def test_a_search_that_trains_writes_its_curve_and_counts_its_steps(name: str) -
     if has(name, "ranks", "hypernetwork"):
         assert {"task_loss", "R", "R_align"} <= set(curve[-1])
     assert (decision["average_rank"] is not None) == has(name, "shaping", "pruning")
+
+
+def test_whatever_is_measured_is_explained(name: str) -> None:
+    curves = points(f"reports/search/{name}.jsonl") + points(f"reports/finetune/{name}.jsonl")
+    measured = {measure for point in curves for measure in point}
+    assert measured <= {"step", "loss", "learning_rate", "grad_norm", "task_loss", *captions()}
 
 
 @pytest.mark.parametrize("name", OF_LOW_RANK, indirect=True)
