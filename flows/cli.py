@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -15,6 +16,7 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from flows import settings
+from flows.options import Options
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
@@ -62,27 +64,28 @@ def run(
 ) -> None:
     """Run the study that params.yaml describes; what is up to date is not run again."""
     start = time.monotonic()
+    options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import server, up_to_date  # slow imports, not for --help
     from tasks import check
 
     check.check(Path())  # before a server is started for the flow
-    told = server.require() or scheduler  # whose workers need a server, which is told of the run in any case
+    told = server.require()  # a server that is there is told of the run in any case
     outcomes = None if told else up_to_date.outcomes(Path.cwd())
     if outcomes is None:
-        outcomes = _by_prefect(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+        outcomes = _by_prefect(options)
     print(Path("reports/comparison.txt").read_text())
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
     print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
 
 
-def _by_prefect(**options: Any) -> list[Outcome]:
+def _by_prefect(options: Options) -> list[Outcome]:
     import httpx  # slow imports, of no use where nothing is to be run
 
     from flows.study import study
 
     try:
-        return study(**options)
+        return study(**asdict(options))
     except httpx.TransportError as error:
         _end_without_prefect(error)
 
@@ -118,13 +121,13 @@ def serve(
     promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
 ) -> None:
     """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
+    options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
     from tasks import check
 
     check.check(Path())
-    given = {"workers": workers, "timeout": timeout, "task_runner": task_runner, "scheduler": scheduler}
-    schedule.serve(name, cron, timezone, {**given, "promote": promote})
+    schedule.serve(name, cron, timezone, options, promote)
 
 
 @app.command("study")
@@ -150,7 +153,7 @@ def other_study(
 
     studies = study_file.load(Path.cwd(), path, seed or (), task or ())
     seeds.check_committed(studies[0])
-    found, failed = _run_tasks(studies, workers, timeout)
+    found, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and found:
         print(summary.to_text(*summary.combined(summary.joined(found), {one.task: one.metric for one in studies})))
     if table and not failed:
@@ -165,9 +168,7 @@ def other_study(
         sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
 
 
-def _run_tasks(
-    studies: Sequence[StudyFile], workers: int | None, timeout: float | None
-) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
+def _run_tasks(studies: Sequence[StudyFile], options: Options) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
     """What each task found, printed as soon as it is there, and the causes of what failed."""
     from flows import seeds
     from tasks.report import seeds as summary
@@ -175,7 +176,7 @@ def _run_tasks(
     found: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        causes = seeds.run_all(study, workers, timeout)
+        causes = seeds.run_all(study, options)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
         finished = {seed: seeds.folder_of(study, seed) for seed in study.seeds if seed not in causes}

@@ -221,7 +221,7 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
     command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
     try:
-        with engine.beside_others():
+        with engine.machine():
             processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
     except processes.CommandFailed as error:
         raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error

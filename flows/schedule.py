@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from zoneinfo import available_timezones
@@ -14,6 +15,7 @@ from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
+from flows.options import Options
 from flows.server import prefect_server
 from flows.settings import answers, shown
 from flows.study import study
@@ -30,7 +32,7 @@ class ScheduleError(EckartError):
     """The schedule cannot be read; the message says what to write."""
 
 
-def serve(name: str, cron: str, timezone: str, parameters: Mapping[str, Any]) -> None:
+def serve(name: str, cron: str, timezone: str, options: Options, promote: bool = False) -> None:
     """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C or SIGTERM.
 
     Where Prefect's server goes away this waits for it; one of its own it starts again.
@@ -40,6 +42,7 @@ def serve(name: str, cron: str, timezone: str, parameters: Mapping[str, Any]) ->
         ServerError: there is no Prefect server to keep the schedule.
     """
     schedule = _schedule(cron, timezone)
+    parameters = {"root": str(Path.cwd()), **asdict(options), "promote": promote}
     with terminable():
         while True:
             with prefect_server() as address:
@@ -59,7 +62,7 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
         study.serve(
             name=name,
             schedule=schedule,
-            parameters={"root": str(Path.cwd()), **parameters},
+            parameters=dict(parameters),
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,

@@ -14,6 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows import workspaces
+from flows.options import Options
 from flows.workspaces import WORKSPACES, WorkspaceError, terminable
 from tasks.params import PARAMS
 from tasks.study_file import StudyFile
@@ -39,29 +40,27 @@ def check_committed(study: StudyFile) -> None:
     workspaces.refuse(edited, "A study runs")
 
 
-def run_all(study: StudyFile, workers: int | None = None, timeout: float | None = None) -> dict[int, str]:
+def run_all(study: StudyFile, options: Options) -> dict[int, str]:
     """Run the study with one seed after the other; those that failed, with the causes."""
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            if not run(study, seed, workers, timeout):
+            if not run(study, seed, options):
                 failed[seed] = "its own messages are above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return failed
 
 
-def run(study: StudyFile, seed: int, workers: int | None = None, timeout: float | None = None) -> bool:
+def run(study: StudyFile, seed: int, options: Options) -> bool:
     """Run the study with `seed` in its workspace, as `python -m flows run` does there; whether it succeeded.
 
     Raises:
         WorkspaceError: the workspace cannot be made, or another study runs in it.
     """
     folder = folder_of(study, seed)
-    command = [sys.executable, "-m", "flows", "run"]
-    command += ["--workers", str(workers)] if workers else []
-    command += ["--timeout", str(timeout)] if timeout else []
+    command = [sys.executable, "-m", "flows", "run", *options.words()]
     with workspaces.held(folder) as lock:
         prepare(study, seed)
         environment = workspaces.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}

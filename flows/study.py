@@ -5,8 +5,8 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import chdir
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,6 +25,7 @@ from pydantic import Field
 
 from flows import cluster, engine, run_page, settings
 from flows.engine import Outcome, Planned, processes
+from flows.options import Options
 from flows.up_to_date import summary
 from tasks import check
 from tasks.errors import EckartError
@@ -37,28 +38,30 @@ _THREADS = 256
 _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
 
+Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | None]
+"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker."""
+
 
 class StudyFailed(EckartError):
     """Some stages failed; the message names each with its cause. What was finished is in DVC."""
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
-def stage(
-    planned: Planned, root: Path, slots: threading.Semaphore, mirror: "Mirror", timeout: float | None
-) -> State[Outcome]:
+def stage(planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror") -> State[Outcome]:
     """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
 
-    def execute(command: str) -> None:
+    def followed(command: str) -> Outcome | None:
         with slots, mirror.following(planned):
-            processes.run(command, root, log.info, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
+            return execute(planned, command, log.info)
 
     try:
-        outcome = engine.run(planned, execute)
+        outcome = engine.run(planned, followed)
     except (EckartError, OSError) as error:
         return Failed(message=str(error))
     mirror.record(outcome)
-    return Completed(name=outcome.status, message=f"DVC: {outcome.status}", data=outcome)
+    place = f", in {outcome.place}" if outcome.place else ""
+    return Completed(name=outcome.status, message=f"DVC: {outcome.status}{place}", data=outcome)
 
 
 @flow(name="study", task_runner=ThreadPoolTaskRunner(max_workers=_THREADS), persist_result=False)  # type: ignore[arg-type]
@@ -82,13 +85,14 @@ def study(
 
     Raises:
         ParamsError: params.yaml has mistakes; nothing was run.
+        OptionsError: the arguments contradict each other; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
     """
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            state = _run(Path.cwd(), workers, timeout, task_runner, scheduler)
+            state = _run(Path.cwd(), Options(workers, timeout, task_runner, scheduler))
             if promote and state.is_completed():
                 state = _promoted(Path.cwd(), state)
         except EckartError as error:
@@ -109,26 +113,20 @@ def _promoted(root: Path, done: State[Any]) -> State[Any]:
     return Completed(message=f"{done.message} {said}", data=done.data)
 
 
-def _run(root: Path, workers: int | None, timeout: float | None, task_runner: str, scheduler: str | None) -> State[Any]:
+def _run(root: Path, options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
     typed = check.check(root)
-    if scheduler and task_runner != "dask":
-        raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
     finished: dict[str, Outcome] = {}
     complete = False
     try:
-        with processes.reaping():
-            side_by_side = workers or _side_by_side(planned, typed["threads"].candidate)
-            slots = threading.Semaphore(side_by_side)
-            submit: Callable[..., Any] = partial(stage.submit, root=root, slots=slots, mirror=mirror, timeout=timeout)
-            if task_runner == "dask" and any(not one.cached for one in planned):
-                states = cluster.run(planned, submit, mirror, scheduler, side_by_side, timeout)
-            else:
-                states = _by_threads(planned, submit)
+        side_by_side = options.workers or _side_by_side(planned, typed["threads"].candidate)
+        with processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
+            submit: Callable[..., Any] = partial(stage.submit, execute=execute, slots=slots, mirror=mirror)
+            states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         _tell_prefect(typed["study"].name if complete else None, root, mirror, len(states))
@@ -150,8 +148,20 @@ def _tell_prefect(study: str | None, root: Path, mirror: "Mirror", tasks: int) -
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
-def _by_threads(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
-    """Run every stage in this workspace; those that need the machine alone come last and one after the other."""
+@contextmanager
+def _executor(
+    planned: Sequence[Planned], options: Options, side_by_side: int
+) -> Iterator[tuple[Execute, threading.Semaphore]]:
+    """What runs the stages, and how many at a time; on Dask as many as it has workers for."""
+    if options.task_runner == "dask" and any(not one.cached for one in planned):
+        with cluster.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
+            yield workers.execute, threading.Semaphore(_THREADS)
+    else:
+        yield partial(engine.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
+
+
+def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
+    """Run every stage once those before it are done; what needs a machine alone comes last and one after the other."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     phases = _phases(planned)
     order = sorted(planned, key=lambda one: phases[one.name])

@@ -6,36 +6,45 @@ import asyncio
 import logging
 import os
 import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
-
-from prefect import get_run_logger, task
-from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed, State
 
 from flows import engine
 from flows.engine import Outcome, processes, remote
 from flows.engine.remote import Entry, Order
+from tasks.errors import EckartError
+
+TOPIC = "eckart"
+"""Of Dask's events that tell what a stage prints: its key, the line, and its training curves (path → text) so far."""
 
 _POLL = 0.5  # seconds between two looks at whether the scheduler is still there
 
 
-@task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{order.stage}")
-def stage(order: Order, timeout: float | None) -> State[tuple[Outcome, Entry]]:
-    """Run a stage in this worker's workspace and push what it wrote. The state's name is DVC's verdict here."""
-    log = get_run_logger()
-    root = Path.cwd()
+def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Exception:
+    """Run a stage in this worker's workspace and push what it wrote; give what DVC knows of it, or what failed.
 
-    def execute(command: str) -> None:
-        processes.run(command, root, log.info, {"DVC_ROOT": str(root), "DVC_STAGE": order.stage}, timeout)
+    A failure is not raised: Dask would print its traceback.
+    """
+    from distributed import get_worker  # slow, and an optional extra
 
+    worker, root = get_worker(), Path.cwd()
+    key, place = worker.get_current_task(), f"{root} on {gethostname()}"
     try:
-        outcome = engine.run(remote.accept(order), execute)
+        planned = remote.accept(order)
+        curves = [Path(path).relative_to(root) for path in planned.writes if path.endswith(".jsonl")]
+
+        def say(line: str) -> None:
+            points = {str(path): path.read_text() for path in curves if path.exists()}
+            worker.log_event(TOPIC, (key, line, points))
+
+        say(f"runs in {place}")
+        outcome = engine.run(planned, partial(engine.execute_here, planned, log=say, timeout=timeout))
         entry = remote.publish([order.stage])[order.stage]
-    except (processes.CommandFailed, engine.StageChanged, remote.NotTheSame, remote.TransportFailed) as error:
-        return Failed(message=str(error))
-    message = f"DVC: {outcome.status}, in {root} on {gethostname()}"
-    return Completed(name=outcome.status, message=message, data=(outcome, entry))
+    except (EckartError, OSError) as error:
+        return error
+    return replace(outcome, place=place), entry
 
 
 def work(scheduler: str, stages: int) -> None:

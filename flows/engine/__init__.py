@@ -5,9 +5,10 @@ from flows.engine.stages import (
     Planned,
     StageChanged,
     WorkspaceUnusable,
-    beside_others,
     cache_dir,
     check_workspace,
+    execute_here,
+    machine,
     plan,
     run,
 )
@@ -17,9 +18,10 @@ __all__ = [
     "Planned",
     "StageChanged",
     "WorkspaceUnusable",
-    "beside_others",
     "cache_dir",
     "check_workspace",
+    "execute_here",
+    "machine",
     "plan",
     "run",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 import networkx
 from dvc.config import Config, merge
 from dvc.dvcfile import load_file
-from dvc.exceptions import CollectCacheError, ConfirmRemoveError, DvcException
+from dvc.exceptions import CollectCacheError, ConfirmRemoveError
 from dvc.lock import LockError
 from dvc.output import Output
 from dvc.repo import Repo
@@ -294,7 +294,9 @@ def _here() -> str:
 def _transport(what: str) -> Iterator[None]:
     try:
         yield
-    except (DvcException, TransportFailed) as error:
+    except (NotTheSame, StageChanged):
+        raise
+    except Exception as error:  # each kind of remote fails in its own way
         raise TransportFailed(f"{what}: {shown(str(error))}") from error
 
 

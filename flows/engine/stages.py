@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +37,7 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cache
+from flows.engine import cache, processes
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class Outcome:
     deps: dict[str, str] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     outs: dict[str, str] = field(default_factory=dict)
+    place: str = ""
+    """Where it ran, if in another workspace."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,11 @@ def plan() -> list[Planned]:
     return list(planned.values())
 
 
-def run(planned: Planned, execute: Callable[[str], None]) -> Outcome:
+def run(planned: Planned, execute: Callable[[str], Outcome | None]) -> Outcome:
     """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its commands.
+
+    Args:
+        execute: runs one command; or brings what all of them write from another workspace, and gives the outcome there.
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
@@ -132,10 +137,10 @@ def run(planned: Planned, execute: Callable[[str], None]) -> Outcome:
             stage = _unchanged(repo, planned)
             status = _prepare(repo, stage)
             before = noted_digests(stage)
+        there = None
         if status == "Executed":
-            with _machine(planned.alone):
-                for command in stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]:
-                    execute(command)
+            commands = stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]
+            there = next(filter(None, map(execute, commands)), None)  # another workspace runs all of them at once
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -145,7 +150,25 @@ def run(planned: Planned, execute: Callable[[str], None]) -> Outcome:
                 _discard_corrupt(repo, stage)
                 stage.commit()
                 stage.dump(update_pipeline=False)
-            return _outcome(stage, status, time.perf_counter() - start)
+            here = _outcome(stage, status, time.perf_counter() - start)
+    return _made_there(here, there) if there else here
+
+
+def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> None:
+    """Run a command of a stage in the working directory; the machine is its own if it must have it.
+
+    Raises:
+        CommandFailed: with the last line printed, which says the cause.
+    """
+    root = Path.cwd()
+    with machine(planned.alone):
+        processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
+
+
+def _made_there(here: Outcome, there: Outcome) -> Outcome:
+    # A workspace that had the result already has it from a run that was cut off.
+    status: Status = "Executed" if there.status == "Executed" else "Restored"
+    return replace(here, status=status, seconds=there.seconds, place=there.place)
 
 
 def _up_to_date(stage: PipelineStage) -> bool:
@@ -271,7 +294,7 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 
 @contextmanager
-def _machine(alone: bool) -> Iterator[None]:
+def machine(alone: bool = False) -> Iterator[None]:
     """Stages share the machine, but for one that must have it alone; among all flows of this user, of any workspace."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -361,8 +384,3 @@ def cache_dir() -> Path:
     """As `dvc cache dir` names it."""
     with repository() as repo:
         return Path(repo.cache.local_cache_dir)
-
-
-def beside_others() -> AbstractContextManager[None]:
-    """Wait for, and then hold off, what must have the machine to itself, as any other stage does."""
-    return _machine(alone=False)

@@ -177,25 +177,20 @@ def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
 def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> None:
     """Whatever the order of arrival, no command overlaps the one that must run alone."""
     engine.run(planned("source"), execute(workspace))
-    running: set[str] = set()
-    overlaps: list[set[str]] = []
+    said: list[tuple[str, str]] = []
 
-    def watch(name: str):
-        def watched(command: str) -> None:
-            running.add(name)
-            overlaps.append(set(running))
-            execute(workspace)(command)
-            time.sleep(0.2)
-            running.discard(name)
+    def watched(one: engine.Planned) -> engine.Outcome:
+        def execute(command: str) -> None:
+            bracketed = f"echo begins; {command}; sleep 0.2; echo ends"
+            engine.execute_here(one, bracketed, lambda line: said.append((one.name, line)), None)
 
-        return watched
+        return engine.run(one, execute)
 
     with ThreadPoolExecutor() as pool:
-        stages = [planned("work@a", alone=True), planned("work@b")]
-        jobs = [pool.submit(engine.run, one, watch(one.name)) for one in stages]
-        for job in jobs:
-            job.result()
-    assert all(len(names) == 1 for names in overlaps)
+        list(pool.map(watched, [planned("work@a", alone=True), planned("work@b")]))
+    assert len(said) == 8
+    for begins, ends in zip(said[::2], said[1::2], strict=True):
+        assert (begins[1], ends) == ("begins", (begins[0], "ends"))
 
 
 def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:

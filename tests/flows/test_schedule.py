@@ -20,6 +20,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import schedule, settings
+from flows.options import Options
 from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, tiny_repository
 from tests.workspace import REVIEWS
@@ -122,7 +123,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(workspace: Path, serv
 )
 def test_what_is_no_schedule_is_refused(cron: str, timezone: str, advice: str) -> None:
     with pytest.raises(schedule.ScheduleError, match=advice):
-        schedule.serve("nightly", cron, timezone, {})
+        schedule.serve("nightly", cron, timezone, Options())
 
 
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:

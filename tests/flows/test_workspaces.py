@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from flows import seeds, workspaces
 from flows.cli import app
+from flows.options import Options
 from flows.seeds import check_committed, folder_of, prepare
 from flows.workspaces import WorkspaceError, carry
 from tasks import study_file
@@ -469,31 +470,31 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        failed = seeds.run_all(toy(0, 1, 2), workers=2, timeout=9)
+        failed = seeds.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
-            assert "'run', '--workers', '2', '--timeout', '9'" in said
+            assert "'run', '--workers=2', '--timeout=9'" in said
             assert "sqlite:///mine.db" in said
 
     def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        failed = seeds.run_all(toy(0, 2))
+        failed = seeds.run_all(toy(0, 2), Options())
         assert list(failed) == [0]
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
-            failed = seeds.run_all(toy(0))
+            failed = seeds.run_all(toy(0), Options())
         assert "already" in failed[0]
-        assert not seeds.run_all(toy(0))
+        assert not seeds.run_all(toy(0), Options())
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
-            "import os, sys; from pathlib import Path; from flows import seeds; from tasks import study_file\n"
+            "import os, sys; from pathlib import Path; from flows import options, seeds; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "os.chdir(sys.argv[1])\n"
-            "seeds.run_all(study)"
+            "seeds.run_all(study, options.Options())"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})

@@ -1,0 +1,39 @@
+"""How the stages of a study are run: one value, from the command line or a deployment down to what runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from tasks.errors import EckartError
+
+
+class OptionsError(EckartError):
+    """The options contradict each other; the message says what to write."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How many stages run at a time, for how long, and where.
+
+    Raises:
+        OptionsError: they contradict each other.
+    """
+
+    workers: int | None = None
+    """Stages side by side; by default as many as the cores have room for."""
+    timeout: float | None = None
+    """Seconds that a stage may take."""
+    task_runner: Literal["threads", "dask"] = "threads"
+    """Whether stages run in this workspace, or on Dask's workers with a workspace each."""
+    scheduler: str | None = None
+    """Address of Dask's; by default workers are started on this machine, for one run alone."""
+
+    def __post_init__(self) -> None:
+        if self.scheduler and self.task_runner != "dask":
+            raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
+
+    def words(self) -> list[str]:
+        """What `python -m flows run` takes for those that differ from the defaults."""
+        pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]
