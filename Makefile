@@ -11,7 +11,7 @@ run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder  # slow files come first
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(READY)  ## formatting, style, types, import contracts
 	$(BIN)/ruff format --check .
