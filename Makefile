@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: run test lint ui lock clean
+.PHONY: run test deps lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
 test: $(READY)  ## all tests
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+deps: $(READY)  ## write into dvc.yaml which code each stage can run
+	$(BIN)/python -m tasks.dependencies
 
 lint: $(READY)  ## formatting, style, types, import contracts
 	$(BIN)/ruff format --check .

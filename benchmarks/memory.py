@@ -175,7 +175,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
 
     from eckart.budget import largest_rank
     from eckart.evidence import collect, load_evidence, passes, save_evidence
-    from eckart.factorization import factorize
+    from eckart.factorization import factorize_at_once
     from eckart.targets import find_targets
     from eckart.weighting import Inputs, Kfac
 
@@ -210,7 +210,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
     else:
         weighting = Kfac(kind="kfac") if point.weighting == "kfac" else Inputs(kind="inputs")
         ranks = {target.name: largest_rank(target) // 2 for target in targets}
-        factorize(model, targets, ranks, weighting, load_evidence(folder))
+        factorize_at_once(model, targets, ranks, weighting, load_evidence(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"bytes": peak - before, "seconds": time.process_time() - start}
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from eckart.targets import Target
 
@@ -13,6 +13,10 @@ Rank = int | None
 """The rank of a target, or None where it stays dense."""
 
 Ranks = Mapping[str, Rank]
+
+
+class NoRank(ValueError):
+    """A keep that leaves some target no rank."""
 
 
 def step(target: Target) -> int:
@@ -45,3 +49,20 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
         raise ValueError(f"keep={keep} is no share: write a number above 0 and up to 1")
     # rounded first, so that 0.29 of 100 is 29, not 28
     return int(round(keep * sum(target.parameters for target in targets), 6))
+
+
+def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
+    """As `allowance`, where every target gets rank 1 at least, or stays dense as no rank makes it smaller.
+
+    Raises:
+        NoRank: `keep` does not pay for that.
+    """
+    budget = allowance(targets, keep)
+    if budget < sum(min(step(target), target.parameters) for target in targets):
+        some = [target for target in targets if largest_rank(target)] or targets
+        largest = max(some, key=step)
+        raise NoRank(
+            f"keep={keep:g} leaves no rank to some of {len(some)} targets, of which {largest.name} asks for "
+            f"{step(largest)} parameters a rank: raise keep or exclude targets"
+        )
+    return budget

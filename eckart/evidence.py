@@ -29,12 +29,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.batch import Batch
-from eckart.losses import Loss, mean_loss_times_batch
+from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.targets import MASKS, Target, eval_mode, is_embedding, weight_of
 
-Kind = Literal["inputs", "output_gradients", "fisher", "taylor"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
+EVIDENCE_KINDS: tuple[EvidenceKind, ...] = get_args(EvidenceKind)
 Axis = Literal["input", "output"]
 Evidence = Mapping[str, Mapping[str, Tensor]]
 """Kind → key → statistic:
@@ -44,7 +43,7 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
-    movement          Target.name + ".output"    (out,)     from shaping (eckart/shaping.py), not from this pass
+    movement          Target.name + ".output"    (out,)     from shaping (eckart/shaping/), not from this pass
 """
 
 
@@ -52,7 +51,7 @@ def collect(
     model: PreTrainedModel,
     batches: Iterable[Batch],
     targets: Iterable[Target],
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[EvidenceKind] = EVIDENCE_KINDS,
     loss: Loss = mean_loss_times_batch,
     then: Target | None = None,
     offload_activations: bool = False,
@@ -187,7 +186,7 @@ class _Collector:
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
         """Of this batch: what each call read and its gradient, kept where calls must be joined."""
         self.samples = 0
-        self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS if kind in kinds}
+        self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in EVIDENCE_KINDS if kind in kinds}
         if "inputs" in kinds:
             self.sums["tokens"] = {}
 

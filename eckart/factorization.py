@@ -24,20 +24,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart import layers
-from eckart.batch import Batch
 from eckart.budget import Ranks
 from eckart.evidence import Evidence, collect, passes
-from eckart.losses import Loss, mean_loss_times_batch
-from eckart.residual import rest
+from eckart.layers import factorize_target
+from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.svd import decompose
 from eckart.targets import Target, weight_of
-from eckart.weighting import Weighting, evidence_needed, weigh
+from eckart.weighting import Weighting, weigh
 
 
-def factorize(
+def factorize_at_once(
     model: PreTrainedModel,
     targets: Iterable[Target],
     ranks: Ranks,
@@ -63,7 +62,16 @@ def factorize(
             left, right = decompose(weight, weigh(weighting, target, evidence)).truncate(rank)
         except ValueError as error:
             raise ValueError(f"{target.name}: {error}") from error
-        layers.factorize(model, target.name, left, right, rest(weight, left, right) if residual else None)
+        factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
+
+
+def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """S = W − left right `(out, in)` (LoSparse, eq. 8) for factors `(out, rank)` and `(rank, in)`.
+
+    What the factors lose when a model of W's type rounds them goes into S, so that the sum is W again.
+    """
+    product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
+    return weight.to(product.dtype) - product
 
 
 def factorize_in_order(
@@ -76,7 +84,7 @@ def factorize_in_order(
     loss: Loss = mean_loss_times_batch,
     offload_activations: bool = False,
 ) -> None:
-    """As `factorize`, with evidence that is gathered anew for every `layers_at_once` layers; no more is in memory.
+    """As `factorize_at_once`, with evidence gathered anew for every `layers_at_once` layers; no more is in memory.
 
     Args:
         targets: in order of execution, as `find_targets` gives them.
@@ -84,13 +92,12 @@ def factorize_in_order(
         loss, offload_activations: as for `collect`.
 
     Raises:
-        ValueError: as for `factorize` and `collect`.
+        ValueError: as for `factorize_at_once` and `collect`.
     """
     for part in passes([target for target in targets if ranks[target.name] is not None], layers_at_once):
         some = _among_themselves(part.targets)
-        kinds = evidence_needed(weighting)
-        evidence = collect(model, batches(), some, kinds, loss, part.then, offload_activations)
-        factorize(model, some, ranks, weighting, evidence)
+        evidence = collect(model, batches(), some, weighting.evidence, loss, part.then, offload_activations)
+        factorize_at_once(model, some, ranks, weighting, evidence)
 
 
 def _among_themselves(targets: Iterable[Target]) -> list[Target]:

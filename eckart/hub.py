@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from eckart.layers import factorized, low_rank_like, replace, residual_rows
+
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
@@ -37,8 +39,6 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # the weights must come from a file
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        from eckart.layers import low_rank_like, replace
-
         config = self.quantization_config
         for name, rank in config.ranks.items():
             replace(model, name, low_rank_like(model.get_submodule(name), rank, config.rows.get(name, 0)))
@@ -61,8 +61,6 @@ class EckartQuantizer(HfQuantizer):
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
-    from eckart.layers import factorized, residual_rows
-
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(ranks, residual_rows(model))
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):

@@ -103,7 +103,7 @@ def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, layer)
 
 
-def factorize(
+def factorize_target(
     model: PreTrainedModel, name: str, left: Tensor, right: Tensor, residual: Tensor | None = None
 ) -> LowRankLinear:
     """Replace the target `name` by the factors left `(out, rank)` and right `(rank, in)`; its bias is kept.

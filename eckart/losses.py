@@ -1,8 +1,9 @@
-"""Losses as evidence needs them."""
+"""What is computed of a model's outputs: losses, as evidence needs them, and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-
+Batch = Mapping[str, Tensor]
+"""What a model is called with: name of an input → values, each `(batch, …)`."""
 IGNORED = -100
 """The label of a token that no loss counts."""
 _NEVER = -1e4  # the logit of what cannot be; finite, so that a divergence of two of them is 0
@@ -21,6 +22,36 @@ Model = Callable[..., Any]
 
 Loss = Callable[[Model, Batch], Tensor]
 """Sum over samples of each sample's loss `()`: the sum, as evidence must not depend on how samples are batched."""
+
+Predictions = Callable[[ModelOutput, Batch], Tensor]
+"""The logits `(predictions, classes)` of a batch that its labels are for, or the values `(batch, values)`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is for.
+
+    training_loss: whose mean over samples training minimises; None: the model's own loss is that mean.
+    predictions: the logits that a teacher teaches.
+    classes: whether these are of classes; otherwise they are values.
+    """
+
+    loss: Loss
+    training_loss: Loss | None
+    predictions: Predictions
+    classes: bool
+
+
+def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """The Predictions of a head that answers once a sample.
+
+    Raises:
+        ValueError: the model returns no logits.
+    """
+    logits = outputs.get("logits")
+    if logits is None:
+        raise ValueError("the model returns no logits: set distillation.logits to 0")
+    return logits
 
 
 def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.batch import Batch
+from eckart.losses import Batch
 
 TOLERANCE = 1e-4
 """Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,12 +12,19 @@ class Optimization(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    schedule: ClassVar[Literal["linear", "constant"]] = "linear"
+    """Of the learning rate after its warm-up: down to 0, or constant."""
+
     steps: int = Field(ge=0)
     batch_size: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
     warmup: float = Field(ge=0, lt=1)
     weight_decay: float = Field(ge=0)
 
+    @property
+    def trains(self) -> bool:
+        return self.steps > 0
+
     def options(self) -> dict[str, Any]:
         """These settings alone, as keyword arguments."""
-        return {name: getattr(self, name) for name in Optimization.model_fields}
+        return {"schedule": self.schedule, **{name: getattr(self, name) for name in Optimization.model_fields}}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+
+from eckart.methods import Contradiction
 
 
 def steps_in(share: float, steps: int) -> int:
@@ -28,3 +31,9 @@ def cubic(step: int, steps: int, start: int, end: int, final: float) -> float:
 def linear(step: int, until: int, first: float) -> float:
     """From `first` at step 0 down to 0 at step `until` and after: LPAF, mixed-rank fine-tuning."""
     return max(0.0, first * (1 - step / until)) if until else 0.0
+
+
+def exceeding(part: str, start: float, end: float) -> Iterator[Contradiction]:
+    """What is wrong with shares of the steps before and after a `cubic` that leave it none."""
+    if start + end > 1:
+        yield part, f"start and end are shares of the steps and sum to {start + end:g}; write at most 1"

@@ -9,7 +9,7 @@ eigenvectors and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and
     Ŵ = K⁻ᵀ U_r · U_rᵀ Kᵀ W.
 
 R is never formed and never inverted, so a singular B (dead channels, fewer samples than dimensions) is no special case.
-For in < out the transpose of everything holds. Only the smaller side's metric is factored and inverted.
+For in < out the transpose of everything holds. Only the smaller side is factored and inverted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eckart.weighting import Metric, Metrics
+from eckart.weighting import ErrorNorm, Side
 
-_FLOOR = 1e-12  # least eigenvalue and variance of a metric, relative to the largest; more in float32
+_FLOOR = 1e-12  # least eigenvalue and variance of a side, relative to the largest; more in float32
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Decomposition:
         return self.left[:, :rank], self.right[:rank]
 
 
-def decompose(weight: Tensor, metrics: Metrics) -> Decomposition:
-    """Decompose `weight` `(out, in)` under `metrics`; left and right of each component have equal norms.
+def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
+    """Decompose `weight` `(out, in)` under `norm`; left and right of each component have equal norms.
 
     Computed in float64 where the device has it.
 
     Raises:
-        ValueError: the weight or a metric is not finite.
+        ValueError: the weight or a side of the norm is not finite.
     """
-    _check_finite(weight, metrics)
+    _check_finite(weight, norm)
     rows, columns = weight.shape
     if columns < rows:
-        flipped = decompose(weight.T, Metrics(left=metrics.right, right=metrics.left))
+        flipped = decompose(weight.T, ErrorNorm(left=norm.right, right=norm.left))
         return Decomposition(left=flipped.right.T, right=flipped.left.T, spectrum=flipped.spectrum)
-    w, lift, unlift, gram = _weighted_gram(weight, metrics)
+    w, lift, unlift, gram = _weighted_gram(weight, norm)
     energies, basis = torch.linalg.eigh(gram)  # ascending
     spectrum, basis = energies.flip(0).clamp(min=0).sqrt(), basis.flip(1)
     left, right = _balanced(_apply(unlift, basis), basis.T @ _apply(lift, w))
@@ -72,47 +72,51 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return left * balance, right / balance.unsqueeze(1)
 
 
-def spectrum(weight: Tensor, metrics: Metrics) -> Tensor:
+def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
     """S of `decompose`, descending `(min(out, in),)`, at half the price."""
-    _check_finite(weight, metrics)
+    _check_finite(weight, norm)
     if weight.shape[1] < weight.shape[0]:
-        return spectrum(weight.T, Metrics(left=metrics.right, right=metrics.left))
-    *_, gram = _weighted_gram(weight, metrics)
+        return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
+    *_, gram = _weighted_gram(weight, norm)
     return torch.linalg.eigvalsh(gram).flip(0).clamp(min=0).sqrt()
 
 
-def weighted_loss(error: Tensor, metrics: Metrics) -> Tensor:
+def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:
     """‖L E R‖²_F = tr(A E B Eᵀ) of an error `(out, in)`."""
     e = error.to(_precision(error))
-    return (_apply(metrics.left, e) * _apply(metrics.right, e.T).T).sum()
+    return (_apply(norm.left, e) * _apply(norm.right, e.T).T).sum()
 
 
-def _weighted_gram(weight: Tensor, metrics: Metrics) -> tuple[Tensor, Metric, Metric, Tensor]:
-    """W in working precision, Kᵀ and K⁻ᵀ of the left metric, and Kᵀ (W B Wᵀ) K."""
+def _weighted_gram(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Side, Side, Tensor]:
+    """W in working precision, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
     w = weight.to(_precision(weight))
-    lift, unlift = _root(metrics.left)
-    gram = _apply(metrics.right, w.T).T @ w.T
+    lift, unlift = _root(norm.left)
+    gram = _apply(norm.right, w.T).T @ w.T
     gram = _apply(lift, _apply(lift, gram).T)
-    if metrics.left is not None and not metrics.left.any():
+    if norm.left is not None and not norm.left.any():
         gram = torch.zeros_like(gram)  # where nothing weighs anything, everything can be lost for nothing
     return w, lift, unlift, (gram + gram.T) / 2
 
 
-def _check_finite(weight: Tensor, metrics: Metrics) -> None:
-    for what, values in (("weight", weight), ("left metric", metrics.left), ("right metric", metrics.right)):
+def _check_finite(weight: Tensor, norm: ErrorNorm) -> None:
+    for what, values in (
+        ("weight", weight),
+        ("left weighting", norm.left),
+        ("right weighting", norm.right),
+    ):
         if values is not None and not torch.isfinite(values).all():
             raise ValueError(f"the {what} is not finite")
 
 
-def _root(metric: Metric) -> tuple[Metric, Metric]:
-    """Kᵀ and K⁻ᵀ with K Kᵀ = metric, made positive definite by a floor under its eigenvalues.
+def _root(side: Side) -> tuple[Side, Side]:
+    """Kᵀ and K⁻ᵀ with K Kᵀ = side, made positive definite by a floor under its eigenvalues.
 
     The floor is set on the correlation matrix, so that it is small against each channel's own variance and an outlier
     channel does not drown the others.
     """
-    if metric is None:
+    if side is None:
         return None, None
-    values = metric.to(_precision(metric))
+    values = side.to(_precision(side))
     diagonal = values if values.dim() == 1 else values.diagonal()
     top, floor = float(diagonal.max()), max(_FLOOR, 10 * torch.finfo(values.dtype).eps)
     deviations = diagonal.clamp(min=floor * top if top > 0 else 1.0).sqrt()
@@ -125,11 +129,11 @@ def _root(metric: Metric) -> tuple[Metric, Metric]:
     return (deviations.unsqueeze(1) * vectors * roots).T, vectors / deviations.unsqueeze(1) / roots
 
 
-def _apply(metric: Metric, x: Tensor) -> Tensor:
-    if metric is None:
+def _apply(side: Side, x: Tensor) -> Tensor:
+    if side is None:
         return x
-    metric = metric.to(x)
-    return metric @ x if metric.dim() == 2 else metric.unsqueeze(1) * x
+    side = side.to(x)
+    return side @ x if side.dim() == 2 else side.unsqueeze(1) * x
 
 
 def _precision(tensor: Tensor) -> torch.dtype:

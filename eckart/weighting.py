@@ -1,4 +1,4 @@
-"""Weightings: what matters about a target's error, as a pair of metrics.
+"""Weightings: what matters about a target's error, as a norm of it.
 
 A weighting turns evidence into L and R of ‖L (W − Ŵ) R‖_F. Only their squares A = LᵀL `(out, out)` and B = R Rᵀ
 `(in, in)` are ever stated: evidence consists of such second moments, and the decomposition needs a root of the smaller
@@ -7,39 +7,46 @@ one alone (eckart/svd.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
-from eckart.evidence import Axis, Evidence, Kind
+from eckart.evidence import Axis, Evidence, EvidenceKind
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.targets import Target
 
-Metric = Tensor | None
-"""A positive semidefinite matrix: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
+Side = Tensor | None
+"""LᵀL or R Rᵀ, positive semidefinite: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """`left` is LᵀL over outputs, `right` is R Rᵀ over inputs."""
+class ErrorNorm:
+    """‖L E R‖_F: `left` is LᵀL over outputs, `right` is R Rᵀ over inputs."""
 
-    left: Metric = None
-    right: Metric = None
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    left: Side = None
+    right: Side = None
 
 
-class Plain(_Part):
+class _Weighting(Method):
+    @property
+    def evidence(self) -> tuple[EvidenceKind, ...]:
+        return ()
+
+
+class Plain(_Weighting):
     """Every entry of W counts alike: SVD."""
 
     kind: Literal["none"]
 
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        return ErrorNorm()
 
-class Scored(_Part):
+
+class Scored(_Weighting):
     """Rows or columns count by their Fisher (FWSVD) or Taylor (IWSVD) score.
 
     FWSVD sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
@@ -48,77 +55,92 @@ class Scored(_Part):
     kind: Literal["fisher", "taylor"]
     axis: Axis
 
+    @property
+    def evidence(self) -> tuple[EvidenceKind, ...]:
+        return (self.kind,)
 
-class Inputs(_Part):
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        scores = evidence[self.kind][f"{target.name}.{self.axis}"]
+        return ErrorNorm(right=scores) if self.axis == "input" else ErrorNorm(left=scores)
+
+
+class Inputs(_Weighting):
     """The error of the outputs on the calibration inputs: DRONE, eq. 3."""
 
     kind: Literal["inputs"]
 
+    @property
+    def evidence(self) -> tuple[EvidenceKind, ...]:
+        return ("inputs",)
 
-class Movement(_Part):
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        return ErrorNorm(right=evidence["inputs"][target.input_of])
+
+
+class Movement(_Weighting):
     """The error of each output, by the scores with which shaping pruned its row: LPAF, section 4.2."""
+
+    reads_shaping = True
 
     kind: Literal["movement"]
 
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.shaping is None:
+            yield (
+                "weighting",
+                "movement reads the scores of pruning, and shaping is null; add a shaping of kind pruning",
+            )
 
-class Kfac(_Part):
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        """L = diag(Ŝ), not its root."""
+        if "movement" not in evidence:
+            raise ValueError("weighting movement reads the scores of pruning: add a shaping of kind pruning")
+        return ErrorNorm(left=evidence["movement"][f"{target.name}.output"].square())
+
+
+class Kfac(_Weighting):
     """Twice the second-order increase of the loss, as the Kronecker factors of the empirical Fisher estimate it."""
 
     kind: Literal["kfac"]
 
+    @property
+    def evidence(self) -> tuple[EvidenceKind, ...]:
+        return ("inputs", "output_gradients")
 
-class FisherInputs(_Part):
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        """With weights shared by T tokens the Fisher is C_out ⊗ C_in / T (Eschenhagen et al. 2023, "expand").
+
+        Without the 1/T a layer that sees one token per sample would seem T times too unimportant.
+        """
+        tokens = evidence["tokens"][target.input_of]
+        return ErrorNorm(
+            left=evidence["output_gradients"][target.name],
+            right=evidence["inputs"][target.input_of] / torch.clamp(tokens, min=1),
+        )
+
+
+class FisherInputs(_Weighting):
     """Fisher score of each output, second moment of the inputs."""
 
     kind: Literal["fisher_inputs"]
+
+    @property
+    def evidence(self) -> tuple[EvidenceKind, ...]:
+        return ("inputs", "fisher")
+
+    def norm(self, target: Target, evidence: Evidence) -> ErrorNorm:
+        return ErrorNorm(left=evidence["fisher"][f"{target.name}.output"], right=evidence["inputs"][target.input_of])
 
 
 Weighting = Annotated[Plain | Scored | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")]
 
 
-def evidence_needed(weighting: Weighting) -> tuple[Kind, ...]:
-    """The kinds of evidence that `weighting` reads; shaping's scores are none, as no pass gathers them."""
-    match weighting:
-        case Plain() | Movement():
-            return ()
-        case Scored(kind=kind):
-            return (kind,)
-        case Inputs():
-            return ("inputs",)
-        case Kfac():
-            return ("inputs", "output_gradients")
-        case FisherInputs():
-            return ("inputs", "fisher")
-
-
-def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> Metrics:
-    """The metrics of `target` under `weighting`.
+def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> ErrorNorm:
+    """The norm of errors of `target` under `weighting`.
 
     Raises:
         ValueError: the evidence lacks what the weighting reads.
     """
-    if lacking := [kind for kind in evidence_needed(weighting) if kind not in evidence]:
+    if lacking := [kind for kind in weighting.evidence if kind not in evidence]:
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.evidence")
-    if isinstance(weighting, Movement) and "movement" not in evidence:
-        raise ValueError("weighting movement reads the scores of pruning: add a shaping of kind pruning")
-    match weighting:
-        case Plain():
-            return Metrics()
-        case Scored(kind=kind, axis="input"):
-            return Metrics(right=evidence[kind][f"{target.name}.input"])
-        case Scored(kind=kind):
-            return Metrics(left=evidence[kind][f"{target.name}.output"])
-        case Inputs():
-            return Metrics(right=evidence["inputs"][target.input_of])
-        case Movement():  # L = diag(Ŝ), not its root
-            return Metrics(left=evidence["movement"][f"{target.name}.output"].square())
-        case Kfac():
-            # With weights shared by T tokens the Fisher is C_out ⊗ C_in / T (Eschenhagen et al. 2023, "expand");
-            # without the 1/T a layer that sees one token per sample would seem T times too unimportant.
-            tokens = evidence["tokens"][target.input_of]
-            return Metrics(
-                left=evidence["output_gradients"][target.name],
-                right=evidence["inputs"][target.input_of] / torch.clamp(tokens, min=1),
-            )
-        case FisherInputs():
-            return Metrics(left=evidence["fisher"][f"{target.name}.output"], right=evidence["inputs"][target.input_of])
+    return weighting.norm(target, evidence)

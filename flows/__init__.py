@@ -1,5 +1,1 @@
 """Orchestration: DVC decides what is stale, Prefect runs it, MLflow mirrors it."""
-
-from flows import settings
-
-settings.apply()

@@ -20,8 +20,9 @@ from tasks.errors import EckartError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from flows.engine import Outcome
     from flows.promotion.gates import Gate
-    from flows.reproduce import File
+    from flows.reproduce import ComparedFile
     from tasks.study_file import StudyFile
 
 
@@ -43,6 +44,7 @@ app = typer.Typer(
 @app.callback()
 def main() -> None:
     """One command per thing to do."""
+    settings.apply()
 
 
 @app.command()
@@ -61,21 +63,28 @@ def run(
     """Run the study that params.yaml describes; what is up to date is not run again."""
     start = time.monotonic()
     settings.use_local_server()
-    import httpx  # slow imports, not for --help
-
-    from flows import server
-    from flows.study import study, summary
+    from flows import server, up_to_date  # slow imports, not for --help
     from tasks import check
 
     check.check(Path())  # before a server is started for the flow
-    server.require()
+    told = server.require() or scheduler  # whose workers need a server, which is told of the run in any case
+    outcomes = None if told else up_to_date.outcomes(Path.cwd())
+    if outcomes is None:
+        outcomes = _by_prefect(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+    print(Path("reports/comparison.txt").read_text())
+    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
+    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+def _by_prefect(**options: Any) -> list[Outcome]:
+    import httpx  # slow imports, of no use where nothing is to be run
+
+    from flows.study import study
+
     try:
-        outcomes = study(workers=workers, timeout=timeout, task_runner=task_runner, scheduler=scheduler)
+        return study(**options)
     except httpx.TransportError as error:
         _end_without_prefect(error)
-    print(Path("reports/comparison.txt").read_text())
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {summary(outcomes)}")
-    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
 
 
 def _end_without_prefect(error: Exception) -> NoReturn:
@@ -139,14 +148,13 @@ def other_study(
     from tasks import study_file
     from tasks.report import seeds as summary
 
-    root = Path.cwd()
-    studies = study_file.load(root, path, seed or (), task or ())
-    seeds.check_committed(root, studies[0])
-    found, failed = _run_tasks(root, studies, workers, timeout)
+    studies = study_file.load(Path.cwd(), path, seed or (), task or ())
+    seeds.check_committed(studies[0])
+    found, failed = _run_tasks(studies, workers, timeout)
     if studies[0].task and found:
         print(summary.to_text(*summary.combined(summary.joined(found), {one.task: one.metric for one in studies})))
     if table and not failed:
-        command = _command(studies[0].path, seed or (), task or (), table.resolve(), root)
+        command = _command(studies[0].path, seed or (), task or (), table)
         summary.write(table, *summary.page(studies, found, table.stem, command))
         print(f"Written to {table} and {table.with_suffix('.csv')}.")
     if failed:
@@ -158,7 +166,7 @@ def other_study(
 
 
 def _run_tasks(
-    root: Path, studies: Sequence[StudyFile], workers: int | None, timeout: float | None
+    studies: Sequence[StudyFile], workers: int | None, timeout: float | None
 ) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
     """What each task found, printed as soon as it is there, and the causes of what failed."""
     from flows import seeds
@@ -167,10 +175,10 @@ def _run_tasks(
     found: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        causes = seeds.run_all(root, study, workers, timeout)
+        causes = seeds.run_all(study, workers, timeout)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: root / seeds.folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        finished = {seed: seeds.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             found[study.task] = summary.collect(finished)
             print(summary.to_text(*summary.cells(found[study.task])), flush=True)
@@ -194,7 +202,7 @@ def promote(
     from tasks import check
 
     if rollback:
-        print(flow.rollback(Path.cwd()))
+        print(flow.rollback())
         return
     check.check(Path())
     engine.check_workspace()
@@ -218,12 +226,12 @@ def _print_gates(gates: Sequence[Gate]) -> None:
         Console().print(table)
 
 
-def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path, root: Path) -> str:
+def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
     """The command that makes the table again, in the root of any clone."""
     words = ["python -m flows study", str(file), *(f"--task {one}" for one in tasks)]
     words += [f"--seed {one}" for one in seeds]
-    if table.is_relative_to(root):
-        words.append(f"--table {table.relative_to(root)}")
+    if table.resolve().is_relative_to(Path.cwd()):
+        words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
     return " ".join(words)
 
 
@@ -258,20 +266,19 @@ def pull() -> None:
     print("Everything is up to date.")
 
 
-@app.command()
-def reproduce(
+@app.command("reproduce")
+def reproduce_candidate(
     candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
     rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
     again: Annotated[bool, typer.Option("--again", help="make it again even where it can be had")] = False,
 ) -> None:
     """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
-    from flows import reproduce as versions  # a slow import, not for --help
+    from flows import reproduce  # a slow import, not for --help
 
-    root = Path.cwd()
-    wanted = versions.record(root, candidate, rev)
-    found = versions.reproduce(root, wanted, again)
-    _print_files(found.files, f"{wanted.stage} at {wanted.commit[:10]}, {found.origin}")
-    print(f"The files are in {wanted.folder}.")
+    recorded = reproduce.record(candidate, rev)
+    found = reproduce.reproduce(recorded, again)
+    _print_files(found.files, f"{recorded.stage} at {recorded.commit[:10]}, {found.origin}")
+    print(f"The files are in {found.folder}.")
     if not found.same:
         differing = ", ".join(file.path for file in found.files if not file.same)
         reasons = "\n".join(f"  {reason}" for reason in found.reasons)
@@ -279,7 +286,7 @@ def reproduce(
     print("All are the same, bit for bit.")
 
 
-def _print_files(files: Sequence[File], title: str) -> None:
+def _print_files(files: Sequence[ComparedFile], title: str) -> None:
     table = Table(Column("file", overflow="fold"), "recorded", "now", "", title=title)
     for file in files:
         cells = [digest[:10] if digest else "–" for digest in (file.recorded, file.now)]
@@ -288,14 +295,8 @@ def _print_files(files: Sequence[File], title: str) -> None:
 
 
 @app.command()
-def ui(
-    host: Annotated[str, typer.Option(help="IPv4 address or name to listen at; 0.0.0.0 is all of this machine")] = (
-        settings.LOOPBACK
-    ),
-) -> None:
-    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone unless --host says otherwise."""
-    if ":" in host:
-        sys.exit(f"--host {host}: write an IPv4 address or a name")
+def ui() -> None:
+    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone."""
     from flows.ui import serve
 
-    serve(Console(), host)
+    serve(Console())

@@ -32,12 +32,13 @@ from prefect.states import Crashed, Failed, State
 from flows import engine, worker, workspaces
 from flows.engine import Outcome, Planned, remote
 from flows.engine.remote import Entry, Order
-from flows.tracking.mirror import Mirror
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
 if TYPE_CHECKING:
     from prefect_dask import DaskTaskRunner
+
+    from flows.tracking.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -297,8 +298,7 @@ def _local(count: int) -> Iterator[tuple[DaskTaskRunner, Callable[[], bool]]]:
     from prefect_dask import DaskTaskRunner
 
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    root = Path.cwd()
-    workspaces.check_code(root)
+    workspaces.check_code()
     security = Security.temporary()
     keys = {"key": security.tls_worker_key, "cert": security.tls_worker_cert}
     tls = {"ca-file": security.tls_ca_file, "worker": keys}
@@ -309,18 +309,16 @@ def _local(count: int) -> Iterator[tuple[DaskTaskRunner, Callable[[], bool]]]:
         ExitStack() as stack,
     ):
         address = scheduler.scheduler_address
-        processes = [stack.enter_context(_worker(root, number, address, environment)) for number in range(count)]
+        processes = [stack.enter_context(_worker(number, address, environment)) for number in range(count)]
         runner = DaskTaskRunner(address=address, client_kwargs={"security": security})
         yield runner, lambda: any(process.poll() is None for process in processes)
 
 
 @contextmanager
-def _worker(
-    root: Path, number: int, scheduler: str, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    folder = root / workspaces.WORKSPACES / f"worker-{number}"
+def _worker(number: int, scheduler: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    folder = workspaces.WORKSPACES / f"worker-{number}"
     with workspaces.held(folder) as lock:
-        _prepare(root, folder)
+        _prepare(folder)
         process = subprocess.Popen(
             [sys.executable, "-m", "flows", "worker", scheduler],
             cwd=folder,
@@ -335,8 +333,8 @@ def _worker(
             process.wait()
 
 
-def _prepare(root: Path, folder: Path) -> None:
+def _prepare(folder: Path) -> None:
     """A worker's workspace: this commit, these parameters and raw data; a cache of its own, as on another machine."""
-    workspaces.follow(root, folder)
+    workspaces.follow(folder)
     remote.own_cache(folder)
-    shutil.copy(root / PARAMS, folder / PARAMS)
+    shutil.copy(PARAMS, folder / PARAMS)

@@ -1,4 +1,4 @@
-"""Versions: what a stage wrote at a git revision, got back bit for bit.
+"""What a stage wrote at a git revision, got back bit for bit.
 
 dvc.lock of a revision records the digest of everything that was read and written, so a revision and a stage name bytes.
 They are taken from the cache or the remote, or made again in a workspace at that revision; either way the files
@@ -12,16 +12,21 @@ import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import networkx
+from dvc.dvcfile import Lockfile
+from dvc.exceptions import DvcException, NotDvcRepoError
+from dvc.repo import Repo
+from dvc.scm import RevError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from flows import engine, workspaces
 from flows.engine import cache, processes, remote
-from flows.workspaces import CARRIED, LOCK, WORKSPACES, WorkspaceError
+from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -29,40 +34,52 @@ log = logging.getLogger(__name__)
 _REQUIREMENTS = "requirements.lock"
 
 
-class VersionError(EckartError):
-    """A version cannot be named or not be made; the message says what to do."""
+class CannotReproduce(EckartError):
+    """What is wanted cannot be named or not be made; the message says what to do."""
 
 
 @dataclass(frozen=True)
-class Record:
+class LockedStage:
     """A stage as dvc.lock of a revision has it."""
 
     commit: str
     stage: str
-    stages: Mapping[str, Any]
-    """All entries of dvc.lock, by name."""
+    entries: Mapping[str, Any]
+    """All of dvc.lock, by the names of stages."""
+    requirements: str
+    """The packages that the revision pins, a `NAME==VERSION` line each."""
 
     @property
     def folder(self) -> Path:
-        """Of the workspace that it is got back in, relative to the main one."""
+        """The workspace that it is got back in."""
         return WORKSPACES / f"reproduce-{self.commit[:10]}"
 
     @property
     def outs(self) -> dict[str, str]:
         """Path → digest of what the stage wrote."""
-        return _digests(self.stages[self.stage], "outs")
+        return _digests(self.entries[self.stage], "outs")
 
     @property
     def chain(self) -> list[str]:
-        """The stage and all it follows from, upstream first."""
-        found: dict[str, bool] = {}
-        _visit(self.stages, self.stage, found)
-        return list(found)
+        """The stage and all it follows from, upstream first.
+
+        dvc.lock decides and not dvc.yaml: it may record stages that the parameters of its revision do not name.
+        """
+        reads = {name: _digests(entry, "deps") for name, entry in self.entries.items()}
+        writes = {name: _digests(entry, "outs") for name, entry in self.entries.items()}
+        graph = networkx.DiGraph(
+            (before, name)
+            for name, deps in reads.items()
+            for before, outs in writes.items()
+            if any(_overlap(dep, out) for dep in deps for out in outs)
+        )
+        graph.add_node(self.stage)
+        return list(networkx.topological_sort(graph.subgraph({self.stage, *networkx.ancestors(graph, self.stage)})))
 
 
 @dataclass(frozen=True)
-class File:
-    """A file of the version: digests as recorded in git and of the bytes there now; None where it is not."""
+class ComparedFile:
+    """A file that was got back: digests as recorded in git and of the bytes there now; None where it is not."""
 
     path: str
     recorded: str | None
@@ -74,13 +91,13 @@ class File:
 
 
 @dataclass(frozen=True)
-class Version:
+class Reproduction:
     """What was got back, and how it compares."""
 
     folder: Path
     """Its workspace."""
     origin: str
-    files: list[File]
+    files: list[ComparedFile]
     reasons: list[str]
     """What may explain a difference; empty without one."""
 
@@ -89,58 +106,62 @@ class Version:
         return all(file.same for file in self.files)
 
 
-def record(root: Path, name: str, revision: str = "HEAD") -> Record:
+def record(name: str, revision: str = "HEAD") -> LockedStage:
     """What git has of a candidate (`kfac-0.33`) or of any other stage (`teacher`) at a revision.
 
     Raises:
-        VersionError: there is no such revision, no dvc.lock in it, or no such stage in that.
-        WorkspaceError: `root` is not that of a git repository.
+        CannotReproduce: there is no such revision, no dvc.lock in it, or no such stage in that.
+        WorkspaceError: the working directory is not the root of a git repository.
     """
-    workspaces.check_root(root)
+    workspaces.check_root()
+    nothing = CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
     try:
-        commit = workspaces.git(root, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").strip()
-    except WorkspaceError as error:
-        raise VersionError(f"{revision} is no revision of this repository: `git log --oneline` lists them") from error
-    content = _shown(root, commit, str(LOCK))
-    if content is None:
-        raise VersionError(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
-    stages = _stages(content, f"dvc.lock of {revision}")
+        with Repo(rev=revision) as repo:
+            commit, entries = str(repo.get_rev()), _entries(repo, f"dvc.lock of {revision}")
+            pinned = repo.fs.read_text(f"/{_REQUIREMENTS}") if repo.fs.exists(f"/{_REQUIREMENTS}") else ""
+    except RevError as error:
+        raise CannotReproduce(
+            f"{revision} is no revision of this repository: `git log --oneline` lists them"
+        ) from error
+    except NotDvcRepoError as error:
+        raise nothing from error
+    if not entries:
+        raise nothing
     for stage in (f"finetune@{name}", name):
-        if stage in stages:
-            return Record(commit, stage, stages)
-    candidates = [stage.removeprefix("finetune@") for stage in stages if stage.startswith("finetune@")]
-    raise VersionError(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
+        if stage in entries:
+            return LockedStage(commit, stage, entries, pinned)
+    candidates = [stage.removeprefix("finetune@") for stage in entries if stage.startswith("finetune@")]
+    raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
 
 
-def reproduce(root: Path, wanted: Record, again: bool = False) -> Version:
-    """Get a version back in a workspace of its own: from cache or remote, or else made again.
+def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
+    """Get a stage's outputs back in a workspace of their own: from cache or remote, or else made again.
 
     Args:
-        root: the main workspace and the working directory, which is left as it is.
         again: make it and all it follows from again, even where the bytes can be had.
 
     Raises:
-        VersionError: it could not be made; what went wrong is above, or in the message.
+        CannotReproduce: it could not be made; what went wrong is above, or in the message.
         WorkspaceError: the workspace cannot be made, or is in use.
     """
-    folder, objects = root / wanted.folder, engine.cache_dir()
+    folder, objects = wanted.folder, engine.cache_dir()
     with workspaces.held(folder), workspaces.terminable():
-        workspaces.check_out(root, folder, wanted.commit)
+        workspaces.check_out(folder, wanted.commit)
         had = not again and _had(objects, wanted.outs.values())
         if had:
             for out, digest in wanted.outs.items():
                 cache.copy(objects, digest, folder / out)
         else:
-            _make(root, folder, objects, wanted, again)
+            _make(objects, wanted, again)
         files = compare(folder, objects, wanted.outs)
         same = all(file.same for file in files)
         if same and not had:
-            _keep(folder, objects, wanted)
-        reasons = [] if same else _reasons(root, folder, wanted)
-    return Version(folder, "taken from the cache or the remote" if had else "made again", files, reasons)
+            _keep(objects, wanted)
+        reasons = [] if same else _reasons(wanted)
+    return Reproduction(folder, "taken from the cache or the remote" if had else "made again", files, reasons)
 
 
-def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[File]:
+def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
     """The files of `outs` (path → recorded digest) as they are in `folder`, all bytes read.
 
     Where no list of a folder's files can be had and the folder differs, it is compared as a whole.
@@ -148,18 +169,18 @@ def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[File]:
     Args:
         objects: DVC's cache.
     """
-    found: list[File] = []
+    found: list[ComparedFile] = []
     for out, digest in outs.items():
         now = cache.measured(folder / out)
         if cache.digest_of(now) == digest:
-            found += [File(_join(out, name), each, each) for name, each in sorted(now.items())]
+            found += [ComparedFile(_join(out, name), each, each) for name, each in sorted(now.items())]
             continue
         try:
             then = cache.files(objects, digest)
         except cache.Unknown:
-            found.append(File(out, digest, cache.digest_of(now) if now else None))
+            found.append(ComparedFile(out, digest, cache.digest_of(now) if now else None))
             continue
-        found += [File(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
+        found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
     return found
 
 
@@ -187,53 +208,55 @@ def _drop_corrupt(objects: Path, digests: Iterable[str]) -> None:
             path.unlink()
 
 
-def _make(root: Path, folder: Path, objects: Path, wanted: Record, again: bool) -> None:
+def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
     """Run the stage, and of what it follows from all (`again`) or what can be had nowhere."""
-    _bring_inputs(root, folder, objects)
+    _bring_inputs(wanted.folder, objects)
     if not again:
         for name in wanted.chain[:-1]:
-            _had(objects, _digests(wanted.stages[name], "outs").values())
+            _had(objects, _digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
-        cache.remove(folder / out)
+        cache.remove(wanted.folder / out)
     # Not committed to the cache, where a result that differs would be restored for the recorded one.
     flags = ["--quiet", "--no-commit", *(["--force"] if again else [])]
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
     command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
     try:
         with engine.beside_others():
-            processes.run(shlex.join(command), folder, _say, {})
+            processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
     except processes.CommandFailed as error:
-        raise VersionError(f"{wanted.stage} could not be made again in {folder}: {error}") from error
+        raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
 
 
-def _bring_inputs(root: Path, folder: Path, objects: Path) -> None:
+def _bring_inputs(folder: Path, objects: Path) -> None:
     """The user's own files as the revision has them in DVC, or else as they are in the main workspace."""
     for part in CARRIED:
         tracked = part.with_name(f"{part.name}.dvc")
         if not (folder / tracked).exists():
-            workspaces.carry(root / part, folder / part)
+            workspaces.carry(part, folder / part)
             (folder / part).mkdir(parents=True, exist_ok=True)
             continue
         digest = YAML(typ="safe").load(folder / tracked)["outs"][0]["md5"]
         if not _had(objects, [digest]):
-            raise VersionError(f"{part} as {tracked} of that revision names it is neither in the cache nor the remote")
+            raise CannotReproduce(
+                f"{part} as {tracked} of that revision names it is neither in the cache nor the remote"
+            )
         cache.copy(objects, digest, folder / part)
 
 
-def _keep(folder: Path, objects: Path, wanted: Record) -> None:
+def _keep(objects: Path, wanted: LockedStage) -> None:
     """Put into the cache what was made again to the same bytes and was not there."""
-    made = _read_lock(folder)
+    made = _made(wanted.folder)
     for name in wanted.chain:
-        outs = _digests(wanted.stages[name], "outs")
+        outs = _digests(wanted.entries[name], "outs")
         if any(cache.missing(objects, digest) for digest in outs.values()) and _digests(made[name], "outs") == outs:
-            workspaces.dvc(folder, "commit", "--force", name)
+            workspaces.dvc(wanted.folder, "commit", "--force", name)
 
 
-def _reasons(root: Path, folder: Path, wanted: Record) -> list[str]:
+def _reasons(wanted: LockedStage) -> list[str]:
     """What is not as it was: inputs first, since with others nothing else can be told."""
-    made = _read_lock(folder)
-    reasons = [reason for name in wanted.chain for reason in _changes(name, wanted.stages, made)]
-    if packages := _packages(_shown(root, wanted.commit, _REQUIREMENTS) or ""):
+    made = _made(wanted.folder)
+    reasons = [reason for name in wanted.chain for reason in _changes(name, wanted.entries, made)]
+    if packages := _packages(wanted.requirements):
         reasons.append(f"other packages than {_REQUIREMENTS} of that revision: {', '.join(packages)}")
     return [*reasons, "another kind of CPU, or another build of torch: float sums may end in other last bits"]
 
@@ -268,48 +291,28 @@ def _installed(name: str) -> str:
         return "none"
 
 
-def _visit(stages: Mapping[str, Any], name: str, found: dict[str, bool]) -> None:
-    """Add a stage after all it follows from; False while those are looked at."""
-    found[name] = False
-    reads = _digests(stages[name], "deps")
-    for other, entry in stages.items():
-        writes = _digests(entry, "outs")
-        if other not in found and any(_overlap(dep, out) for dep in reads for out in writes):
-            _visit(stages, other, found)
-    del found[name]
-    found[name] = True
-
-
 def _overlap(one: str, other: str) -> bool:
     """Whether one path is the other or inside it."""
-    return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
+    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
 
 
 def _digests(entry: Mapping[str, Any], part: str) -> dict[str, str]:
     return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
 
 
-def _stages(content: str, where: str) -> dict[str, Any]:
+def _made(folder: Path) -> dict[str, Any]:
+    """The entries of dvc.lock in another workspace."""
+    with Repo(str(folder)) as repo:
+        return _entries(repo, f"dvc.lock in {folder}")
+
+
+def _entries(repo: Repo, where: str) -> dict[str, Any]:
+    """Of dvc.lock: name of a stage → what it read and wrote; none where there is no dvc.lock."""
     try:
-        return dict(YAML(typ="safe").load(content)["stages"])
-    except (YAMLError, KeyError, TypeError) as error:
-        raise VersionError(f"{where} cannot be read: {error}") from error
-
-
-def _read_lock(folder: Path) -> dict[str, Any]:
-    return _stages((folder / LOCK).read_text(), f"dvc.lock in {folder}")
-
-
-def _shown(root: Path, commit: str, file: str) -> str | None:
-    """The text of a file of the commit; None where it has none."""
-    if not workspaces.git(root, "ls-tree", "--name-only", commit, file):
-        return None
-    return workspaces.git(root, "show", f"{commit}:{file}")
+        return dict(Lockfile(repo, repo.fs.join(repo.root_dir, str(LOCK))).load().get("stages", {}))
+    except DvcException as error:
+        raise CannotReproduce(f"{where} cannot be read: {error}") from error
 
 
 def _join(out: str, name: str) -> str:
     return f"{out}/{name}" if name else out
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from prefect.artifacts import create_table_artifact
 
-from flows.tracking.mirror import Mirror
 from tasks.metrics import METRICS, MetricName
+
+if TYPE_CHECKING:
+    from flows.tracking.mirror import Mirror
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
 

@@ -26,45 +26,45 @@ def folder_of(study: StudyFile, seed: int) -> Path:
     return WORKSPACES / f"{study.name}-seed{seed}"
 
 
-def check_committed(root: Path, study: StudyFile) -> None:
-    """See to it that a workspace made from the commit runs what stands in the main workspace.
+def check_committed(study: StudyFile) -> None:
+    """Check that a workspace made from the commit runs what stands in the main workspace.
 
     Raises:
         WorkspaceError: files are edited or new, and not committed; it names them.
     """
     file = str(study.path)
-    edited = workspaces.edited(root, *workspaces.CODE, file)
-    if not workspaces.git(root, "ls-files", "--", file):  # git may ignore it
+    edited = workspaces.edited(*workspaces.CODE, file)
+    if not workspaces.git(Path(), "ls-files", "--", file):  # git may ignore it
         edited.add(file)
     workspaces.refuse(edited, "A study runs")
 
 
-def run_all(root: Path, study: StudyFile, workers: int | None = None, timeout: float | None = None) -> dict[int, str]:
+def run_all(study: StudyFile, workers: int | None = None, timeout: float | None = None) -> dict[int, str]:
     """Run the study with one seed after the other; those that failed, with the causes."""
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
-            if not run(root, study, seed, workers, timeout):
+            if not run(study, seed, workers, timeout):
                 failed[seed] = "its own messages are above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return failed
 
 
-def run(root: Path, study: StudyFile, seed: int, workers: int | None = None, timeout: float | None = None) -> bool:
+def run(study: StudyFile, seed: int, workers: int | None = None, timeout: float | None = None) -> bool:
     """Run the study with `seed` in its workspace, as `python -m flows run` does there; whether it succeeded.
 
     Raises:
         WorkspaceError: the workspace cannot be made, or another study runs in it.
     """
-    folder = root / folder_of(study, seed)
+    folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run"]
     command += ["--workers", str(workers)] if workers else []
     command += ["--timeout", str(timeout)] if timeout else []
     with workspaces.held(folder) as lock:
-        prepare(root, study, seed)
-        environment = workspaces.environment() | {"MLFLOW_TRACKING_URI": _tracking(root, study.params["study"]["name"])}
+        prepare(study, seed)
+        environment = workspaces.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
         # The study keeps the lock should this process be killed.
         with _ending(subprocess.Popen(command, cwd=folder, env=environment, pass_fds=[lock.fileno()])) as process:
             return process.wait() == 0
@@ -84,14 +84,14 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
             raise
 
 
-def prepare(root: Path, study: StudyFile, seed: int) -> Path:
+def prepare(study: StudyFile, seed: int) -> Path:
     """Make the workspace of `seed`, or bring it to the present commit; outputs that are there stay.
 
     Raises:
         WorkspaceError: git or DVC refuse, or the folder is something else.
     """
-    folder = root / folder_of(study, seed)
-    workspaces.follow(root, folder)
+    folder = folder_of(study, seed)
+    workspaces.follow(folder)
     of_task = f", task {study.task}," if study.task else ""
     comment = f"# Made from {PARAMS} and {study.path}{of_task} with seed {seed}; edits are overwritten.\n"
     _write(study.content(seed), folder / PARAMS, comment)
@@ -106,17 +106,16 @@ def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
         yaml.dump(dict(content), file)
 
 
-def _tracking(root: Path, experiment: str) -> str:
+def _tracking(experiment: str) -> str:
     """Where MLflow stores runs and artifacts: in the main workspace, unless the user says otherwise."""
-    if "MLFLOW_TRACKING_URI" in os.environ:
-        return os.environ["MLFLOW_TRACKING_URI"]
-    from mlflow import MlflowClient  # a slow import
+    if users := os.environ.get("MLFLOW_TRACKING_URI"):
+        return users
+    from mlflow import MlflowClient  # slow imports
 
-    store = f"sqlite:///{root / 'mlflow.db'}"
+    from flows.tracking import mirror
+
     try:
-        client = MlflowClient(store)
-        if not client.get_experiment_by_name(experiment):
-            client.create_experiment(experiment, (root / "mlruns").as_uri())
+        mirror.experiment(MlflowClient(mirror.store()), experiment, local=True)
     except Exception as error:  # a store may fail in any way; none of them is the study's
         log.warning("MLflow cannot be used: %s", error)
-    return store
+    return mirror.store()

@@ -46,11 +46,11 @@ def prefect_server() -> Iterator[str]:
             server.kill()
 
 
-def command(host: str = settings.LOOPBACK) -> list[str]:
-    """What starts Prefect's server on the port of `settings.PREFECT_ADDRESS`."""
+def command() -> list[str]:
+    """What starts Prefect's server at `settings.PREFECT_ADDRESS`."""
     port = settings.PREFECT_ADDRESS.rpartition(":")[2]
     prefect = Path(sys.executable).parent / "prefect"
-    return [str(prefect), "server", "start", "--host", host, "--port", port]
+    return [str(prefect), "server", "start", "--host", settings.LOOPBACK, "--port", port]
 
 
 def require() -> str | None:

@@ -1,6 +1,8 @@
 """What the tools around the pipeline are told by default, and what none of them may say; the user's environment wins.
 
-Applied by flows/__init__.py, before prefect, mlflow and dvc are imported and read their settings.
+Applied where a process begins, never by an import: by each command, before it imports prefect, mlflow and dvc, which
+read some of their settings as they are imported; what the command starts inherits them. Where Prefect begins, which
+runs a deployment in a process of its own, the flow applies the rest.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait do not spin: tasks/__init__.py says why
 }
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
 """How the name of an environment variable ends that holds a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
@@ -47,7 +50,8 @@ def apply() -> None:
     """Set the defaults, and keep secrets out of all that is logged and of the traceback that ends the process."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    logging.setLogRecordFactory(_Discreet(logging.getLogRecordFactory()))
+    if not isinstance(make := logging.getLogRecordFactory(), _Discreet):
+        logging.setLogRecordFactory(_Discreet(make))
     sys.excepthook = _say_end
 
 
@@ -98,7 +102,7 @@ def _say_end(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers, be it that it asks who is there."""
+    """Whether a server answers, if only to ask who is there."""
     try:
         with urlopen(shown(url), timeout=5) as response:
             return response.status == 200

@@ -5,15 +5,13 @@
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import httpx
-import torch
 from prefect import allow_failure, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -23,13 +21,16 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from flows import cluster, engine, run_page
+from flows import cluster, engine, run_page, settings
 from flows.engine import Outcome, Planned, processes
-from flows.tracking.mirror import Mirror
+from flows.up_to_date import summary
 from tasks import check
 from tasks.errors import EckartError
+
+if TYPE_CHECKING:
+    from flows.tracking.mirror import Mirror
 
 # Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
 _THREADS = 256
@@ -43,7 +44,7 @@ class StudyFailed(EckartError):
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
 def stage(
-    planned: Planned, root: Path, slots: threading.Semaphore, mirror: Mirror, timeout: float | None
+    planned: Planned, root: Path, slots: threading.Semaphore, mirror: "Mirror", timeout: float | None
 ) -> State[Outcome]:
     """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
@@ -84,6 +85,7 @@ def study(
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
     """
+    settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
             state = _run(Path.cwd(), workers, timeout, task_runner, scheduler)
@@ -108,17 +110,19 @@ def _promoted(root: Path, done: State[Any]) -> State[Any]:
 
 
 def _run(root: Path, workers: int | None, timeout: float | None, task_runner: str, scheduler: str | None) -> State[Any]:
+    from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
+
     typed = check.check(root)
     if scheduler and task_runner != "dask":
         raise cluster.ClusterError(f"scheduler {scheduler} is for the task runner dask: write both, or neither")
     planned = engine.plan()
-    side_by_side = workers or _side_by_side(typed["threads"].candidate)
-    mirror = Mirror(root, typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
-    mirror.start({name: _plain(section) for name, section in typed.items() if name != "recipes"}, str(flow_run.name))
+    mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
+    mirror.start(typed, str(flow_run.name))
     finished: dict[str, Outcome] = {}
     complete = False
     try:
         with processes.reaping():
+            side_by_side = workers or _side_by_side(planned, typed["threads"].candidate)
             slots = threading.Semaphore(side_by_side)
             submit: Callable[..., Any] = partial(stage.submit, root=root, slots=slots, mirror=mirror, timeout=timeout)
             if task_runner == "dask" and any(not one.cached for one in planned):
@@ -136,7 +140,7 @@ def _run(root: Path, workers: int | None, timeout: float | None, task_runner: st
     return Completed(message=summary(list(finished.values())), data=list(finished.values()))
 
 
-def _tell_prefect(study: str | None, root: Path, mirror: Mirror, tasks: int) -> None:
+def _tell_prefect(study: str | None, root: Path, mirror: "Mirror", tasks: int) -> None:
     """Show the comparison of a complete `study` on the run's page, and let the records arrive."""
     try:
         if study:
@@ -144,14 +148,6 @@ def _tell_prefect(study: str | None, root: Path, mirror: Mirror, tasks: int) -> 
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """What became of the stages, in a sentence."""
-    if all(outcome.status == "Cached" for outcome in outcomes):
-        return "Nothing was recomputed: everything is up to date."
-    counts = Counter(outcome.status for outcome in outcomes)
-    return ", ".join(f"{count} {status.lower()}" for status, count in counts.items())
 
 
 def _by_threads(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
@@ -178,12 +174,12 @@ def _phases(planned: Sequence[Planned]) -> dict[str, int]:
     return phases
 
 
-def _plain(section: Any) -> Any:
-    return section.model_dump() if isinstance(section, BaseModel) else section
-
-
-def _side_by_side(threads: int) -> int:
+def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
     """Stages at a time: as many as the cores allow, and one where they share a GPU."""
+    if all(one.cached for one in planned):
+        return 1
+    import torch  # slow, and of no use where nothing is to be run
+
     return 1 if torch.cuda.is_available() else max(1, _cores() // threads)
 
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from eckart.batch import Batch
+from eckart.losses import Batch
 from tasks.dataset import Split, load_split, load_task
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Collate

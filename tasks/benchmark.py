@@ -12,21 +12,21 @@ import torch
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidate
-from eckart.batch import Batch
+from eckart.losses import Batch
 from tasks import params
-from tasks.candidates import BENCHMARKS, FINETUNED
+from tasks.candidate_files import BENCHMARKS, FINETUNED
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.records import Benchmark
-from tasks.stage import candidate, run_candidate, say
+from tasks.stage import candidate_name, run_candidate, say
 
 _WARMUP = 3  # pairs that are not counted
 
 
 def benchmark(recipe: str, keep: str) -> None:
     """Time forwards of dense and candidate in turn, so that drift of the machine hits both alike."""
-    settings, name = params.section("benchmark", params.Benchmark), candidate(recipe, keep)
+    settings, name = params.section("benchmark", params.Benchmark), candidate_name(recipe, keep)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     folders, auto = (TEACHER, FINETUNED / name), kind_of(load_task()).auto
     dense, small = (load(folder, auto)[0].to(device).eval() for folder in folders)  # type: ignore[arg-type]

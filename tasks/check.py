@@ -1,23 +1,33 @@
-"""The whole of params.yaml, checked before anything runs: every mistake in one message."""
+"""The whole of params.yaml, checked before anything runs: every mistake in one message.
+
+The types of recipes are imported where a file must be checked, since they bring torch, which takes seconds: a file that
+was found good is not checked again while it and the code stand.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
+import pydantic
 from pydantic import Field, TypeAdapter, ValidationError
 
-from eckart.recipes import Recipe, contradictions
-from eckart.weighting import evidence_needed
 from tasks import params
-from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
+from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from eckart.recipes import Recipe
+
+CODE = tuple(Path(__file__).parents[1] / package for package in ("eckart", "tasks"))
+"""Where all stands that decides what is a mistake."""
+_GOOD = Path(".eckart/params-found-good")
 
 
 class Promotion(params.Section):
@@ -45,40 +55,49 @@ SECTIONS: dict[str, Any] = {
     "benchmark": params.Benchmark,
     "promotion": Promotion,
 }
-_WITHOUT_LABELS: tuple[TaskKind, ...] = ("language_modeling",)
-_OF_PAIRS: tuple[TaskKind, ...] = ("question_answering",)
-_OF_ONE_KIND: Mapping[str, TaskKind] = {
+_WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
+_OF_PAIRS: tuple[TaskKindName, ...] = ("question_answering",)
+_OF_ONE_KIND: Mapping[str, TaskKindName] = {
     "target_length": "summarization",
     "prefix": "summarization",
     "stride": "question_answering",
 }
-_OF_ONE_TEXT: tuple[TaskKind, ...] = ("token_classification", "summarization", "language_modeling")
+_OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
 def check(root: Path) -> dict[str, Any]:
-    """The sections of `root`/params.yaml, typed; `recipes` is a dict of Recipe.
+    """The sections of `root`/params.yaml, typed, but for `recipes`: the stages type those that they use.
 
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
     """
-    typed, lines = _checked(params.read(root / PARAMS))
-    if lines:
-        raise ParamsError(params.report(PARAMS, lines))
-    return typed
+    content, good = params.read(root / PARAMS), root / _GOOD
+    state = _state(content)
+    if not good.exists() or good.read_text() != state:
+        if lines := mistakes(content):
+            raise ParamsError(params.report(PARAMS, lines))
+        with suppress(OSError):  # a folder that cannot be written: the next run checks again
+            good.parent.mkdir(exist_ok=True)
+            good.write_text(state)
+    return {name: params.parse(content[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
+
+
+def _state(content: Mapping[str, Any]) -> str:
+    """Digest of params.yaml's content and of all that decides whether it has mistakes."""
+    digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
+    for file in (file for folder in CODE for file in sorted(folder.rglob("*.py"))):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def mistakes(content: Mapping[str, Any]) -> list[str]:
     """All mistakes of what is to be a params.yaml, as `check` words them."""
-    return _checked(content)[1]
-
-
-def _checked(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     lines: list[str] = []
     typed = {name: _typed(content, name, kind, lines) for name, kind in SECTIONS.items()}
     typed["recipes"] = _recipes(content.get("recipes"), lines)
     lines += _unknown(content, typed)
     lines += _contradictions(typed, content)
-    return typed, lines
+    return lines
 
 
 def section(root: Path, name: str) -> Any:
@@ -114,6 +133,8 @@ def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
     if not isinstance(content, dict) or not content:
         lines.append("recipes: is missing or empty; add a recipe")
         return {}
+    from eckart.recipes import Recipe
+
     # The name becomes part of stage names, folders and registry names.
     lines += [
         f"recipes.{name}: is no name; write letters, digits and _"
@@ -133,6 +154,8 @@ def _unknown(content: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[s
 
 def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
     """Mistakes between sections. Read from the raw content, so that a mistake beside them does not hide them."""
+    from eckart.recipes import contradictions
+
     recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
     yield from _repeated("study.recipes", used)
     yield from _repeated("study.keeps", _at(content, "study", "keeps"))
@@ -143,7 +166,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
-    if task in KINDS:
+    if task in TASK_KINDS:
         if metric in list(METRICS) and metric not in BY_KIND[task]:
             yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
         yield from _of_columns(task, _at(content, "data", "columns"))
@@ -171,7 +194,7 @@ def _unshared(
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
 
-def _of_kind(task: TaskKind, data: Mapping[str, Any]) -> Iterator[str]:
+def _of_kind(task: TaskKindName, data: Mapping[str, Any]) -> Iterator[str]:
     """Keys that only another kind of task reads, and what this one lacks."""
     for key, kind in _OF_ONE_KIND.items():
         if task != kind and data.get(key) is not None:
@@ -180,7 +203,7 @@ def _of_kind(task: TaskKind, data: Mapping[str, Any]) -> Iterator[str]:
         yield "data.target_length: is null; write how many tokens a summary has at most"
 
 
-def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:
+def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
     """Columns that a kind of task needs and does not have, or has and cannot use."""
     if not isinstance(columns, dict):
         return
@@ -198,7 +221,7 @@ def _of_columns(task: TaskKind, columns: Any) -> Iterator[str]:
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
     for name, recipe in recipes.items():
-        for kind in evidence_needed(recipe.weighting) if recipe else ():
+        for kind in recipe.weighting.evidence if recipe else ():
             if kind not in evidence:
                 yield f"importance.evidence: lacks {kind}, which recipes.{name}.weighting reads; add it"
 

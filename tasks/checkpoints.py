@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from tasks.stage import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")

@@ -8,7 +8,7 @@ from typing import Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from tasks.metrics import MetricName, TaskKind
+from tasks.metrics import MetricName, TaskKindName
 
 SPLITS = Path("data/splits")
 
@@ -20,7 +20,7 @@ class Task(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: TaskKind
+    kind: TaskKindName
     labels: tuple[str, ...]
     """Names of the classes, in order of their ids; empty where there are none."""
     metric: MetricName

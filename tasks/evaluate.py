@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 from eckart.budget import allowance, cost
 from eckart.layers import factorized, residual_rows
 from eckart.targets import Target
-from tasks.calibration import load_targets
-from tasks.candidates import EVALUATIONS, FACTORIZED, FINETUNED
+from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED
 from tasks.dataset import load_split, load_task
+from tasks.importance_files import load_targets
 from tasks.kinds import kind_of
 from tasks.models import load, place, size
 from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, Score, TargetSize
-from tasks.stage import StageError, candidate, run_candidate, say
+from tasks.stage import StageError, candidate_name, run_candidate, say
 from tasks.zero_shot import zero_shot
 
 
 def evaluate(recipe: str, keep: str) -> None:
     """Score the factorized and the recovered model on the test split; measure the latter, and hold it to its budget."""
-    name, task, targets = candidate(recipe, keep), load_task(), load_targets().targets
+    name, task, targets = candidate_name(recipe, keep), load_task(), load_targets().targets
     kind = kind_of(task)
     settings, device_map = section("evaluate", Evaluate), section("model", Model).device_map
 

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
-from eckart.batch import Batch
+from eckart.losses import Batch
 from tasks.batches import batches, encoded
-from tasks.candidates import FINETUNED
+from tasks.candidate_files import FINETUNED
 from tasks.dataset import SPLITS, load_task
 from tasks.kinds import kind_of
 from tasks.models import load

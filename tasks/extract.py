@@ -12,13 +12,13 @@ import datasets
 import pandas as pd
 
 from tasks.corpora import PACKAGED
-from tasks.dataset import SPLITS, Split, Task
+from tasks.dataset import SPLITS, Task
 from tasks.labels import check
 from tasks.params import Columns, Data, section
+from tasks.splitting import split_rows, split_text
 from tasks.stage import StageError, output, run, say
 
 RAW = Path("data/raw")
-_TEST_SHARE = 0.1  # of the characters of a running text
 _FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 # Only an empty cell is a hole: pandas would take words such as None, null and NA for one.
 _CSV = {"keep_default_na": False, "na_values": [""]}
@@ -39,7 +39,7 @@ def extract() -> None:
     params = section("data", Data)
     say(f"loading {params.source}")
     train, test = load(params)
-    splits = _texts(train, test) if params.task == "language_modeling" else _rows(train, test, params)
+    splits = split_text(train, test) if params.task == "language_modeling" else split_rows(train, test, params)
     labels = check(splits, params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
@@ -171,35 +171,6 @@ def _words(rows: pd.Series, column: str) -> list[tuple[str, ...]]:
 
 def _roles(columns: Columns) -> dict[str, str | None]:
     return {"text": columns.text, "text_pair": columns.text_pair, "label": columns.label}
-
-
-def _rows(train: pd.DataFrame, test: pd.DataFrame | None, params: Data) -> dict[Split, pd.DataFrame]:
-    """Samples of rows, which are independent of each other."""
-    sizes, seed = params.sizes, params.seed
-    if test is None:
-        train, test = _carve(train, params)
-    train, test = _sample(train, sizes.train, seed), _sample(test, sizes.test, seed)
-    return {"train": train, "test": test, "calibration": _sample(train, sizes.calibration, seed)}
-
-
-def _texts(train: pd.DataFrame, test: pd.DataFrame | None) -> dict[Split, pd.DataFrame]:
-    """Running text: a test split is carved from its end, and blocks are drawn once it is tokenized."""
-    if test is None:
-        read = train["text"].str.len().cumsum()
-        rest = read > (1 - _TEST_SHARE) * read.iloc[-1] if len(read) else read > 0
-        train, test = train[~rest], train[rest]
-    return {"train": train, "test": test, "calibration": train}
-
-
-def _carve(frame: pd.DataFrame, params: Data) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Set rows aside for the test; a text that stands on both sides would be a leak."""
-    frame = frame.drop_duplicates([name for name in ("text", "text_pair") if name in frame])
-    test = _sample(frame, min(params.sizes.test, len(frame) // 2), params.seed)
-    return frame.drop(test.index), test
-
-
-def _sample(frame: pd.DataFrame, size: int, seed: int) -> pd.DataFrame:
-    return frame.sample(min(size, len(frame)), random_state=seed)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,21 @@ from collections.abc import Iterator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub
-from eckart.batch import Batch
 from eckart.evidence import load_evidence
-from eckart.factorization import factorize as factorize_at_once
-from eckart.factorization import factorize_in_order
+from eckart.factorization import factorize_at_once, factorize_in_order
 from eckart.layers import factorized
+from eckart.losses import Batch
 from eckart.residual import Residual
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
-from tasks.calibration import IMPORTANCE, load_targets
-from tasks.candidates import FACTORIZED, RANKS, SCORES, load_decision, source_model
+from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
 from tasks.dataset import load_task
+from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of
-from tasks.kinds.kind import Kind
+from tasks.kinds.kind import TaskKind
 from tasks.models import TEACHER, load, place
 from tasks.params import Count, Importance, Model, section
-from tasks.stage import candidate, explained, output, run_candidate, say
+from tasks.stage import candidate_name, explained, output, run_candidate, say
 
 
 def factorize(recipe: str, keep: str) -> None:
@@ -30,7 +29,7 @@ def factorize(recipe: str, keep: str) -> None:
 
     With a residual, what the factors leave of W stands beside them until recovery has pruned it.
     """
-    name = candidate(recipe, keep)
+    name = candidate_name(recipe, keep)
     layers_at_once = section(f"recipes.{recipe}.sequential", Count | None)
     device_map = section("model", Model).device_map if layers_at_once else None
     kind = kind_of(load_task())
@@ -60,7 +59,7 @@ def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
 def _in_order(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    kind: Kind,
+    kind: TaskKind,
     recipe: str,
     name: str,
     layers_at_once: int,

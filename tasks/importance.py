@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eckart.batch import Batch
 from eckart.evidence import collect, passes, save_evidence
+from eckart.losses import Batch
 from eckart.targets import find_targets
 from tasks.batches import batches, encoded
-from tasks.calibration import IMPORTANCE, TARGETS
 from tasks.dataset import load_task
+from tasks.importance_files import IMPORTANCE, TARGETS
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, load, place
 from tasks.params import Importance, Model, TargetPatterns, section

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-TaskKind = Literal[
+TaskKindName = Literal[
     "classification",
     "regression",
     "token_classification",
@@ -73,7 +73,7 @@ METRICS: Mapping[MetricName, Metric] = {
     "rougeL": Metric("ROUGE-L", share=True),
     "perplexity": Metric("perplexity", lower_is_better=True, bounded=False),
 }
-BY_KIND: Mapping[TaskKind, tuple[MetricName, ...]] = {
+BY_KIND: Mapping[TaskKindName, tuple[MetricName, ...]] = {
     "classification": ("accuracy", "f1", "matthews"),
     "regression": ("pearson", "spearman"),
     "token_classification": ("accuracy", "f1"),
@@ -81,4 +81,4 @@ BY_KIND: Mapping[TaskKind, tuple[MetricName, ...]] = {
     "summarization": ("rouge1", "rouge2", "rougeL"),
     "language_modeling": ("perplexity",),
 }
-KINDS: tuple[TaskKind, ...] = get_args(TaskKind)
+TASK_KINDS: tuple[TaskKindName, ...] = get_args(TaskKindName)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
 from tasks.records import Size
 from tasks.stage import StageError
@@ -32,11 +32,11 @@ def load(
         dtype: by default the one that it was saved in.
         device_map: how accelerate spreads it over the devices, for forward passes alone; by default it is on the CPU.
     """
-    with only_tensors():
-        model = auto.from_pretrained(
-            folder, dtype=dtype, device_map=device_map, use_safetensors=True, trust_remote_code=False
-        )
-        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    check_weights(folder, AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    model = auto.from_pretrained(
+        folder, dtype=dtype, device_map=device_map, use_safetensors=True, trust_remote_code=False
+    )
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def place(model: PreTrainedModel) -> str:
@@ -51,21 +51,32 @@ def inputs_device(model: PreTrainedModel) -> str:
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
-@contextmanager
-def only_tensors() -> Iterator[None]:
-    """While models are loaded: whatever names a pickle, which could run code, is an OSError.
+def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
+    """Before a model is loaded with `use_safetensors`: refuse what leads past that to a pickle, which could run code.
 
-    `use_safetensors` alone does not hold for a file that a model's own config or index names.
+    transformers reads any file that a model's config or index names, and of an adapter whatever it finds.
+
+    Args:
+        source: a folder, or the id of a model on the hub.
+
+    Raises:
+        OSError: a file that is no safetensors would be read, or the model is an adapter.
     """
-
-    def refuse(*_: Any, **__: Any) -> None:
+    if find_adapter_config_file(str(source), revision=revision):
+        raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
+    named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
+    files = _indexed(source, named, revision) if named.endswith(".json") else [named]
+    if not all(file.endswith(".safetensors") for file in files):
         raise OSError("its weights are a pickle, and there is no file named model.safetensors")
 
-    before, torch.load = torch.load, refuse
+
+def _indexed(source: str | Path, index: str, revision: str | None) -> list[str]:
+    """The files that an index of weights names; none, if there is no such index."""
     try:
-        yield
-    finally:
-        torch.load = before
+        found = cached_file(source, index, revision=revision)
+    except OSError:
+        return []
+    return list(json.loads(Path(str(found)).read_text())["weight_map"].values())
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:

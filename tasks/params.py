@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from tasks.errors import EckartError
-from tasks.metrics import MetricName, TaskKind
+from tasks.metrics import MetricName, TaskKindName
 
 PARAMS = Path("params.yaml")
 
@@ -76,7 +76,7 @@ class Data(Section):
     revision: str | None
     splits: Splits
     columns: Columns
-    task: TaskKind
+    task: TaskKindName
     metric: MetricName
     sizes: Sizes
     max_length: Count

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.metrics import MetricName
 
-TEACHER_METRICS = Path("reports/teacher.json")
 TEACHER_CURVE = Path("reports/teacher.jsonl")
+DENSE_METRICS = Path("reports/dense.json")
 
 
 class Score(BaseModel):
@@ -37,8 +37,8 @@ class Size(BaseModel):
     bytes: int
 
 
-class TeacherReport(BaseModel):
-    """What every candidate is compared with."""
+class DenseReport(BaseModel):
+    """Of the teacher: what every candidate is compared with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
@@ -26,10 +27,16 @@ class StageError(EckartError):
     """A mistake of the input, said in words that tell what to do; shown without a traceback."""
 
 
-def run(name: str, work: Callable[[], None], trains: bool = False) -> None:
-    """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says."""
+def run(
+    name: str, work: Callable[[], None], trains: bool = False, threads: Literal["shared", "candidate"] = "shared"
+) -> None:
+    """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says.
+
+    Args:
+        threads: which of params.yaml it takes; those of a candidate where it runs beside candidates.
+    """
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
-    _guard(name, "shared", partial(_spread, name, work) if trains else work)
+    _guard(name, threads, partial(_spread, name, work) if trains else work)
 
 
 def run_candidate(
@@ -85,7 +92,7 @@ def explained() -> Iterator[None]:
         raise StageError(str(error)) from error
 
 
-def candidate(recipe: str, keep: str) -> str:
+def candidate_name(recipe: str, keep: str) -> str:
     """The name of a candidate, such as `kfac-0.33`."""
     return f"{recipe}-{keep}"
 

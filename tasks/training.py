@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.losses import Loss, mean_loss
-from eckart.rules import Rule
+from eckart.training_rules import Rule
 from tasks.checkpoints import Checkpoints
 from tasks.kinds.kind import Collate, devices
 from tasks.stage import StageError, leads, say
@@ -68,7 +68,7 @@ def train(
         The steps that were taken.
 
     Raises:
-        StageError: the loss is not finite, or the processes cannot share the rows of a step or what a rule trains.
+        StageError: the loss is not finite, or the processes cannot share the rows of a step.
     """
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
@@ -78,7 +78,7 @@ def train(
         return 0
     settings: dict[str, Any] = {
         "max_steps": steps,
-        "per_device_train_batch_size": _share(batch_size, rules),
+        "per_device_train_batch_size": _share(batch_size),
         "learning_rate": learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
         "warmup_steps": math.ceil(warmup * steps),
@@ -109,14 +109,11 @@ def train(
     return trainer.state.global_step
 
 
-def _share(batch_size: int, rules: Sequence[Rule]) -> int:
+def _share(batch_size: int) -> int:
     """Rows of a step that each process takes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % processes:
         raise StageError(f"{batch_size} rows cannot be shared by {processes} processes: write a multiple of them")
-    if processes > 1 and any(rule.alone for rule in rules):
-        names = ", ".join(type(rule).__name__ for rule in rules if rule.alone)
-        raise StageError(f"{names} cannot be shared by processes: set trainer.processes to 1")
     return batch_size // processes
 
 

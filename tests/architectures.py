@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import eckart.lstm  # and teaches transformers the format
-from eckart.batch import Batch
-from eckart.losses import mean_loss_times_batch, token_loss
+from eckart.losses import Batch, mean_loss_times_batch, token_loss
 from tests import tiny
 
 Kind = Literal["classification", "causal", "seq2seq", "images"]

@@ -15,24 +15,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart import ranks as rank_searches
-from eckart.batch import Batch
 from eckart.budget import allowance, largest_rank, total
 from eckart.evidence import collect
+from eckart.factorization import rest
 from eckart.hub import save
-from eckart.layers import factorize, factorized
+from eckart.layers import factorize_target, factorized
+from eckart.losses import Batch
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
+from eckart.ranks.problem import ByFormula
 from eckart.ranks.threshold import ThresholdSearch
+from eckart.ranks.uniform import Uniform
+from eckart.ranks.waterfill import Waterfill
 from eckart.recipes import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
-from eckart.residual import RowPruning, rest
-from eckart.rules import Rule
-from eckart.shaping import WeightPruning
+from eckart.residual.sparse_rows import RowPruning
+from eckart.shaping.pruning import WeightPruning
 from eckart.svd import decompose, spectrum
 from eckart.targets import Target, Targets, find_targets, is_embedding, weight_of
-from eckart.weighting import Metrics, Weighting, weigh
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm, Weighting, weigh
 from tasks.params import read
 from tests.architectures import AUTO, FAMILIES, HEAD, Family, Kind, collate, loss, samples
 from tests.tiny import assert_same
@@ -174,7 +177,7 @@ def test_embeddings_and_heads_can_be_included(case, tmp_path):
         if target.name in more:
             weight = weight_of(model.get_submodule(target.name))
             metrics = weigh(WEIGHTINGS["kfac"], target, evidence)
-            factorize(model, target.name, *decompose(weight, metrics).truncate(largest_rank(target)))
+            factorize_target(model, target.name, *decompose(weight, metrics).truncate(largest_rank(target)))
     model.train()(**case.batch).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-4).step()
     assert_comes_back(model, case.family.kind, case.batch, tmp_path)
@@ -195,17 +198,17 @@ WEIGHTINGS: dict[str, Weighting] = {
 }
 
 
-def compress(case: Case, weighting: Weighting, method: rank_searches.ByFormula, keep: float = KEEP) -> PreTrainedModel:
+def compress(case: Case, weighting: Weighting, method: ByFormula, keep: float = KEEP) -> PreTrainedModel:
     """A copy of the model, factorized within `keep`."""
     model = copy.deepcopy(case.model)
     weights = {target.name: weight_of(model.get_submodule(target.name)) for target in case.targets}
     metrics = {target.name: weigh(weighting, target, case.evidence) for target in case.targets}
     spectra = {name: spectrum(weight, metrics[name]) for name, weight in weights.items()}
-    ranks = rank_searches.search(method, case.targets, spectra, keep)
+    ranks = method.ranks(case.targets, spectra, keep)
     assert total(case.targets, ranks) <= allowance(case.targets, keep)
     for name, rank in ranks.items():
         if rank is not None:
-            factorize(model, name, *decompose(weights[name], metrics[name]).truncate(rank))
+            factorize_target(model, name, *decompose(weights[name], metrics[name]).truncate(rank))
     assert factorized(model)
     return model
 
@@ -219,7 +222,7 @@ def assert_comes_back(model: PreTrainedModel, kind: Kind, batch: Batch, folder: 
 
 @pytest.mark.parametrize(
     "method",
-    [rank_searches.uniform.Uniform(kind="uniform"), rank_searches.waterfill.Waterfill(kind="waterfill")],
+    [Uniform(kind="uniform"), Waterfill(kind="waterfill")],
     ids=lambda method: method.kind,
 )
 @pytest.mark.parametrize("weighting", WEIGHTINGS.values(), ids=WEIGHTINGS)
@@ -241,7 +244,7 @@ def test_full_rank_gives_the_logits_back(case):
     expected = logits(model, batch)
     for target in case.targets:
         weight = weight_of(model.get_submodule(target.name))
-        factorize(model, target.name, *decompose(weight, Metrics()).truncate(min(weight.shape)))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
     assert len(factorized(model)) == len(case.targets)
     torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-6)
 
@@ -266,7 +269,7 @@ def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
 
 
 def test_a_step_of_mixed_rank_recovery(case, tmp_path):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 0.5}), True, seed=0)
     train(model, rule, case.batch)
@@ -275,7 +278,7 @@ def test_a_step_of_mixed_rank_recovery(case, tmp_path):
 
 
 def test_the_dense_weights_of_mixed_rank_are_those_of_the_model(case):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 1.0}), True, seed=0)
     rule.before_forward(0)
@@ -289,8 +292,8 @@ def test_a_step_of_sparse_rows(case, tmp_path):
     model, settings = copy.deepcopy(case.model), RECIPES["losparse"].residual
     for target in case.targets:
         weight = weight_of(model.get_submodule(target.name))
-        left, right = decompose(weight, Metrics()).truncate(1)
-        factorize(model, target.name, left, right, rest(weight, left, right))
+        left, right = decompose(weight, ErrorNorm()).truncate(1)
+        factorize_target(model, target.name, left, right, rest(weight, left, right))
     torch.testing.assert_close(logits(model, case.batch), logits(case.model, case.batch), rtol=1e-3, atol=1e-4)
     rule = RowPruning(model, settings, allowance(case.targets, KEEP), steps=1)
     train(model, rule, case.batch)
@@ -299,7 +302,7 @@ def test_a_step_of_sparse_rows(case, tmp_path):
 
 
 def test_a_step_of_distillation(case):
-    model = compress(case, WEIGHTINGS["none"], rank_searches.uniform.Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
     terms = {"layers": 0.0 if case.family.kind == "seq2seq" else 1.0, "logits": 1.0, "temperature": 2.0}
     rule = DistillationRule(case.model, Distillation(**terms), True)
     train(model, rule, case.batch)
@@ -316,7 +319,9 @@ def test_a_step_of_pruning(case):
 
 def test_a_step_of_the_hypernetwork(case):
     model = copy.deepcopy(case.model)
-    parts = {target.name: decompose(weight_of(model.get_submodule(target.name)), Metrics()) for target in case.targets}
+    parts = {
+        target.name: decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()) for target in case.targets
+    }
     rule = HypernetworkSearch(model, case.targets, parts, RECIPES["ars"].ranks, KEEP, seed=0)
     train(model, rule, case.batch)
     rule.finish()
@@ -342,6 +347,6 @@ def test_a_walk_of_tolerance(case):
     model = copy.deepcopy(case.model)
     macs = tolerance.module_macs(model, case.targets, case.batch)
     assert all(macs[target.name] > 0 for target in case.targets)
-    ranks = tolerance.search(model, case.targets, settings, 1.0, batches, WEIGHTINGS["inputs"])
+    ranks = tolerance.tolerated_ranks(model, case.targets, settings, 1.0, batches, WEIGHTINGS["inputs"])
     assert set(ranks) == {target.name for target in case.targets}
     assert all((ranks[target.name] or 0) <= largest_rank(target) for target in case.targets)

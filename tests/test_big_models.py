@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from eckart.evidence import load_evidence
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from tasks.models import TEACHER, load, place, size
 from tests.test_methods import recipes
 from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
@@ -115,8 +115,8 @@ def test_what_waits_on_the_disk_cannot_be_factorized_there(root: Path) -> None:
     model, name = offloaded(), "bert.encoder.layer.1.output.dense"
     left, right = torch.zeros(32, 2), torch.zeros(2, 64)
     with pytest.raises(ValueError, match=f"{name} waits on the CPU or the disk"):
-        factorize(model, name, left, right)
-    factorize(model, name.replace("1", "0"), left, right)
+        factorize_target(model, name, left, right)
+    factorize_target(model, name.replace("1", "0"), left, right)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "importance"):
+        for stage in ("extract", "teacher", "dense", "importance"):
             run_stage(stage)
             after[stage] = digests(Path("models/teacher"))
         for stage in STEPS:
@@ -98,11 +98,11 @@ def test_both_denominators_agree(name: str) -> None:
     """What the targets lose is what the model loses."""
     decision, evaluation = read(f"models/ranks/{name}/ranks.json"), read(f"reports/evaluate/{name}.json")
     lost = decision["parameters_before"] - decision["parameters_after"]
-    assert read("reports/teacher.json")["size"]["model_parameters"] - lost == evaluation["size"]["model_parameters"]
+    assert read("reports/dense.json")["size"]["model_parameters"] - lost == evaluation["size"]["model_parameters"]
     weights = load_file(f"models/finetuned/{name}/model.safetensors")
     assert evaluation["size"]["model_parameters"] == sum(value.numel() for value in weights.values())
     assert evaluation["size"]["bytes"] == Path(f"models/finetuned/{name}/model.safetensors").stat().st_size
-    assert evaluation["size"]["macs_per_token"] < read("reports/teacher.json")["size"]["macs_per_token"]
+    assert evaluation["size"]["macs_per_token"] < read("reports/dense.json")["size"]["macs_per_token"]
 
 
 @pytest.mark.parametrize("stage", ["factorized", "finetuned"])
@@ -160,7 +160,7 @@ def test_zero_steps_of_recovery_leave_the_factorized_model(own_workspace: Path) 
 
 def test_the_teacher_is_not_touched_by_later_stages(seen: Seen) -> None:
     assert seen["teacher"]
-    assert all(seen[stage] == seen["teacher"] for stage in ("importance", *STEPS))
+    assert all(seen[stage] == seen["teacher"] for stage in ("dense", "importance", *STEPS))
 
 
 def test_no_weights_are_pickled() -> None:
@@ -184,7 +184,7 @@ def test_scores_are_those_of_the_loaded_model_on_the_test_split(name: str, step:
         outputs = torch.cat([small(**tokenizer(text, return_tensors="pt")).logits for text in test["text"]])
     labels = torch.tensor(test["label"].tolist())
     result = read(f"reports/evaluate/{name}.json")[step]
-    assert result["rows"] == len(test) == read("reports/teacher.json")["score"]["rows"]
+    assert result["rows"] == len(test) == read("reports/dense.json")["score"]["rows"]
     assert result["metric"] == accuracy_score(labels, outputs.argmax(-1))
     assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
 

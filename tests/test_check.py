@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from eckart.recipes import Recipe
+from tasks import check as checking
 from tasks.check import check, mistakes
-from tasks.metrics import BY_KIND, KINDS, METRICS, TaskKind
+from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
 
@@ -75,16 +75,63 @@ RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absen
 
 
 def test_the_repository_s_own_parameters_pass() -> None:
-    typed = check(REPOSITORY)
-    assert all(isinstance(recipe, Recipe) for recipe in typed["recipes"].values())
-    assert set(typed) == set(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    content = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    assert {"recipes", *check(REPOSITORY)} == set(content)
 
 
 def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
     write_params(tmp_path, TINY)
-    typed = check(tmp_path)
-    assert typed["study"].keeps == (0.5,)
-    assert typed["recipes"]["kfac"].recovery.steps == 2
+    assert check(tmp_path)["study"].keeps == (0.5,)
+
+
+class TestFoundGood:
+    """What was found good is not checked again, as long as nothing that decides it has changed."""
+
+    @pytest.fixture
+    def checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What was checked since; params.yaml in `tmp_path` was checked once, by code in `tmp_path`/code."""
+        found: list[Any] = []
+
+        def mistakes(content: Any) -> list[str]:
+            found.append(content)
+            return ["seed: is bad"] if content["seed"] == 1 else []
+
+        (tmp_path / "code/part").mkdir(parents=True)
+        monkeypatch.setattr(checking, "CODE", (tmp_path / "code",))
+        monkeypatch.setattr(checking, "mistakes", mistakes)
+        write_params(tmp_path, tiny())
+        check(tmp_path)
+        found.clear()
+        return found
+
+    def test_while_file_and_code_stand(self, tmp_path: Path, checks: list[Any]) -> None:
+        assert check(tmp_path)["seed"] == tiny()["seed"]
+        write_params(tmp_path / "elsewhere", tiny())
+        assert not checks
+        check(tmp_path / "elsewhere")
+        assert checks
+
+    def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
+        write_params(tmp_path, tiny(seed=2))
+        check(tmp_path)
+        assert [content["seed"] for content in checks] == [2]
+
+    def test_other_code_checks_anew(self, tmp_path: Path, checks: list[Any]) -> None:
+        (tmp_path / "code/part/new.py").write_text("")
+        check(tmp_path)
+        assert len(checks) == 1
+
+    def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
+        for _ in range(2):
+            write_params(tmp_path, tiny(seed=1))
+            with pytest.raises(ParamsError, match="seed: is bad"):
+                check(tmp_path)
+        assert len(checks) == 2
+
+    def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
+        write_params(tmp_path, tiny())
+        (tmp_path / ".eckart").write_text("a file where a folder should be")
+        assert check(tmp_path)["study"].name == "tiny"
 
 
 def test_a_missing_key_is_one_line() -> None:
@@ -181,13 +228,13 @@ COLUMNS = {
 """Of the kinds whose columns are not those of the tiny parameters."""
 
 
-def data_of(task: TaskKind, **changes: Any) -> dict[str, Any]:
+def data_of(task: TaskKindName, **changes: Any) -> dict[str, Any]:
     """What `data` is for a kind of task, with `changes`."""
     own = {"columns": COLUMNS.get(task, {}), "target_length": 8 if task == "summarization" else None}
     return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
 
 
-METRICS_OF: dict[TaskKind, set[str]] = {
+METRICS_OF: dict[TaskKindName, set[str]] = {
     "classification": {"accuracy", "f1", "matthews"},
     "regression": {"pearson", "spearman"},
     "token_classification": {"accuracy", "f1"},
@@ -197,8 +244,8 @@ METRICS_OF: dict[TaskKind, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("task", KINDS)
-def test_a_metric_fits_its_task(task: TaskKind) -> None:
+@pytest.mark.parametrize("task", TASK_KINDS)
+def test_a_metric_fits_its_task(task: TaskKindName) -> None:
     for metric in METRICS:
         params = tiny(data=data_of(task, metric=metric))
         if metric in METRICS_OF[task]:
@@ -211,7 +258,7 @@ def test_a_metric_fits_its_task(task: TaskKind) -> None:
 @pytest.mark.parametrize(
     ("task", "column", "name", "advice"),
     [
-        *((kind, "label", None, "write the name of a column") for kind in KINDS if kind != "language_modeling"),
+        *((kind, "label", None, "write the name of a column") for kind in TASK_KINDS if kind != "language_modeling"),
         ("language_modeling", "label", "label", "write null"),
         ("question_answering", "text_pair", None, "write the name of the contexts' column"),
         ("token_classification", "text_pair", "other", "write null"),
@@ -219,7 +266,7 @@ def test_a_metric_fits_its_task(task: TaskKind) -> None:
         ("language_modeling", "text_pair", "other", "write null"),
     ],
 )
-def test_a_task_has_the_columns_that_it_reads(task: TaskKind, column: str, name: str | None, advice: str) -> None:
+def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None, advice: str) -> None:
     params = tiny(data=data_of(task, columns={column: name}))
     line = only(params, f"data.columns.{column}")
     assert task in line
@@ -234,8 +281,8 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskKind, column: str, name:
         ("stride", 8, "question_answering"),
     ],
 )
-def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskKind) -> None:
-    for task in KINDS:
+def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskKindName) -> None:
+    for task in TASK_KINDS:
         params = tiny(data=data_of(task, **{key: value}))
         if task == kind:
             assert mistakes(params) == []
@@ -249,7 +296,7 @@ def test_summaries_have_a_length() -> None:
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(task: TaskKind, pair: str | None) -> None:
+def test_sentences_may_be_pairs(task: TaskKindName, pair: str | None) -> None:
     assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
 
 

@@ -13,13 +13,14 @@ from datasets import Dataset
 from safetensors.torch import save
 from torch import Tensor
 
-from eckart.layers import factorize, low_rank_layers
+from eckart.factorization import rest
+from eckart.layers import factorize_target, low_rank_layers
 from eckart.recovery.distillation import Distillation, DistillationRule
-from eckart.residual import RowPruning, SparseRows, rest
-from eckart.rules import Rule
+from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.training import train
 from tests.workspace import bert, collate, rows, tiny_tokenizer
@@ -95,8 +96,8 @@ def pruned_and_taught(kill: int | None) -> bytes:
     batch = tiny_tokenizer()(["the plot is dull"], return_tensors="pt")
     for target in find_targets(model, batch).targets:
         weight = weight_of(model.get_submodule(target.name))
-        left, right = decompose(weight, Metrics()).truncate(2)
-        factorize(model, target.name, left, right, rest(weight, left, right))
+        left, right = decompose(weight, ErrorNorm()).truncate(2)
+        factorize_target(model, target.name, left, right, rest(weight, left, right))
     settings = SparseRows(kind="sparse_rows", low_rank=0.2, smoothing=0.85, start=0.1, end=0.3)
     budget = sum(layer.left.numel() + layer.right.numel() for layer in low_rank_layers(model).values()) + 2000
     taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)

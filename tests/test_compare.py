@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 from eckart.targets import Target
 from tasks import compare
-from tasks.metrics import BY_KIND, MetricName, TaskKind
+from tasks.metrics import BY_KIND, MetricName, TaskKindName
 from tasks.report import heatmap, names, numbers, plots, results, summary
 from tasks.stage import StageError
 
@@ -59,7 +59,7 @@ def make_study(
     target_names: list[str],
     metric: MetricName = "accuracy",
     dense: float = 0.8,
-    kind: TaskKind | None = None,
+    kind: TaskKindName | None = None,
 ) -> None:
     """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
     kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
@@ -80,7 +80,7 @@ def make_study(
     }
     write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
     write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
-    write("reports/teacher.json", {"score": score(dense), "size": size(1000), "zero_shot": {}})
+    write("reports/dense.json", {"score": score(dense), "size": size(1000), "zero_shot": {}})
     write("reports/teacher.jsonl", curve(20))
     for position, recipe in enumerate(recipes):
         for keep in keeps:
@@ -279,7 +279,7 @@ def test_two_runs_give_the_same_bytes(workspace: Path) -> None:
         ("reports/search/svd-0.5.jsonl", "search --recipe svd --keep 0.5"),
         ("data/splits/task.json", "extract"),
         ("data/importance/targets.json", "importance"),
-        ("reports/teacher.json", "teacher"),
+        ("reports/dense.json", "dense"),
         ("reports/teacher.jsonl", "teacher"),
         ("models/ranks/svd-0.5/ranks.json", "search --recipe svd --keep 0.5"),
         ("reports/finetune/svd-0.5.jsonl", "finetune --recipe svd --keep 0.5"),
@@ -310,7 +310,7 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
     results.load_results()
-    write("reports/teacher.json", {"score": score(0.8, rows=399), "size": size(1000), "zero_shot": {}})
+    write("reports/dense.json", {"score": score(0.8, rows=399), "size": size(1000), "zero_shot": {}})
     with pytest.raises(StageError, match="different test rows"):
         results.load_results()
 
@@ -524,7 +524,7 @@ def test_summary_of_perplexities(workspace: Path) -> None:
     ],
 )
 def test_only_the_accuracy_of_rows_has_a_standard_error(
-    workspace: Path, kind: TaskKind, metric: MetricName, known: bool
+    workspace: Path, kind: TaskKindName, metric: MetricName, known: bool
 ) -> None:
     make_study(["svd"], [0.5], ["map"], metric, kind=kind)
     assert (results.load_results().standard_error is not None) is known
@@ -632,7 +632,7 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
     compare.compare()
     assert "Zero-shot" not in page()
-    for path, value in (("reports/teacher.json", 0.75), ("reports/evaluate/svd-0.5.json", 0.5)):
+    for path, value in (("reports/dense.json", 0.75), ("reports/evaluate/svd-0.5.json", 0.5)):
         report = json.loads(Path(path).read_text())
         write(path, {**report, "zero_shot": {"piqa": {"acc": value}}})
     compare.compare()

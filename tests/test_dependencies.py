@@ -1,46 +1,38 @@
-"""dvc.yaml against the code: a stage depends on every file it imports, and on none that it cannot use."""
+"""dvc.yaml against the code: a stage depends on every file it can run and on no other; a script writes it."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import grimp
 import pytest
 from ruamel.yaml import YAML
 
-ROOT = Path(__file__).parents[1]
-STAGES = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]
+from tasks.dependencies import PIPELINE, code_of_stages, is_code
+from tests.workspace import REPOSITORY
 
-# Imported by eckart/hub.py only when a compressed model is loaded or saved; these stages load the dense teacher.
-UNREACHED = {stage: {"eckart/layers.py"} for stage in ("importance", "compare")}
-
-
-@pytest.fixture(scope="module")
-def graph() -> grimp.ImportGraph:
-    return grimp.build_graph("eckart", "tasks", cache_dir=None)
+STAGES = YAML(typ="safe").load((REPOSITORY / PIPELINE).read_text())["stages"]
 
 
-def files(graph: grimp.ImportGraph, stage: str) -> set[str]:
-    """The files that `python -m tasks.STAGE` may run, and the data beside them."""
-    seen: set[str] = set()
-    todo = [f"tasks.{stage}"]
-    while todo:
-        module = todo.pop()
-        if module not in seen:
-            seen.add(module)
-            todo += graph.find_modules_directly_imported_by(module)
-            todo += [module.rpartition(".")[0]] if "." in module else []  # Python runs a package before its modules
-    found = set()
-    for module in seen:
-        path = ROOT / module.replace(".", "/")
-        found.add(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
-        if path.is_dir():
-            found |= {file for file in path.iterdir() if file.is_file() and file.suffix not in (".py", ".pyc")}
-    return {str(file.relative_to(ROOT)) for file in found}
+def test_a_stage_depends_on_the_code_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, `make deps` mends it."""
+    monkeypatch.chdir(REPOSITORY)
+    listed = {name: [dep for dep in stage["deps"] if is_code(dep)] for name, stage in STAGES.items()}
+    assert listed == code_of_stages()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_depends_on_the_code_it_can_run(graph: grimp.ImportGraph, stage: str) -> None:
-    listed = {dep for dep in STAGES[stage]["deps"] if dep.startswith(("eckart/", "tasks/"))}
-    assert listed == files(graph, stage) - UNREACHED.get(stage, set())
+def test_what_a_stage_newly_imports_is_written_and_nothing_else_changes(tmp_path: Path) -> None:
+    for name in ("eckart", "tasks"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / PIPELINE, tmp_path)
+    before = (tmp_path / PIPELINE).read_text().splitlines()
+    (tmp_path / "tasks/helper.py").write_text("")
+    with (tmp_path / "tasks/importance.py").open("a") as file:
+        file.write("\n\ndef late() -> None:\n    import tasks.helper\n")
+    subprocess.run([sys.executable, "-m", "tasks.dependencies"], cwd=tmp_path, check=True)
+    after = (tmp_path / PIPELINE).read_text().splitlines()
+    new = after.index("      - tasks/helper.py")
+    assert [*after[:new], *after[new + 1 :]] == before
 
 
 def test_flows_docs_and_tests_make_nothing_stale() -> None:

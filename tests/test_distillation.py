@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.recovery.distillation import Distillation, DistillationRule, hidden_error, logits_error
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from tests import tiny
 
 SAMPLES = tiny.samples(6)
@@ -36,8 +36,8 @@ def student(family: str, rank: int = 2) -> PreTrainedModel:
     """Its targets factorized, where it has some."""
     model = FAMILIES[family]()
     for target in find_targets(model, BATCH).targets:
-        left, right = decompose(weight_of(model.get_submodule(target.name)), Metrics()).truncate(rank)
-        factorize(model, target.name, left, right)
+        left, right = decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()).truncate(rank)
+        factorize_target(model, target.name, left, right)
     return model.eval()
 
 

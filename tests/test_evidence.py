@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eckart.evidence import (
-    KINDS,
+    EVIDENCE_KINDS,
     collect,
     fisher_sums,
     load_evidence,
@@ -157,7 +157,7 @@ def test_half_precision_is_gathered_in_single():
     assert {tensor.dtype for tensors in gathered.values() for tensor in tensors.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVIDENCE_KINDS)
 def test_each_kind_alone_is_the_same_as_all_together(kind):
     model = double("llama")
     targets = targets_of(model)
@@ -572,7 +572,7 @@ def in_parts(model, targets, layers, folder, **options):
     return load_evidence(folder)
 
 
-@pytest.mark.parametrize("kinds", [KINDS, ["inputs"]])
+@pytest.mark.parametrize("kinds", [EVIDENCE_KINDS, ["inputs"]])
 @pytest.mark.parametrize("layers", [1, 2, 9])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_layer_by_layer_is_bitwise_the_single_pass(family, layers, kinds, tmp_path):

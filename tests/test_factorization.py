@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from eckart.evidence import collect
-from eckart.factorization import factorize, factorize_in_order
+from eckart.factorization import factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.targets import Target, find_targets
-from eckart.weighting import Inputs, Kfac, Scored, Weighting, evidence_needed
+from eckart.weighting import Inputs, Kfac, Scored, Weighting
 from tests import tiny
 
 INPUTS = Inputs(kind="inputs")
@@ -45,7 +45,7 @@ def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None], la
     targets, batches = targets_of(weights), [{"x": x}]
     wanted = dict(zip([target.name for target in targets], ranks, strict=True))
     at_once, in_order, dense = Chain(weights), Chain(weights), Chain(weights)
-    factorize(at_once, targets, wanted, INPUTS, collect(at_once, batches, targets, ["inputs"]))
+    factorize_at_once(at_once, targets, wanted, INPUTS, collect(at_once, batches, targets, ["inputs"]))
     factorize_in_order(in_order, targets, wanted, INPUTS, lambda: batches, layers)
     with torch.no_grad():
         y = dense(x).y
@@ -103,7 +103,7 @@ def test_one_capture_for_all_layers_is_the_evidence_of_the_dense_model(family, w
     at_once, in_order = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
     targets = find_targets(at_once, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
-    factorize(at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, evidence_needed(weighting)))
+    factorize_at_once(at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, weighting.evidence))
     factorize_in_order(in_order, targets, ranks, weighting, lambda: BATCHES, 99)
     assert all(torch.equal(value, in_order.state_dict()[key]) for key, value in at_once.state_dict().items())
 
@@ -133,4 +133,4 @@ def test_an_error_names_the_target():
     model = tiny.bert()
     targets = find_targets(model, BATCHES[0]).targets
     with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0\.attention\.self\.query: weighting inputs reads"):
-        factorize(model, targets, dict.fromkeys([target.name for target in targets], 2), INPUTS, {})
+        factorize_at_once(model, targets, dict.fromkeys([target.name for target in targets], 2), INPUTS, {})

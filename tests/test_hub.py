@@ -18,10 +18,10 @@ from transformers import (
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.hub import save
-from eckart.layers import factorize, factorized
+from eckart.layers import factorize_target, factorized
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from tests import tiny
 
 SAMPLES = tiny.samples(8)
@@ -33,8 +33,8 @@ def compress(model: PreTrainedModel, every: int = 1) -> PreTrainedModel:
     """Factorize every `every`-th target, at ranks that differ."""
     targets = find_targets(model, BATCH, exclude=["*.left", "*.right"]).targets
     for index, target in enumerate(targets[::every]):
-        result = decompose(weight_of(model.get_submodule(target.name)), Metrics())
-        factorize(model, target.name, *result.truncate(1 + index % 5))
+        result = decompose(weight_of(model.get_submodule(target.name)), ErrorNorm())
+        factorize_target(model, target.name, *result.truncate(1 + index % 5))
     return model
 
 
@@ -79,7 +79,7 @@ def test_a_model_with_shared_layers_comes_back(tmp_path):
 def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     model = tiny.causal_llama()
     for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
-        factorize(model, name, *decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(2))
+        factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(2))
     save(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -90,7 +90,9 @@ def test_a_model_that_looks_at_the_weights_of_its_maps_runs_and_comes_back(tmp_p
     model = tiny.t5().eval()
     tokens = {key: BATCH[key] for key in ("input_ids", "attention_mask")}
     for target in find_targets(model, tokens).targets:
-        factorize(model, target.name, *decompose(weight_of(model.get_submodule(target.name)), Metrics()).truncate(2))
+        factorize_target(
+            model, target.name, *decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()).truncate(2)
+        )
     save(model, tmp_path)
     tiny.assert_same(T5EncoderModel.from_pretrained(tmp_path), model, tokens)
 
@@ -103,7 +105,7 @@ def test_half_precision_comes_back(tmp_path):
 
 def test_a_factorized_head_comes_back_bit_for_bit(tmp_path):
     model = tiny.bert()
-    factorize(model, "classifier", *decompose(model.classifier.weight.detach(), Metrics()).truncate(1))
+    factorize_target(model, "classifier", *decompose(model.classifier.weight.detach(), ErrorNorm()).truncate(1))
     save(model, tmp_path)
     assert_same(load(tmp_path), model)
 

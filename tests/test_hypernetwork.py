@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from eckart.budget import Ranks, allowance, cost, largest_rank, step, total
 from eckart.layers import LowRankLinear, factorized, low_rank_layers
 from eckart.ranks.hypernetwork import Hypernetwork, HypernetworkSearch
-from eckart.rules import Rule
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
@@ -70,7 +70,7 @@ class Maps(nn.Module):
 
 
 def decomposed(model: nn.Module, targets: Sequence[Target]) -> dict[str, Decomposition]:
-    return {some.name: decompose(weight_of(model.get_submodule(some.name)), Metrics()) for some in targets}
+    return {some.name: decompose(weight_of(model.get_submodule(some.name)), ErrorNorm()) for some in targets}
 
 
 def searching(
@@ -545,7 +545,7 @@ def test_the_only_target_of_high_rank_gets_the_ranks():
     with torch.no_grad():
         for some in targets:
             if some.name != useful:
-                parts = decompose(model.get_submodule(some.name).weight, Metrics())
+                parts = decompose(model.get_submodule(some.name).weight, ErrorNorm())
                 model.get_submodule(some.name).weight.copy_(parts.left[:, :1] @ parts.right[:1])
     expected = model(**probe()).logits.detach()
     rule = searching(model, targets, keep=0.4)
@@ -597,7 +597,7 @@ def test_a_shaped_weight_decomposes_into_the_selected_components():
     """Under the weighting of the search, so that factorizing it loses nothing."""
     model = Maps((8, 10))
     generator = torch.Generator().manual_seed(0)
-    metrics = Metrics(left=torch.rand(8, generator=generator) + 0.1, right=torch.rand(10, generator=generator) + 0.1)
+    metrics = ErrorNorm(left=torch.rand(8, generator=generator) + 0.1, right=torch.rand(10, generator=generator) + 0.1)
     parts = decompose(model.a.weight.detach(), metrics)
     rule = HypernetworkSearch(
         model, model.targets(), {"a": parts}, method(hypernetwork=False, selection="elements"), 0.7, 0
@@ -615,7 +615,7 @@ def test_a_shaped_weight_decomposes_into_the_selected_components():
 def test_elements_may_be_trailing_ones():
     """Inputs that only the last components read: their indices are selected, not the leading ones."""
     model = Maps((12, 12))
-    parts = decompose(model.a.weight.detach(), Metrics())
+    parts = decompose(model.a.weight.detach(), ErrorNorm())
     basis = torch.nn.functional.normalize(parts.right[-2:].float())
     x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0)) @ basis
     expected = model.a(x).detach()

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import eckart as eckart  # teaches transformers to load the candidates
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.batches import encoded
 from tasks.dataset import Task, load_split, load_task
 from tasks.kinds import language

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from eckart.layers import (
     LowRankEmbedding,
     LowRankLinear,
-    factorize,
+    factorize_target,
     factorized,
     low_rank_like,
     merge,
@@ -22,7 +22,7 @@ from eckart.layers import (
 )
 from eckart.svd import decompose
 from eckart.targets import find_targets, is_linear, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from tests import tiny
 
 BATCH = tiny.collate(tiny.samples(4))
@@ -33,7 +33,7 @@ def targets_of(model):
 
 
 def factors(model, name: str, rank: int):
-    return decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(rank)
+    return decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 2**20))
@@ -57,7 +57,7 @@ def test_a_factorized_target_computes_the_approximation_and_keeps_its_bias(famil
         left, right = factors(model, target.name, 3)
         x = torch.randn(2, 5, target.in_features)
         bias = None if module.bias is None else module.bias.detach().clone()
-        factorize(model, target.name, left, right)
+        factorize_target(model, target.name, left, right)
         layer = model.get_submodule(target.name)
         assert isinstance(layer, LowRankLinear)
         assert (layer.bias is None) == (bias is None)
@@ -71,7 +71,7 @@ def test_all_targets_at_full_rank_give_the_same_logits(family):
     model = tiny.FAMILIES[family]().eval()
     logits = model(**BATCH).logits
     for target in targets_of(model):
-        factorize(model, target.name, *factors(model, target.name, min(target.out_features, target.in_features)))
+        factorize_target(model, target.name, *factors(model, target.name, min(target.out_features, target.in_features)))
     torch.testing.assert_close(model(**BATCH).logits, logits, rtol=1e-3, atol=1e-4)
 
 
@@ -79,7 +79,7 @@ def test_only_the_target_is_touched():
     model = tiny.bert()
     name = "bert.encoder.layer.0.intermediate.dense"
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    factorize(model, name, *factors(model, name, 2))
+    factorize_target(model, name, *factors(model, name, 2))
     after = model.state_dict()
     assert set(before) - set(after) == {f"{name}.weight"}
     assert set(after) - set(before) == {f"{name}.left", f"{name}.right"}
@@ -90,7 +90,7 @@ def test_factors_are_copied():
     model = tiny.bert()
     name = "bert.pooler.dense"
     left, right = (factor.float() for factor in factors(model, name, 2))
-    factorize(model, name, left, right)
+    factorize_target(model, name, left, right)
     left.zero_()
     right.zero_()
     layer = model.get_submodule(name)
@@ -102,7 +102,7 @@ def test_factors_are_copied():
 def test_a_factorized_model_keeps_its_precision(dtype):
     model = tiny.llama().to(dtype)
     name = "model.layers.0.mlp.up_proj"
-    factorize(model, name, *factors(model, name, 2))
+    factorize_target(model, name, *factors(model, name, 2))
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
@@ -111,16 +111,16 @@ def test_factors_that_do_not_fit_are_an_error_and_change_nothing():
     name = "bert.pooler.dense"
     left, right = factors(model, name, 2)
     with pytest.raises(RuntimeError):
-        factorize(model, name, left[:-1], right)
+        factorize_target(model, name, left[:-1], right)
     with pytest.raises(RuntimeError):
-        factorize(model, name, left[:, :1].repeat(1, 3), right)
+        factorize_target(model, name, left[:, :1].repeat(1, 3), right)
     assert is_linear(model.get_submodule(name))
 
 
 def test_factors_can_be_trained():
     model = tiny.bert()
     for target in targets_of(model):
-        factorize(model, target.name, *factors(model, target.name, 2))
+        factorize_target(model, target.name, *factors(model, target.name, 2))
     model(**BATCH).loss.backward()
     for name in factorized(model):
         layer = model.get_submodule(name)
@@ -146,7 +146,7 @@ def test_a_low_rank_embedding_looks_up_rows_of_the_product():
 def test_a_merged_embedding_is_an_embedding_again():
     model, name = tiny.bert(), "bert.embeddings.word_embeddings"
     expected = model.get_submodule(name).weight.detach().clone()
-    factorize(model, name, *factors(model, name, 16))
+    factorize_target(model, name, *factors(model, name, 16))
     module = merge(model, name)
     assert type(module) is nn.Embedding
     torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-5)
@@ -183,7 +183,7 @@ def test_factorized_names_ranks_of_what_was_factorized_and_nothing_else():
     assert factorized(model) == {}
     wanted = {"transformer.h.0.attn.c_attn": 2, "transformer.h.1.mlp.c_fc": 5}
     for name, rank in wanted.items():
-        factorize(model, name, *factors(model, name, rank))
+        factorize_target(model, name, *factors(model, name, rank))
     assert factorized(model) == wanted
 
 
@@ -195,7 +195,7 @@ def test_a_look_at_the_weight_costs_nothing() -> None:
         model(**ids)
     for target in find_targets(model, ids).targets:
         weight = weight_of(model.get_submodule(target.name))
-        factorize(model, target.name, *decompose(weight, Metrics()).truncate(1))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(1))
     with torch.no_grad(), FlopCounterMode(display=False) as small:
         model(**ids)
     assert small.get_total_flops() < dense.get_total_flops()

@@ -12,12 +12,12 @@ from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArgum
 
 from eckart.evidence import collect
 from eckart.hub import save
-from eckart.layers import factorize, factorized
+from eckart.layers import factorize_target, factorized
 from eckart.lstm import LSTMConfig, LSTMForCausalLM, LSTMModel
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from tasks.models import size
 from tests import tiny
 
@@ -237,7 +237,7 @@ def maps(model: LSTMForCausalLM, kind: str) -> list[str]:
 
 def compress(model: LSTMForCausalLM, *names: str) -> LSTMForCausalLM:
     for rank, name in enumerate(names, start=2):
-        factorize(model, name, *decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(rank))
+        factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank))
     return model
 
 
@@ -281,7 +281,7 @@ def test_a_full_rank_factorization_changes_nothing():
         expected = model(IDS).logits
         for name in maps(model, "input") + maps(model, "hidden"):
             weight = weight_of(model.get_submodule(name))
-            factorize(model, name, *decompose(weight, Metrics()).truncate(min(weight.shape)))
+            factorize_target(model, name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
         torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 

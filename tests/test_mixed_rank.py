@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax, mse_
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
 
 from eckart import hub
-from eckart.layers import LowRankLinear, factorize, factorized
+from eckart.layers import LowRankLinear, factorize_target, factorized
 from eckart.recovery.mixed_rank import MixedLinear, MixedRank, MixedRankRule
-from eckart.rules import Rule
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
@@ -69,7 +69,7 @@ def halves(family: str = "bert", rank: int = 3, dropout: bool = False, dense: in
     low = copy.deepcopy(sparse)
     weights = {target.name: weight_of(sparse.get_submodule(target.name)) for target in targets[dense:]}
     for name, weight in weights.items():
-        factorize(low, name, *decompose(weight, Metrics()).truncate(rank))
+        factorize_target(low, name, *decompose(weight, ErrorNorm()).truncate(rank))
     return sparse.train(), low.train(), weights
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_looks_at_its_weights_runs_mixed():
     targets = find_targets(model, batch).targets
     weights = {target.name: weight_of(model.get_submodule(target.name)) for target in targets}
     for name, weight in weights.items():
-        factorize(model, name, *decompose(weight, Metrics()).truncate(3))
+        factorize_target(model, name, *decompose(weight, ErrorNorm()).truncate(3))
     rule = rule_of(model, weights)
     rule.before_forward(0)
     assert len(set(drawn(rule))) == 2
@@ -425,7 +425,7 @@ def sources(tmp_path, monkeypatch) -> SimpleNamespace:
     targets = find_targets(model, tiny_tokenizer()(["a plot"], return_tensors="pt")).targets
     weights = {target.name: weight_of(model.get_submodule(target.name)).clone() for target in targets}
     for name, weight in weights.items():
-        factorize(model, name, *decompose(weight, Metrics()).truncate(2))
+        factorize_target(model, name, *decompose(weight, ErrorNorm()).truncate(2))
     hub.save(model, tmp_path / "model")
     return SimpleNamespace(folder=tmp_path / "model", weights=weights)
 

@@ -27,12 +27,12 @@ from typer.testing import CliRunner
 
 import eckart.onnx
 from eckart.hub import save
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, export
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from flows.cli import app
 from tasks.dataset import load_split
 from tasks.export import to_onnx
@@ -50,8 +50,8 @@ def compress(model: PreTrainedModel, residual: bool = False) -> PreTrainedModel:
     """Factorize every target but the last; with a residual, every third row of what the factors leave."""
     for number, target in enumerate(find_targets(model, batch(8, 7)).targets[:-1]):
         weight = weight_of(model.get_submodule(target.name))
-        left, right = (factor.float() for factor in decompose(weight, Metrics()).truncate(1 + number % 3))
-        layer = factorize(model, target.name, left, right, weight - left @ right if residual else None)
+        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(1 + number % 3))
+        layer = factorize_target(model, target.name, left, right, weight - left @ right if residual else None)
         if layer.residual is not None and layer.rows is not None:
             layer.rows = layer.rows[::3]
             layer.residual = nn.Parameter(layer.residual.detach()[::3])
@@ -247,7 +247,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     inputs = tiny_tokenizer()(["the plot is dull", "the cast"], padding=True, return_tensors="pt")
     for target in find_targets(model, inputs).targets:
         weight = weight_of(model.get_submodule(target.name))
-        factorize(model, target.name, *decompose(weight, Metrics()).truncate(4))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(4))
     save(model, Path("models/finetuned/svd-0.5"))
     tiny_tokenizer().save_pretrained("models/finetuned/svd-0.5")
     return tmp_path

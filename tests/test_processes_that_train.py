@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from tasks.dataset import load_split, load_task
 from tasks.kinds import kind_of
 from tasks.models import load
-from tasks.records import TEACHER_CURVE, TEACHER_METRICS
+from tasks.records import DENSE_METRICS, TEACHER_CURVE
 from tests.workspace import BASE, run_stage, tiny_workspace
 
 
@@ -29,8 +29,8 @@ def teacher(root: Path, **changes: object) -> tuple[dict[str, torch.Tensor], lis
     config = root / BASE / "config.json"
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config.write_text(json.dumps({**json.loads(config.read_text()), **rates}))
-    run_stage("extract")
-    run_stage("teacher")
+    for stage in ("extract", "teacher", "dense"):
+        run_stage(stage)
     curve = [json.loads(line) for line in TEACHER_CURVE.read_text().splitlines()]
     return load_file("models/teacher/model.safetensors"), curve
 
@@ -38,12 +38,12 @@ def teacher(root: Path, **changes: object) -> tuple[dict[str, torch.Tensor], lis
 def test_two_processes_learn_what_one_learns(workspace: Path) -> None:
     """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding."""
     one, curve = teacher(workspace)
-    score = json.loads(TEACHER_METRICS.read_text())["score"]
+    score = json.loads(DENSE_METRICS.read_text())["score"]
     two, joined = teacher(workspace, trainer={"processes": 2})
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
     assert [point["step"] for point in joined] == [point["step"] for point in curve]
-    assert json.loads(TEACHER_METRICS.read_text())["score"]["loss"] == pytest.approx(score["loss"], rel=1e-3)
+    assert json.loads(DENSE_METRICS.read_text())["score"]["loss"] == pytest.approx(score["loss"], rel=1e-3)
 
 
 def test_rows_that_cannot_be_shared_are_an_error_that_says_so(workspace: Path) -> None:
@@ -60,7 +60,7 @@ def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Pat
     assert {value.dtype for value in mixed.values()} == {torch.float32}
     loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
     again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8)
-    reported = json.loads(TEACHER_METRICS.read_text())["score"]
+    reported = json.loads(DENSE_METRICS.read_text())["score"]
     assert reported["loss"] == again.loss  # scored as candidates are, not in mixed precision
     assert any(not torch.equal(mixed[name], value) for name, value in plain.items())
     for name, value in plain.items():

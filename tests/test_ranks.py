@@ -13,11 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step, total
-from eckart.ranks import RankSearch, search
+from eckart.ranks import RankSearch
+from eckart.ranks.problem import ByFormula
 from eckart.targets import Target
 
-UNIFORM: RankSearch = TypeAdapter(RankSearch).validate_python({"kind": "uniform"})
-WATERFILL: RankSearch = TypeAdapter(RankSearch).validate_python({"kind": "waterfill"})
+UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform"})
+WATERFILL: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill"})
 METHODS = pytest.mark.parametrize("method", [UNIFORM, WATERFILL], ids=lambda method: method.kind)
 
 Problem = tuple[list[Target], dict[str, Tensor]]
@@ -44,7 +45,7 @@ def problems(draw: st.DrawFn, most: int = 5, smallest: int = 2, largest: int = 4
     return targets, spectra
 
 
-def possible(method: RankSearch, targets: Sequence[Target], keep: float) -> bool:
+def possible(method: ByFormula, targets: Sequence[Target], keep: float) -> bool:
     """Whether keep pays for rank 1: everywhere on its own, or everywhere together."""
     if keep == 1:
         return True
@@ -53,10 +54,10 @@ def possible(method: RankSearch, targets: Sequence[Target], keep: float) -> bool
     return allowance(targets, keep) >= sum(cost(some, choices(some)[0]) for some in targets)
 
 
-def solve(method: RankSearch, problem: Problem, keep: float) -> Ranks:
+def solve(method: ByFormula, problem: Problem, keep: float) -> Ranks:
     """The ranks, or no example where keep leaves none."""
     assume(possible(method, problem[0], keep))
-    return search(method, *problem, keep)
+    return method.ranks(*problem, keep)
 
 
 def lost(problem: Problem, ranks: Mapping[str, Rank]) -> float:
@@ -79,7 +80,7 @@ def choices(some: Target) -> list[Rank]:
 def test_there_is_an_error_wherever_keep_leaves_no_rank(method, problem, keep):
     assume(not possible(method, problem[0], keep))
     with pytest.raises(ValueError, match="raise keep or exclude"):
-        search(method, *problem, keep)
+        method.ranks(*problem, keep)
 
 
 @METHODS
@@ -109,7 +110,7 @@ def test_more_keep_never_predicts_more_loss(method, problem, first, second):
 @METHODS
 @given(problem=problems(smallest=1))
 def test_keeping_everything_is_dense(method, problem):
-    assert set(search(method, *problem, 1.0).values()) == {None}
+    assert set(method.ranks(*problem, 1.0).values()) == {None}
 
 
 @METHODS
@@ -125,7 +126,7 @@ def test_ranks_do_not_depend_on_the_order_of_targets(method, problem, keep):
 @pytest.mark.parametrize("keep", [0, 1.5, float("nan")])
 def test_what_is_no_share_is_refused(method, keep):
     with pytest.raises(ValueError, match="is no share"):
-        search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, keep)
+        method.ranks([target("a", 8, 8)], {"a": torch.ones(8)}, keep)
 
 
 @METHODS
@@ -133,8 +134,8 @@ def test_what_is_no_share_is_refused(method, keep):
 def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep):
     """One rank of an 8 × 8 target is a quarter of it."""
     with pytest.raises(ValueError, match=rf"keep={keep} leaves .*a.*raise keep or exclude"):
-        search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, keep)
-    assert search(method, [target("a", 8, 8)], {"a": torch.ones(8)}, 0.25) == {"a": 1}
+        method.ranks([target("a", 8, 8)], {"a": torch.ones(8)}, keep)
+    assert method.ranks([target("a", 8, 8)], {"a": torch.ones(8)}, 0.25) == {"a": 1}
 
 
 @pytest.mark.parametrize("bad", [{"kind": "unifrom"}, {"kind": "waterfill", "axis": "input"}, {}])
@@ -160,12 +161,12 @@ def test_uniform_keeps_its_share_of_every_target_within_one_rank(problem, keep):
 @pytest.mark.parametrize(("keep", "rank"), [(0.34, 1), (0.66, 1), (0.67, 2), (0.99, 2), (1.0, None)])
 def test_uniform_solved_by_hand(keep, rank):
     """6 × 6: a rank costs 12 of 36, and three are no smaller than the whole."""
-    assert search(UNIFORM, [target("a", 6, 6)], {}, keep) == {"a": rank}
+    assert UNIFORM.ranks([target("a", 6, 6)], {}, keep) == {"a": rank}
 
 
 def test_uniform_names_the_target_that_has_no_rank():
     with pytest.raises(ValueError, match="leaves small no rank"):
-        search(UNIFORM, [target("large", 100, 100), target("small", 2, 3)], {}, 0.3)
+        UNIFORM.ranks([target("large", 100, 100), target("small", 2, 3)], {}, 0.3)
 
 
 # --- waterfill -------------------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_waterfill_is_optimal_where_the_budget_ends_with_a_move(problem):
     remaining = lost(problem, {some.name: choices(some)[0] for some in targets})
     for saving, price in moves:
         spent, remaining = spent + price, remaining - saving
-        ranks = search(WATERFILL, targets, spectra, min(1.0, spent / parameters))
+        ranks = WATERFILL.ranks(targets, spectra, min(1.0, spent / parameters))
         assert lost(problem, ranks) == pytest.approx(remaining, rel=1e-9, abs=1e-9)
 
 
@@ -239,7 +240,7 @@ def test_waterfill_does_not_depend_on_the_unit_of_loss(problem, keep, unit):
     targets, spectra = problem
     ranks = solve(WATERFILL, problem, keep)
     scaled = {name: values * unit for name, values in spectra.items()}
-    assert lost(problem, search(WATERFILL, targets, scaled, keep)) == pytest.approx(lost(problem, ranks))
+    assert lost(problem, WATERFILL.ranks(targets, scaled, keep)) == pytest.approx(lost(problem, ranks))
 
 
 def six(*energies: float) -> Tensor:
@@ -270,27 +271,27 @@ TWO = [target("a", 6, 6), target("b", 6, 6)]
     ],
 )
 def test_waterfill_solved_by_hand(a, b, parameters, expected):
-    assert search(WATERFILL, TWO, {"a": a, "b": b}, parameters / 72) == expected
+    assert WATERFILL.ranks(TWO, {"a": a, "b": b}, parameters / 72) == expected
 
 
 def test_waterfill_weighs_savings_by_what_a_rank_costs():
     """Equal energies: a rank of 10 × 10 costs 20, one of 10 × 90 costs 100, so the small target is served first."""
     targets = [target("wide", 10, 90), target("square", 10, 10)]
     spectra = {name: torch.tensor([3.0, 2.0, *[0.0] * 8]) for name in ("wide", "square")}
-    assert search(WATERFILL, targets, spectra, 140 / 1000) == {"wide": 1, "square": 2}
+    assert WATERFILL.ranks(targets, spectra, 140 / 1000) == {"wide": 1, "square": 2}
 
 
 def test_waterfill_serves_the_target_that_loses_more():
     """Two equal targets, one with ten times the energy in its tail: it has more ranks."""
     flat = torch.linspace(2, 1, 40)
-    ranks = search(WATERFILL, [target("a", 40, 40), target("b", 40, 40)], {"a": flat, "b": flat * 10**0.5}, 0.4)
+    ranks = WATERFILL.ranks([target("a", 40, 40), target("b", 40, 40)], {"a": flat, "b": flat * 10**0.5}, 0.4)
     assert ranks["b"] is None or ranks["b"] > ranks["a"]
 
 
 def test_a_target_that_no_factorization_makes_smaller_stays_dense_under_waterfill():
     """One row: 1 + 7 parameters a rank are more than its 7."""
     targets = [target("row", 1, 7), target("b", 20, 20)]
-    ranks = search(WATERFILL, targets, {"row": torch.ones(1), "b": torch.linspace(2, 1, 20)}, 0.5)
+    ranks = WATERFILL.ranks(targets, {"row": torch.ones(1), "b": torch.linspace(2, 1, 20)}, 0.5)
     assert ranks["row"] is None
     assert isinstance(ranks["b"], int)
     assert total(targets, ranks) <= 0.5 * 407

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from eckart.factorization import rest
 from eckart.hub import save
-from eckart.layers import LowRankLinear, factorize, factorized, low_rank_layers, merge, residual_rows
-from eckart.residual import RowPruning, SparseRows, rest
+from eckart.layers import LowRankLinear, factorize_target, factorized, low_rank_layers, merge, residual_rows
+from eckart.residual.sparse_rows import RowPruning, SparseRows
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from tasks.training import train
 from tests import tiny
 from tests.workspace import collate
@@ -58,8 +59,8 @@ def compress(model: PreTrainedModel, rank: Callable[[int], int], residual: bool 
     """Factorize every target as the factorize stage does; the rank may depend on its place."""
     for index, target in enumerate(targets_of(model)):
         weight = weight_of(model.get_submodule(target.name)).clone()
-        left, right = decompose(weight, Metrics()).truncate(rank(index))
-        factorize(model, target.name, left, right, rest(weight, left, right) if residual else None)
+        left, right = decompose(weight, ErrorNorm()).truncate(rank(index))
+        factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
     return model
 
 
@@ -118,7 +119,7 @@ def test_before_training_the_model_is_the_dense_one(family, rank):
 def test_s_holds_what_rounding_the_factors_loses():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 9, generator=generator).bfloat16()
-    left, right = decompose(weight, Metrics()).truncate(8)
+    left, right = decompose(weight, ErrorNorm()).truncate(8)
     stored = [part.bfloat16().double() for part in (left, right, rest(weight, left, right))]
     error = (stored[0] @ stored[1] + stored[2] - weight.double()).abs()
     assert (error <= 2**-8 * stored[2].abs() + 1e-12).all()
@@ -600,8 +601,8 @@ def test_merging_keeps_precision_mode_and_bias():
     for module in (nn.Linear(5, 3), nn.Linear(5, 3, bias=False), Conv1D(3, 5)):
         model: Any = nn.ModuleDict({"map": module.double()})
         weight = weight_of(module).clone()
-        left, right = decompose(weight, Metrics()).truncate(2)
-        factorize(model, "map", left, right, rest(weight, left, right))
+        left, right = decompose(weight, ErrorNorm()).truncate(2)
+        factorize_target(model, "map", left, right, rest(weight, left, right))
         model["map"].eval()
         merged = merge(model, "map")
         assert not merged.training

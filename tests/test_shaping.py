@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import load_evidence, save_evidence
-from eckart.rules import Rule
-from eckart.shaping import Pruning, WeightPruning, average_rank
+from eckart.shaping.outcome import average_rank
+from eckart.shaping.pruning import Pruning, WeightPruning
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics, Movement, weigh
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm, Movement, weigh
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
@@ -362,11 +363,11 @@ def test_sparsity_aware_svd_is_the_one_of_the_paper(rows, columns, seed, data):
     rank = data.draw(st.integers(1, min(rows, columns)))
     u, s, vh = torch.linalg.svd(score.diag() @ weight, full_matrices=False)
     a, b = (1 / score).diag() @ u[:, :rank] * s[:rank], vh[:rank]
-    decomposition = decompose(weight, Metrics(left=score.square()))
+    decomposition = decompose(weight, ErrorNorm(left=score.square()))
     left, right = decomposition.truncate(rank)
     torch.testing.assert_close(left @ right, a @ b, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(decomposition.spectrum, s, rtol=1e-6, atol=1e-7)
-    tail = weighted_loss(weight - a @ b, Metrics(left=score.square()))
+    tail = weighted_loss(weight - a @ b, ErrorNorm(left=score.square()))
     torch.testing.assert_close(tail, s[rank:].square().sum(), rtol=1e-6, atol=1e-9)
 
 
@@ -375,7 +376,7 @@ def test_a_pruned_model_factorizes_without_loss_at_its_rank():
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     weight[2:] = 0
     score = row_scores(weight.float(), torch.rand(6, 8)).double()
-    left, right = decompose(weight, Metrics(left=score.square())).truncate(2)
+    left, right = decompose(weight, ErrorNorm(left=score.square())).truncate(2)
     torch.testing.assert_close(left @ right, weight)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.stage import StageError, candidate, explained, output
+from tasks.stage import StageError, candidate_name, explained, output
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 
@@ -87,7 +87,7 @@ def test_a_stage_takes_the_threads_of_its_kind(
 
 
 def test_a_candidate_is_named_by_recipe_and_keep() -> None:
-    assert candidate("kfac", "0.33") == "kfac-0.33"
+    assert candidate_name("kfac", "0.33") == "kfac-0.33"
 
 
 def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:

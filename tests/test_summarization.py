@@ -32,12 +32,12 @@ from transformers import (
 )
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.losses import IGNORED, token_loss
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
-from eckart.weighting import Metrics
-from tasks.base import load_base
+from eckart.weighting import ErrorNorm
+from tasks.base_model import load_base
 from tasks.dataset import Task
 from tasks.kinds.summaries import collate, encode, rouge, score
 from tasks.models import random_inputs, size
@@ -269,8 +269,8 @@ def factorized(model: PreTrainedModel) -> PreTrainedModel:
     batch = {**random_inputs(model, 1, 4)}
     batch["decoder_attention_mask"] = torch.ones_like(batch["attention_mask"])
     for target in find_targets(model, batch).targets:
-        left, right = decompose(weight_of(model.get_submodule(target.name)), Metrics()).truncate(6)
-        factorize(model, target.name, left, right)
+        left, right = decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()).truncate(6)
+        factorize_target(model, target.name, left, right)
     return model.eval()
 
 
@@ -379,7 +379,7 @@ def read(path: str) -> Any:
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_all_stages_of_a_candidate(family: str) -> None:
     workspace(Path(), FAMILIES[family](), rows())
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "dense", "importance"):
         run_stage(stage)
     for stage in STEPS:
         run_stage(stage, "kfac", "0.5")
@@ -387,7 +387,7 @@ def test_all_stages_of_a_candidate(family: str) -> None:
     assert any(".encoder." in f".{name}" for name in names)
     assert any(".decoder." in f".{name}" for name in names)
     assert not any("lm_head" in name for name in names)
-    before, after = read("reports/teacher.json"), read("reports/evaluate/kfac-0.5.json")
+    before, after = read("reports/dense.json"), read("reports/evaluate/kfac-0.5.json")
     assert after["size"]["macs_per_token"] < before["size"]["macs_per_token"]
     for found in (before["score"], after["factorized"], after["recovered"]):
         assert found["metric"] == found["metrics"]["rougeL"]

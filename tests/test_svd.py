@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from eckart.svd import Decomposition, decompose, spectrum, weighted_loss
-from eckart.weighting import Metric, Metrics
+from eckart.weighting import ErrorNorm, Side
 
 REGULAR = ("none", "diagonal", "full")
 SINGULAR = ("deficient", "dead", "dead diagonal")
@@ -20,7 +20,7 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def draw_metric(kind: str, size: int, generator: torch.Generator) -> Metric:
+def draw_metric(kind: str, size: int, generator: torch.Generator) -> Side:
     """A metric of `size` channels, as the Gram matrix of random inputs `(samples, size)`."""
     inputs = normal(generator, 3 * size + 2, size)
     match kind:
@@ -47,45 +47,45 @@ def draw_metric(kind: str, size: int, generator: torch.Generator) -> Metric:
 
 
 @st.composite
-def problems(draw: st.DrawFn, kinds: tuple[str, ...] = REGULAR, smallest: int = 1) -> tuple[Tensor, Metrics]:
+def problems(draw: st.DrawFn, kinds: tuple[str, ...] = REGULAR, smallest: int = 1) -> tuple[Tensor, ErrorNorm]:
     """A weight with more rows, as many, or fewer than columns, and a pair of metrics of `kinds`."""
     rows, columns = draw(st.integers(smallest, 9)), draw(st.integers(smallest, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     left, right = draw(st.sampled_from(kinds)), draw(st.sampled_from(kinds))
-    metrics = Metrics(draw_metric(left, rows, generator), draw_metric(right, columns, generator))
+    metrics = ErrorNorm(draw_metric(left, rows, generator), draw_metric(right, columns, generator))
     return normal(generator, rows, columns), metrics
 
 
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def matrix(metric: Metric, size: int) -> Tensor:
+def matrix(metric: Side, size: int) -> Tensor:
     if metric is None:
         return torch.eye(size, dtype=torch.float64)
     return (metric.diag() if metric.dim() == 1 else metric).double()
 
 
-def root(metric: Metric, size: int) -> Tensor:
+def root(metric: Side, size: int) -> Tensor:
     """The symmetric root of a metric."""
     values, vectors = torch.linalg.eigh(matrix(metric, size))
     return vectors * values.clamp(min=0).sqrt() @ vectors.T
 
 
-def roots(weight: Tensor, metrics: Metrics) -> tuple[Tensor, Tensor]:
+def roots(weight: Tensor, metrics: ErrorNorm) -> tuple[Tensor, Tensor]:
     return root(metrics.left, weight.shape[0]), root(metrics.right, weight.shape[1])
 
 
-def reference_loss(error: Tensor, weight: Tensor, metrics: Metrics) -> float:
+def reference_loss(error: Tensor, weight: Tensor, metrics: ErrorNorm) -> float:
     left, right = roots(weight, metrics)
     return float((left @ error @ right).square().sum())
 
 
-def reference_spectrum(weight: Tensor, metrics: Metrics) -> Tensor:
+def reference_spectrum(weight: Tensor, metrics: ErrorNorm) -> Tensor:
     left, right = roots(weight, metrics)
     return torch.linalg.svdvals(left @ weight @ right)
 
 
-def reference_approximation(weight: Tensor, metrics: Metrics, rank: int) -> Tensor:
+def reference_approximation(weight: Tensor, metrics: ErrorNorm, rank: int) -> Tensor:
     """Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹."""
     left, right = roots(weight, metrics)
     u, s, vt = torch.linalg.svd(left @ weight @ right, full_matrices=False)
@@ -119,7 +119,7 @@ def test_full_rank_gives_the_weight_back(problem):
 def test_every_shape_under_every_weighting_equals_the_formula(left, right, shape):
     generator = torch.Generator().manual_seed(1)
     weight = normal(generator, *shape)
-    metrics = Metrics(draw_metric(left, shape[0], generator), draw_metric(right, shape[1], generator))
+    metrics = ErrorNorm(draw_metric(left, shape[0], generator), draw_metric(right, shape[1], generator))
     result = decompose(weight, metrics)
     torch.testing.assert_close(result.spectrum, reference_spectrum(weight, metrics))
     for rank in ranks_of(weight):
@@ -142,11 +142,11 @@ def test_isotropic_metrics_reduce_to_the_plain_svd(problem, scale, form, data):
     weight, _ = problem
     rank = data.draw(st.sampled_from(ranks_of(weight)))
     left, right = (torch.full((size,), scale, dtype=torch.float64) for size in weight.shape)
-    metrics = Metrics(left, right) if form == "diagonal" else Metrics(left.diag(), right.diag())
+    metrics = ErrorNorm(left, right) if form == "diagonal" else ErrorNorm(left.diag(), right.diag())
     u, s, vt = torch.linalg.svd(weight, full_matrices=False)
     assume(rank in (0, len(s)) or s[rank - 1] - s[rank] > 1e-2 * s[0])
     plain = (u[:, :rank] * s[:rank]) @ vt[:rank]
-    for some in (Metrics(), metrics, Metrics(left=metrics.left), Metrics(right=metrics.right)):
+    for some in (ErrorNorm(), metrics, ErrorNorm(left=metrics.left), ErrorNorm(right=metrics.right)):
         torch.testing.assert_close(approximation(decompose(weight, some), rank), plain, rtol=1e-7, atol=1e-7)
 
 
@@ -195,7 +195,7 @@ def test_factors_of_a_component_have_equal_norms(problem):
     result = decompose(weight, metrics)
     norms = result.left.norm(dim=0)
     torch.testing.assert_close(result.right.norm(dim=1), norms, rtol=1e-9, atol=0)
-    plain = decompose(weight, Metrics())
+    plain = decompose(weight, ErrorNorm())
     floor = 2e-6 * float(plain.spectrum[0])
     torch.testing.assert_close(plain.left.norm(dim=0).square(), plain.spectrum, rtol=1e-6, atol=floor)
 
@@ -203,7 +203,7 @@ def test_factors_of_a_component_have_equal_norms(problem):
 @given(problems(REGULAR), st.floats(min_value=1e-8, max_value=1e8))
 def test_factors_do_not_depend_on_the_units_of_the_evidence(problem, scale):
     weight, metrics = problem
-    scaled = Metrics(*(None if metric is None else metric * scale for metric in (metrics.left, metrics.right)))
+    scaled = ErrorNorm(*(None if metric is None else metric * scale for metric in (metrics.left, metrics.right)))
     norms, others = (decompose(weight, some).left.norm(dim=0) for some in (metrics, scaled))
     torch.testing.assert_close(norms, others, rtol=1e-4, atol=1e-6 * float(norms.max()))
 
@@ -222,7 +222,7 @@ def test_the_spectrum_alone_is_that_of_the_decomposition(problem):
 def test_the_transposed_problem_has_the_transposed_solution(problem):
     weight, metrics = problem
     straight = decompose(weight, metrics)
-    flipped = decompose(weight.T, Metrics(left=metrics.right, right=metrics.left))
+    flipped = decompose(weight.T, ErrorNorm(left=metrics.right, right=metrics.left))
     energies = straight.spectrum.square()
     torch.testing.assert_close(flipped.spectrum.square(), energies, rtol=1e-6, atol=1e-11 * float(energies[0]))
 
@@ -248,7 +248,7 @@ DRONE_OUTPUTS = torch.tensor([[43, 90, 66, 45, 29], [23, 39, 41, 37, 21]], dtype
 
 def test_the_example_of_drone_is_exact_at_rank_2():
     """Section 3 of the paper: W has full rank, inputs span two dimensions, so two ranks lose nothing."""
-    metrics = Metrics(right=DRONE_INPUTS.T @ DRONE_INPUTS)
+    metrics = ErrorNorm(right=DRONE_INPUTS.T @ DRONE_INPUTS)
     result = decompose(DRONE_WEIGHT, metrics)
     torch.testing.assert_close(DRONE_INPUTS @ approximation(result, 2).T, DRONE_OUTPUTS, rtol=1e-9, atol=1e-9)
     assert float((DRONE_INPUTS @ approximation(result, 1).T - DRONE_OUTPUTS).abs().max()) > 1
@@ -256,18 +256,18 @@ def test_the_example_of_drone_is_exact_at_rank_2():
 
 
 def test_the_plain_svd_is_not_exact_on_the_example_of_drone():
-    plain = approximation(decompose(DRONE_WEIGHT, Metrics()), 2)
+    plain = approximation(decompose(DRONE_WEIGHT, ErrorNorm()), 2)
     assert float((DRONE_INPUTS @ plain.T - DRONE_OUTPUTS).abs().max()) > 1
 
 
 @pytest.mark.parametrize(
     ("metrics", "kept"),
     [
-        (Metrics(), 1),
-        (Metrics(right=torch.tensor([4.0, 1.0])), 0),
-        (Metrics(left=torch.tensor([4.0, 1.0])), 0),
-        (Metrics(right=torch.tensor([2.0, 1.0])), 1),
-        (Metrics(left=torch.tensor([2.0, 1.0]), right=torch.tensor([2.0, 1.0])), 0),
+        (ErrorNorm(), 1),
+        (ErrorNorm(right=torch.tensor([4.0, 1.0])), 0),
+        (ErrorNorm(left=torch.tensor([4.0, 1.0])), 0),
+        (ErrorNorm(right=torch.tensor([2.0, 1.0])), 1),
+        (ErrorNorm(left=torch.tensor([2.0, 1.0]), right=torch.tensor([2.0, 1.0])), 0),
     ],
 )
 def test_a_diagonal_weight_keeps_the_entry_that_weighs_most(metrics, kept):
@@ -280,7 +280,7 @@ def test_a_diagonal_weight_keeps_the_entry_that_weighs_most(metrics, kept):
 
 def test_a_correlated_metric_solved_by_hand():
     """W = I and inputs along (1, 1) only: rank 1 reproduces (1, 1) and S = (√2, 0)."""
-    metrics = Metrics(right=torch.ones(2, 2, dtype=torch.float64))
+    metrics = ErrorNorm(right=torch.ones(2, 2, dtype=torch.float64))
     result = decompose(torch.eye(2), metrics)
     torch.testing.assert_close(result.spectrum, torch.tensor([2.0**0.5, 0.0], dtype=torch.float64), atol=1e-7, rtol=0)
     one = torch.ones(2, dtype=torch.float64)
@@ -294,8 +294,8 @@ def test_a_dead_channel_costs_nothing(shape):
     weight = normal(generator, *shape)
     weight[0], weight[:, 0] = 1e3, 1e3
     alive = [torch.cat([torch.zeros(1), torch.ones(size - 1)]).double() for size in shape]
-    got = approximation(decompose(weight, Metrics(*alive)), 2)
-    expected = approximation(decompose(weight[1:, 1:], Metrics()), 2)
+    got = approximation(decompose(weight, ErrorNorm(*alive)), 2)
+    expected = approximation(decompose(weight[1:, 1:], ErrorNorm()), 2)
     torch.testing.assert_close(got[1:, 1:], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -306,13 +306,13 @@ def test_what_weighs_nothing_can_be_lost_for_nothing(shape, side, form):
     """A target that no gradient reaches must not ask for ranks."""
     weight = normal(torch.Generator().manual_seed(4), *shape)
     size = shape[0] if side == "left" else shape[1]
-    metrics = Metrics(**{side: form(size)})
+    metrics = ErrorNorm(**{side: form(size)})
     assert not spectrum(weight, metrics).any()
     assert not decompose(weight, metrics).spectrum.any()
 
 
 def test_a_weight_of_zero_is_no_special_case():
-    result = decompose(torch.zeros(3, 5), Metrics(right=torch.eye(5)))
+    result = decompose(torch.zeros(3, 5), ErrorNorm(right=torch.eye(5)))
     assert not result.spectrum.any()
     assert not approximation(result, 3).any()
 
@@ -320,24 +320,28 @@ def test_a_weight_of_zero_is_no_special_case():
 def test_single_precision_inputs_are_decomposed_in_double():
     """Small singular values of a float32 weight survive: 1e-6 of the largest, beyond what float32 energies hold."""
     weight = torch.diag(torch.tensor([1.0, 1e-6]))
-    values = decompose(weight, Metrics(right=torch.ones(2))).spectrum
+    values = decompose(weight, ErrorNorm(right=torch.ones(2))).spectrum
     torch.testing.assert_close(values, weight.diagonal().double(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("where", ["weight", "left metric", "right metric"])
+@pytest.mark.parametrize("where", ["weight", "left weighting", "right weighting"])
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
 @pytest.mark.parametrize("function", [decompose, spectrum])
 def test_what_is_not_finite_raises(bad, where, shape, function):
-    tensors = {"weight": torch.ones(shape), "left metric": torch.eye(shape[0]), "right metric": torch.eye(shape[1])}
+    tensors = {
+        "weight": torch.ones(shape),
+        "left weighting": torch.eye(shape[0]),
+        "right weighting": torch.eye(shape[1]),
+    }
     tensors[where][0, 0] = bad
     with pytest.raises(ValueError, match="is not finite"):
-        function(tensors["weight"], Metrics(tensors["left metric"], tensors["right metric"]))
+        function(tensors["weight"], ErrorNorm(tensors["left weighting"], tensors["right weighting"]))
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
 @pytest.mark.parametrize("where", ["left", "right"])
-def test_the_error_names_the_metric_that_is_not_finite(shape, where):
+def test_the_error_names_the_side_that_is_not_finite(shape, where):
     size = shape[0] if where == "left" else shape[1]
-    with pytest.raises(ValueError, match=f"the {where} metric is not finite"):
-        decompose(torch.ones(shape), Metrics(**{where: torch.full((size,), float("nan"))}))
+    with pytest.raises(ValueError, match=f"the {where} weighting is not finite"):
+        decompose(torch.ones(shape), ErrorNorm(**{where: torch.full((size,), float("nan"))}))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.targets import Targets, find_targets, is_embedding, is_linear, weight_of
 from tests import tiny
 from tests.architectures import FAMILIES
@@ -280,7 +280,7 @@ def test_the_factors_of_a_factorized_target_are_no_targets():
     """A layer inside a layer would have no rank, and no folder could hold it."""
     model = tiny.bert()
     name = "bert.encoder.layer.0.output.dense"
-    factorize(model, name, torch.ones(16, 2), torch.ones(2, 40))
+    factorize_target(model, name, torch.ones(16, 2), torch.ones(2, 40))
     assert names(found(model)) == [other for other in EXPECTED["bert"] if other != name]
 
 

@@ -20,10 +20,10 @@ from transformers.pytorch_utils import Conv1D
 from eckart.budget import allowance, largest_rank, step, total
 from eckart.layers import LowRankLinear, factorized
 from eckart.ranks.threshold import Threshold, ThresholdSearch, soft_threshold
-from eckart.rules import Rule
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm
 from tasks.checkpoints import SECONDS
 from tasks.training import train
 from tests import tiny
@@ -415,7 +415,7 @@ def test_truncating_at_the_ranks_found_loses_nothing(family):
     assert any(rank is not None for rank in rule.ranks().values())
     for name, rank in rule.ranks().items():
         weight = weight_of(model.get_submodule(name)).double()
-        parts = decompose(weight, Metrics())
+        parts = decompose(weight, ErrorNorm())
         if rank is not None:
             left, right = parts.truncate(rank)
             assert (weight - left @ right).norm() <= 1e-6 * weight.norm()

@@ -26,7 +26,7 @@ from transformers import (
 from eckart.evidence import collect
 from eckart.losses import IGNORED, token_loss
 from eckart.targets import find_targets
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.batches import batches
 from tasks.dataset import SPLITS, load_split, load_task
 from tasks.extract import extract

@@ -15,12 +15,19 @@ from torch import nn
 
 from eckart.budget import allowance, cost, largest_rank, total
 from eckart.evidence import collect, mean_loss_times_batch
-from eckart.layers import factorize, set_weight
+from eckart.layers import factorize_target, set_weight
 from eckart.ranks import tolerance
-from eckart.ranks.tolerance import Tolerance, allowed_increases, grid_ranks, module_macs, module_seconds, search
+from eckart.ranks.tolerance import (
+    Tolerance,
+    allowed_increases,
+    grid_ranks,
+    module_macs,
+    module_seconds,
+    tolerated_ranks,
+)
 from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from eckart.weighting import ErrorNorm, Weighting, weigh
 from tests import tiny
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
@@ -86,7 +93,7 @@ def losing(first: float, second: float, third: float) -> list[float]:
 
 
 def solve(model: Additive, increase, keep=1.0, times="macs", seconds=None, weighting=INPUTS) -> list[int | None]:
-    ranks = search(model, model.targets(), method(increase, 3, times), keep, EYE, weighting, seconds)
+    ranks = tolerated_ranks(model, model.targets(), method(increase, 3, times), keep, EYE, weighting, seconds)
     assert list(ranks) == [some.name for some in model.targets()]
     return list(ranks.values())
 
@@ -287,9 +294,9 @@ def test_keep_below_the_smallest_ranks_is_an_error_that_says_what_to_do():
 def test_no_sample_and_no_share_of_keep_are_errors():
     model = Additive(a=losing(4, 2, 1))
     with pytest.raises(ValueError, match=r"raise data\.sizes\.calibration"):
-        search(model, model.targets(), method(1.0), 0.5, [], INPUTS)
+        tolerated_ranks(model, model.targets(), method(1.0), 0.5, [], INPUTS)
     with pytest.raises(ValueError, match="is no share"):
-        search(model, model.targets(), method(1.0), 0, EYE, INPUTS)
+        tolerated_ranks(model, model.targets(), method(1.0), 0, EYE, INPUTS)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
@@ -334,15 +341,15 @@ FAMILIES = pytest.mark.parametrize("family", list(tiny.FAMILIES.values()), ids=l
 def test_each_weight_is_the_best_under_the_evidence_of_the_model_before_it(family, weighting):
     """Walked again by hand: the evidence is gathered on the model whose earlier targets are approximated already."""
     model, targets = start(family)
-    again, stale = copy.deepcopy(model), collect(model, BATCHES, targets, evidence_needed(weighting))
-    ranks = search(model, targets, method(0.5), 1.0, BATCHES, weighting)
+    again, stale = copy.deepcopy(model), collect(model, BATCHES, targets, weighting.evidence)
+    ranks = tolerated_ranks(model, targets, method(0.5), 1.0, BATCHES, weighting)
     moved = 0
     for target in targets:
         rank, module = ranks[target.name], again.get_submodule(target.name)
         if rank is None:
             assert torch.equal(weight_of(model.get_submodule(target.name)), weight_of(module))
             continue
-        fresh = collect(again, BATCHES, targets, evidence_needed(weighting))
+        fresh = collect(again, BATCHES, targets, weighting.evidence)
         left, right = decompose(weight_of(module), weigh(weighting, target, fresh)).truncate(rank)
         other, another = decompose(weight_of(module), weigh(weighting, target, stale)).truncate(rank)
         set_weight(module, left @ right)
@@ -359,7 +366,7 @@ def test_the_second_target_sees_what_the_first_has_changed():
     chosen = (f"{layer}.intermediate.dense", f"{layer}.output.dense")
     first, second = (some for some in find_targets(model, BATCHES[0]).targets if some.name in chosen)
     dense = copy.deepcopy(model)
-    ranks = search(model, [first, second], method(100.0, grid=1), 1.0, BATCHES, INPUTS)
+    ranks = tolerated_ranks(model, [first, second], method(100.0, grid=1), 1.0, BATCHES, INPUTS)
     weight = weight_of(dense.get_submodule(second.name)).clone()
 
     def approximated() -> torch.Tensor:
@@ -381,13 +388,13 @@ def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
         "collect",
         lambda model, batches, some, *rest: gathered.append(some) or collect(model, batches, some, *rest),
     )
-    search(model, targets, method(0.5), 1.0, BATCHES, INPUTS)
+    tolerated_ranks(model, targets, method(0.5), 1.0, BATCHES, INPUTS)
     assert len(gathered) == len({some.input_of for some in targets})
     gathered.clear()
-    search(tiny.bert(), targets, method(0.5), 1.0, BATCHES, KFAC)
+    tolerated_ranks(tiny.bert(), targets, method(0.5), 1.0, BATCHES, KFAC)
     assert len(gathered) == len(targets)
     gathered.clear()
-    search(tiny.bert(), targets, method(0.5), 1.0, BATCHES, NONE)
+    tolerated_ranks(tiny.bert(), targets, method(0.5), 1.0, BATCHES, NONE)
     assert not gathered
 
 
@@ -396,7 +403,7 @@ def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
 def test_the_loss_of_a_model_stays_within_the_increase(family, increase):
     model, targets = start(family)
     before = loss_of(model, BATCHES)
-    ranks = search(model, targets, method(increase), 1.0, BATCHES, INPUTS)
+    ranks = tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)
     assert loss_of(model, BATCHES) <= (1 + increase) * before * (1 + 1e-6)
     assert any(rank is not None for rank in ranks.values())
 
@@ -404,13 +411,13 @@ def test_the_loss_of_a_model_stays_within_the_increase(family, increase):
 @FAMILIES
 def test_a_factorization_of_the_weights_has_the_same_loss(family):
     model, targets = start(family)
-    ranks = search(model, targets, method(1.0), 1.0, BATCHES, INPUTS)
+    ranks = tolerated_ranks(model, targets, method(1.0), 1.0, BATCHES, INPUTS)
     dense = loss_of(model, BATCHES)
     for name, rank in ranks.items():
         if rank is not None:
-            exact = decompose(weight_of(model.get_submodule(name)), Metrics())
+            exact = decompose(weight_of(model.get_submodule(name)), ErrorNorm())
             assert float(exact.spectrum[rank]) <= 1e-5 * float(exact.spectrum[0])
-            factorize(model, name, *exact.truncate(rank))
+            factorize_target(model, name, *exact.truncate(rank))
     assert loss_of(model, BATCHES) == pytest.approx(dense, rel=1e-4)
 
 
@@ -422,7 +429,7 @@ def test_nothing_but_the_weights_of_factorized_targets_changes(keep):
     model.get_submodule("bert.encoder.layer.0").eval()
     modes = [module.training for module in model.modules()]
     before = state(model)
-    ranks = search(model, targets, method(None), keep, BATCHES, KFAC)
+    ranks = tolerated_ranks(model, targets, method(None), keep, BATCHES, KFAC)
     assert total(targets, ranks) <= allowance(targets, keep)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
@@ -436,7 +443,7 @@ def test_two_searches_are_the_same_to_the_bit(increase):
     results = []
     for _ in range(2):
         model, targets = start(tiny.bert)
-        ranks = search(model, targets, method(increase), 0.9, BATCHES, INPUTS)
+        ranks = tolerated_ranks(model, targets, method(increase), 0.9, BATCHES, INPUTS)
         results.append((ranks, state(model)))
     assert results[0][0] == results[1][0]
     assert same(results[0][1], results[1][1])
@@ -446,7 +453,7 @@ def test_more_increase_keeps_no_more_of_a_model():
     kept = []
     for increase in (0.01, 0.1, 0.5, 2.0, 10.0):
         model, targets = start(tiny.bert)
-        kept.append(total(targets, search(model, targets, method(increase), 1.0, BATCHES, INPUTS)))
+        kept.append(total(targets, tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)))
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > kept[-1]
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from eckart.evidence import collect, fisher_sums
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
-from eckart.weighting import Metrics, Weighting, evidence_needed, weigh
+from eckart.weighting import ErrorNorm, Weighting, weigh
 from tests import tiny
 
 ADAPTER: TypeAdapter[Weighting] = TypeAdapter(Weighting)
@@ -67,7 +67,7 @@ def test_the_evidence_needed_is_enough(family, written):
     model = tiny.FAMILIES[family]()
     targets = find_targets(model, tiny.collate(tiny.samples(2))).targets
     weighting = parse(written)
-    gathered = collect(model, tiny.batches(tiny.samples(8), 4), targets, kinds=evidence_needed(weighting))
+    gathered = collect(model, tiny.batches(tiny.samples(8), 4), targets, kinds=weighting.evidence)
     for target in targets:
         weight = weight_of(model.get_submodule(target.name)).double()
         result = decompose(weight, weigh(weighting, target, gathered))
@@ -88,13 +88,13 @@ def test_nothing_is_asked_for_in_vain(written):
             return super().__getitem__(kind)
 
     weigh(weighting, KEY, Watched(full))
-    assert read - {"tokens"} == set(evidence_needed(weighting))
+    assert read - {"tokens"} == set(weighting.evidence)
 
 
 @pytest.mark.parametrize("written", WRITTEN[1:])
 def test_what_was_not_gathered_is_named(written):
     weighting = parse(written)
-    with pytest.raises(ValueError, match=evidence_needed(weighting)[0]):
+    with pytest.raises(ValueError, match=weighting.evidence[0]):
         weigh(weighting, KEY, {})
 
 
@@ -105,7 +105,7 @@ def test_what_is_not_a_weighting_is_refused(bad):
 
 
 def test_none_weighs_nothing():
-    assert weigh(parse({"kind": "none"}), KEY, {}) == Metrics()
+    assert weigh(parse({"kind": "none"}), KEY, {}) == ErrorNorm()
 
 
 @pytest.mark.parametrize("kind", ["fisher", "taylor"])
@@ -124,7 +124,7 @@ def test_movement_weighs_rows_by_the_scores_of_shaping_themselves():
     metrics = weigh(parse({"kind": "movement"}), KEY, {"movement": {"key.output": torch.arange(4.0)}})
     assert torch.equal(metrics.left, torch.tensor([0.0, 1.0, 4.0, 9.0]))
     assert metrics.right is None
-    assert evidence_needed(parse({"kind": "movement"})) == ()  # no pass over the data gathers them
+    assert parse({"kind": "movement"}).evidence == ()  # no pass over the data gathers them
     with pytest.raises(ValueError, match="add a shaping of kind pruning"):
         weigh(parse({"kind": "movement"}), KEY, {})
 

@@ -29,7 +29,7 @@ from transformers import (
 
 from tasks.dataset import Task
 from tasks.kinds.kind import Collate
-from tasks.metrics import MetricName, TaskKind
+from tasks.metrics import MetricName, TaskKindName
 
 REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"
@@ -116,7 +116,7 @@ def write_reviews(file: Path) -> None:
     reviews().to_csv(file, index=False)
 
 
-def a_task(kind: TaskKind, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
+def a_task(kind: TaskKindName, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
     """What the extract stage writes down of a data set."""
     sizes = {"train": 40, "test": 20, "calibration": 16}
     return Task(

@@ -23,7 +23,7 @@ The rank of a target is the number of ones in its mask, without noise. What is o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,19 +32,31 @@ from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step
-from eckart.layers import LowRankLinear, factorize, replace
+from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance, step
+from eckart.layers import LowRankLinear, factorize_target, replace, set_weight
+from eckart.losses import Batch
+from eckart.methods import Method
 from eckart.optimization import Optimization
-from eckart.rules import Rule, module_state
+from eckart.ranks.problem import KEPT, Found, SearchProblem
 from eckart.svd import Decomposition
 from eckart.targets import Target
+from eckart.training_rules import Rule, module_state
 
 _NOISE = "generator"  # the key of its state
 
 
-class Hypernetwork(Optimization):
+class Hypernetwork(Optimization, Method):
     """Learn one mask a target with the weights frozen."""
+
+    alone = True
+    schedule = "constant"  # section 4.1
+    captions: ClassVar = {
+        "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
+        "it.",
+        "R_align": "How far the masks are from keeping the largest singular values of their targets; 0 where they all "
+        "do.",
+        **KEPT,
+    }
 
     kind: Literal["hypernetwork"]
     steps: int = Field(ge=1)
@@ -54,6 +66,21 @@ class Hypernetwork(Optimization):
     offset: float
     hypernetwork: bool
     selection: Literal["ranks", "elements"]
+
+    @property
+    def leaves_low_rank(self) -> bool:
+        return self.selection == "elements"
+
+    def search(self, problem: SearchProblem) -> Found:
+        parts = problem.decompositions()
+        rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
+        problem.train(self, rule)
+        shaped = rule.shaped_weights()
+        if shaped is None:
+            return Found(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
+        for name, weight in shaped.items():
+            set_weight(problem.model.get_submodule(name), weight)
+        return Found(rule.ranks(), changed=True)
 
 
 class _Network(nn.Module):
@@ -97,8 +124,6 @@ class _Told(BaseModel):
 class HypernetworkSearch(Rule):
     """Trains masks over the components of `model`'s targets; `finish` puts the dense targets back."""
 
-    alone = True
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -115,15 +140,17 @@ class HypernetworkSearch(Rule):
             keep: share of the parameters of `targets`.
 
         Raises:
-            ValueError: `keep` does not pay for rank 1 everywhere, or no factorization makes a target smaller.
+            NoRank: `keep` does not pay for rank 1 everywhere.
+            ValueError: no factorization makes a target smaller.
         """
         self.names = [target.name for target in targets]
         # a target that no rank makes smaller stays dense and has no mask
         self.masked = [target for target in targets if largest_rank(target)]
         self.fixed = {target.name: target.parameters for target in targets if not largest_rank(target)}
-        self.budget = allowance(targets, keep)
+        if not self.masked:
+            raise ValueError("no rank makes any target smaller than it is: search among larger targets")
+        self.budget = ranked_allowance(targets, keep)
         self.total = sum(target.parameters for target in targets)
-        self._check(keep)
         self.settings = _Told(method=settings, keep=keep, seed=seed)
         self.method = settings
         self.model = model
@@ -142,20 +169,10 @@ class HypernetworkSearch(Rule):
         self.layers: list[LowRankLinear] = []
         for name in self.dense:
             parts = decompositions[name]
-            self.layers.append(factorize(model, name, parts.left, parts.right))
+            self.layers.append(factorize_target(model, name, parts.left, parts.right))
         model.requires_grad_(False)
         for module in self.dense.values():
             module.requires_grad_(False)
-
-    def _check(self, keep: float) -> None:
-        if not self.masked:
-            raise ValueError("no rank makes any target smaller than it is: search among larger targets")
-        if self.budget < sum(self.fixed.values()) + sum(step(target) for target in self.masked):
-            largest = max(self.masked, key=step)
-            raise ValueError(
-                f"keep={keep:g} leaves no rank to some of {len(self.masked)} targets, of which {largest.name} asks for "
-                f"{step(largest)} parameters a rank: raise keep or exclude targets"
-            )
 
     # --- the training loop ---------------------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ All weights, U, Σ, V and α train together until the components that survive me
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,25 +34,46 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.budget import Ranks, allowance, largest_rank, step
-from eckart.layers import LowRankLinear, factorize, merge
+from eckart.budget import Ranks, largest_rank, ranked_allowance, step
+from eckart.layers import LowRankLinear, factorize_target, merge
+from eckart.losses import Batch
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
-from eckart.rules import Rule, module_state
+from eckart.ranks.problem import KEPT, Found, SearchProblem
 from eckart.targets import Target, weight_of
+from eckart.training_rules import Rule, module_state
 
 _HALVINGS = 40  # of the last step: to well below the rounding of float32
 _DONE = "done"  # the key of its state
 
 
-class Threshold(Optimization):
+class Threshold(Optimization, Method):
     """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most."""
+
+    alone = True
+    schedule = "constant"  # so that `steps` is a limit and decides nothing else
+    captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
     kind: Literal["threshold"]
     steps: int = Field(ge=1)
     sharpness: float = Field(gt=0)
     pressure: float = Field(gt=0)
     threshold_learning_rate: float = Field(gt=0)
+
+    @property
+    def leaves_low_rank(self) -> bool:
+        return True
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.weighting.evidence or recipe.weighting.reads_shaping:
+            yield "weighting", "threshold cuts the singular values of W itself, so a weighting has no say; write none"
+        if recipe.shaping is not None:
+            yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
+
+    def search(self, problem: SearchProblem) -> Found:
+        rule = ThresholdSearch(problem.model, problem.targets, self, problem.keep)
+        problem.train(self, rule)
+        return Found(rule.ranks(), changed=True)
 
 
 def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
@@ -81,8 +102,6 @@ class _Told(BaseModel):
 class ThresholdSearch(Rule):
     """Trains soft thresholds in `model`; `finish` puts dense targets back, whose weights have the ranks found."""
 
-    alone = True
-
     def __init__(self, model: PreTrainedModel, targets: Sequence[Target], settings: Threshold, keep: float) -> None:
         """Replace the targets of `model` by U, V and a gate T(Σ).
 
@@ -90,14 +109,15 @@ class ThresholdSearch(Rule):
             keep: share of the parameters of `targets`.
 
         Raises:
-            ValueError: `keep` does not pay for rank 1 everywhere, or a weight is not finite.
+            NoRank: `keep` does not pay for rank 1 everywhere.
+            ValueError: a weight is not finite.
         """
         self.settings = _Told(method=settings, keep=keep)
         self.method = settings
         self.keep = keep
         self.model = model
         self.targets = tuple(targets)
-        self.budget = allowance(targets, keep)
+        self.budget = ranked_allowance(targets, keep)
         self._check()
         self.layers: list[LowRankLinear] = []
         spectra = [self._replace(target) for target in self.targets]
@@ -108,12 +128,6 @@ class ThresholdSearch(Rule):
         self._set_gates()
 
     def _check(self) -> None:
-        if self.budget < sum(_size(target, 1) for target in self.targets):
-            largest = max(self.targets, key=step)
-            raise ValueError(
-                f"keep={self.keep:g} leaves no rank to some of {len(self.targets)} targets, of which {largest.name} "
-                f"asks for {step(largest)} parameters a rank: raise keep or exclude targets"
-            )
         for target in self.targets:
             if not torch.isfinite(weight_of(self.model.get_submodule(target.name))).all():
                 raise ValueError(f"the weight of {target.name} is not finite")
@@ -122,7 +136,7 @@ class ThresholdSearch(Rule):
         """Put U and Vᵀ, orthonormal at first, where `target` is; return its singular values."""
         weight = weight_of(self.model.get_submodule(target.name)).cpu().double()
         left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
-        self.layers.append(factorize(self.model, target.name, left, right))
+        self.layers.append(factorize_target(self.model, target.name, left, right))
         return spectrum
 
     # --- the training loop ---------------------------------------------------------------------------------------

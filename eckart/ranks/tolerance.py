@@ -19,25 +19,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.batch import Batch
 from eckart.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
-from eckart.losses import Loss, mean_loss_times_batch
+from eckart.losses import Batch, Loss, mean_loss_times_batch
+from eckart.methods import Contradiction, Method, RecipeParts
+from eckart.ranks.problem import Found, SearchProblem
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, eval_mode, weight_of
-from eckart.weighting import Weighting, evidence_needed, weigh
+from eckart.weighting import Weighting, weigh
 
 _WALKS = 8  # over the model, to find the increase that meets keep
 _SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
@@ -45,10 +46,8 @@ _REPETITIONS = 10  # of a measured forward, as in section 4.1
 _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 
 
-class Tolerance(BaseModel):
+class Tolerance(Method):
     """Walk the model in order; `increase` is the allowed relative increase of the loss, or null to meet keep."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["tolerance"]
     increase: float | None = Field(gt=0)
@@ -56,8 +55,27 @@ class Tolerance(BaseModel):
     rows: int = Field(ge=1)
     times: Literal["macs", "measured"]
 
+    @property
+    def leaves_low_rank(self) -> bool:
+        return True
 
-def search(
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.weighting.reads_shaping:
+            kind = recipe.weighting.kind
+            yield (
+                "weighting",
+                f"tolerance gathers evidence anew on its way, and {kind} has none to gather; write another",
+            )
+
+    def search(self, problem: SearchProblem) -> Found:
+        batches, loss = problem.calibration(self.rows), problem.objective.loss
+        ranks = tolerated_ranks(
+            problem.model, problem.targets, self, problem.keep, batches, problem.weighting, loss=loss
+        )
+        return Found(ranks, changed=True)
+
+
+def tolerated_ranks(
     model: PreTrainedModel,
     targets: Sequence[Target],
     settings: Tolerance,
@@ -272,9 +290,9 @@ class _Walks:
         return None
 
     def _decompose(self, target: Target) -> Decomposition:
-        metrics = weigh(self.weighting, target, self._evidence(target))
+        norm = weigh(self.weighting, target, self._evidence(target))
         try:
-            return decompose(self.dense[target.name], metrics)
+            return decompose(self.dense[target.name], norm)
         except ValueError as error:
             raise ValueError(f"{target.name}: {error}") from error
 
@@ -284,7 +302,7 @@ class _Walks:
         Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads, unless
         it runs again. Gradients are gathered anew for each.
         """
-        kinds = evidence_needed(self.weighting)
+        kinds = self.weighting.evidence
         if not kinds:
             return {}
         shared = kinds == ("inputs",) and not target.repeated

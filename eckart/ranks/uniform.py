@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
-from eckart.budget import Rank, Ranks, allowance, step
+from eckart.budget import NoRank, Rank, Ranks, allowance, step
+from eckart.ranks.problem import ByFormula, Spectra
 from eckart.targets import Target
 
 
-class Uniform(BaseModel):
-    """The same keep for every target."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Uniform(ByFormula):
+    """The same keep for every target; dense only where `keep` pays for it."""
 
     kind: Literal["uniform"]
 
-
-def search(targets: Sequence[Target], keep: float) -> Ranks:
-    """Ranks at the same `keep` everywhere; dense only where `keep` pays for it."""
-    return {target.name: _rank(target, keep) for target in targets}
+    def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+        return {target.name: _rank(target, keep) for target in targets}
 
 
 def _rank(target: Target, keep: float) -> Rank:
@@ -30,5 +25,5 @@ def _rank(target: Target, keep: float) -> Rank:
         return None
     rank = allowed // step(target)
     if rank < 1:
-        raise ValueError(f"keep={keep:g} leaves {target.name} no rank: raise keep or exclude it")
+        raise NoRank(f"keep={keep:g} leaves {target.name} no rank: raise keep or exclude it")
     return rank

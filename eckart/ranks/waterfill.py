@@ -13,23 +13,22 @@ Sound only where S² is comparable across targets: under a weighting in units of
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-from torch import Tensor
-
-from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step
+from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance, step
+from eckart.ranks.problem import ByFormula, Spectra
 from eckart.targets import Target
 
 
-class Waterfill(BaseModel):
+class Waterfill(ByFormula):
     """Ranks by predicted loss saved per parameter, over all targets at once."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["waterfill"]
+
+    def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+        return _ranks(targets, spectra, keep)
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,13 @@ class _Move:
     saving: float
 
 
-def search(targets: Sequence[Target], spectra: Mapping[str, Tensor], keep: float) -> Ranks:
-    """Ranks within `keep` of all targets together; every target gets rank 1 at least.
-
-    Args:
-        spectra: target name → weighted singular values, descending `(min(out, in),)`.
-
-    Raises:
-        ValueError: `keep` does not pay for rank 1 everywhere.
-    """
-    budget = allowance(targets, keep)
+def _ranks(targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+    """Ranks within `keep` of all targets together; every target gets rank 1 at least."""
+    budget = ranked_allowance(targets, keep)
     if budget >= sum(target.parameters for target in targets):
         return {target.name: None for target in targets}
     ranks: dict[str, Rank] = {target.name: 1 if largest_rank(target) else None for target in targets}
     budget -= sum(cost(target, ranks[target.name]) for target in targets)
-    if budget < 0:
-        largest = max(targets, key=step)
-        raise ValueError(
-            f"keep={keep:g} leaves no rank to some of {len(targets)} targets, of which {largest.name} asks for "
-            f"{step(largest)} parameters a rank: raise keep or exclude targets"
-        )
 
     spectra = {name: values.double().square() for name, values in spectra.items()}
     energies = {name: values.tolist() for name, values in spectra.items()}

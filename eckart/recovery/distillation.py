@@ -11,7 +11,8 @@ are added up like those of more layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, no_grad
@@ -19,8 +20,9 @@ from torch.nn.functional import kl_div, log_softmax, mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.rules import Predictions, Rule, logits_of
+from eckart.losses import Batch, Predictions, logits_of
+from eckart.recovery.problem import RecoveryProblem
+from eckart.training_rules import Rule
 
 _STATES = {
     "hidden_states": ("attention_mask",),
@@ -39,9 +41,17 @@ class Distillation(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    captions: ClassVar[Mapping[str, str]] = {
+        "distill_layers": "Error of the hidden states against the teacher’s, before it is weighted.",
+        "distill_logits": "Error of the logits against the teacher’s, before it is weighted.",
+    }
+
     layers: float = Field(ge=0)
     logits: float = Field(ge=0)
     temperature: float = Field(gt=0)
+
+    def rule(self, problem: RecoveryProblem) -> DistillationRule:
+        return DistillationRule(problem.teacher(), self, problem.objective.classes, problem.objective.predictions)
 
 
 class DistillationRule(Rule):

@@ -5,8 +5,8 @@ Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -16,16 +16,25 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart import schedules
-from eckart.batch import Batch
-from eckart.layers import LowRankLinear, replace
-from eckart.losses import Loss, mean_loss
+from eckart.layers import LowRankLinear, factorized, replace
+from eckart.losses import Batch, Loss, Predictions, logits_of, mean_loss
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
-from eckart.rules import Predictions, Rule, logits_of
+from eckart.recovery.problem import RecoveryProblem
+from eckart.targets import weight_of
+from eckart.training_rules import Rule
 
 
-class MixedRank(Optimization):
+class MixedRank(Optimization, Method):
     """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree."""
+
+    alone = True
+    captions: ClassVar = {
+        "p": "Probability that a target runs as the weight it was factorized from.",
+        "consistency": "How far two passes of different rank disagree, before it is weighted.",
+        **Distillation.captions,
+    }
 
     kind: Literal["mixed_rank"]
     initial: float = Field(ge=0, le=1)
@@ -33,6 +42,27 @@ class MixedRank(Optimization):
     consistency: float = Field(ge=0)
     consistency_after: bool
     distillation: Distillation | None
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.ranks.leaves_low_rank:
+            yield (
+                "recovery",
+                "mixed_rank runs the weight that was factorized, and this one has its rank already; write finetune",
+            )
+        if recipe.residual is not None:
+            yield (
+                "recovery",
+                "mixed_rank runs the dense weight beside the factors, and so does a residual; write finetune",
+            )
+
+    def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
+        source, task = problem.source(), problem.objective
+        weights = {name: weight_of(source.get_submodule(name)) for name in factorized(problem.model)}
+        yield MixedRankRule(
+            problem.model, weights, self, task.classes, problem.seed, task.predictions, task.training_loss
+        )
+        if self.distillation:
+            yield self.distillation.rule(problem)
 
 
 class MixedLinear(nn.Module):
@@ -74,7 +104,6 @@ class MixedRankRule(Rule):
     """
 
     settings: MixedRank
-    alone = True
 
     def __init__(
         self,

@@ -5,11 +5,13 @@ DVC takes a read-only object for whole and never reads it again: what a disk dam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+
+from dvc_data.hashfile.hash import file_md5
+from dvc_data.hashfile.tree import Tree
 
 _FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
 
@@ -83,17 +85,18 @@ def files(cache_dir: Path, digest: str) -> dict[str, str]:
 def measured(path: Path) -> dict[str, str]:
     """Path within `path` → digest of the bytes there now; a file's own path within itself is empty."""
     if path.is_file():
-        return {"": _md5(path)}
+        return {"": file_md5(str(path))}
     found = (file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): _md5(file) for file in found}
+    return {file.relative_to(path).as_posix(): file_md5(str(file)) for file in found}
 
 
 def digest_of(files: Mapping[str, str]) -> str:
     """The digest of an output that `measured` gave, as DVC would write it down."""
     if set(files) == {""}:
         return files[""]
-    listing = [{"md5": files[name], "relpath": name} for name in sorted(files)]
-    return hashlib.md5(json.dumps(listing).encode(), usedforsecurity=False).hexdigest() + _FOLDER
+    tree = Tree.from_list([{"md5": digest, "relpath": name} for name, digest in files.items()])
+    tree.digest()
+    return str(tree.oid)
 
 
 def object_path(cache_dir: Path, digest: str) -> Path:
@@ -101,13 +104,8 @@ def object_path(cache_dir: Path, digest: str) -> Path:
 
 
 def _whole(path: Path, digest: str) -> bool:
-    return _md5(path) == digest.removesuffix(_FOLDER)
+    return file_md5(str(path)) == digest.removesuffix(_FOLDER)
 
 
 def _listing(path: Path) -> dict[str, str]:
     return {entry["relpath"]: entry["md5"] for entry in json.loads(path.read_text())}
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import runpy
 import shlex
 import signal
 import subprocess
@@ -16,10 +15,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO
 
+from flows import stage_process
 from flows.settings import shown
 from tasks.errors import EckartError
 
@@ -127,7 +126,7 @@ def _module(command: str) -> list[str] | None:
 @contextmanager
 def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
     reader, writer = _context.Pipe(duplex=False)
-    process = _context.Process(target=_stage, args=(_module(command), str(root), dict(env), writer))
+    process = _context.Process(target=stage_process.become, args=(_module(command), str(root), dict(env), writer))
     process.start()
     writer.close()
     assert process.pid
@@ -140,27 +139,6 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[in
         reader.close()
         yield process.pid, output, exit_code
     process.join()
-
-
-def _stage(words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
-    """In the forked process: become `python -m MODULE ARGUMENTS` in `root`."""
-    os.setsid()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    for stream in (1, 2):
-        os.dup2(writer.fileno(), stream)
-    writer.close()
-    os.chdir(root)
-    os.environ.update(env)
-    sys.path[0] = root
-    sys.argv = words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent
-    wait([parent.sentinel])
-    os.killpg(0, signal.SIGKILL)
 
 
 @contextmanager

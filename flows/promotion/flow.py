@@ -5,38 +5,36 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
+import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
-from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed, State
+from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
 from flows import engine
 from flows.engine import Outcome
 from flows.promotion import gates
-from flows.promotion.gates import Candidate, Champion, Gate, Refused, Setting
-from flows.registry import versions
-from flows.registry.versions import NothingBefore, Registry, SmokeFailed, now
+from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
+from flows.registry import package, versions
+from flows.registry.ask import SmokeFailed, ask
+from flows.registry.versions import NothingBefore, Registry, now
 from flows.tracking import mirror
 from tasks import check
-from tasks.calibration import load_targets
-from tasks.candidates import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
+from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
-from tasks.records import TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
+from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Report = TypeVar("Report", bound=BaseModel)
 
 _TEST = "eckart.test"
@@ -54,23 +52,6 @@ class Decision:
     """Empty where the candidate was the champion before."""
 
 
-def _said(step: Callable[P, T]) -> Callable[P, T]:
-    """A step whose state says why it failed, without a traceback in the log."""
-
-    @wraps(step)
-    def saying(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return step(*args, **kwargs)
-        except EckartError as error:
-            return _failed(error)  # type: ignore[return-value]  # its `result` raises it
-
-    return saying
-
-
-def _failed(error: Exception) -> State[Any]:
-    return Failed(name="Refused" if isinstance(error, Refused) else "Failed", message=str(error), data=error)
-
-
 @flow(name="promotion", persist_result=False)
 def promotion(root: str = ".", again: bool = False) -> Decision:
     """Promote the best candidate of the study that params.yaml describes.
@@ -86,13 +67,14 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
     """
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            decision = _promote(_setting(Path.cwd()), again)
-        except EckartError as error:
-            return _failed(error)  # type: ignore[return-value]
+            decision = _promote(_terms(), again)
+        except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
+            name = "Refused" if isinstance(error, Refused) else "Failed"
+            return Failed(name=name, message=str(error), data=error)  # type: ignore[return-value]  # Prefect raises it
         return Completed(message=decision.message, data=decision)  # type: ignore[return-value]
 
 
-def rollback(root: Path) -> str:
+def rollback() -> str:
     """Go back to the version that the champion replaced; what was done.
 
     Raises:
@@ -100,7 +82,7 @@ def rollback(root: Path) -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(root, check.section(root, "promotion").model) as models:
+    with versions.connected(check.section(Path(), "promotion").model) as models:
         try:
             models.settle()
             before, after = models.roll_back()
@@ -112,10 +94,9 @@ def rollback(root: Path) -> str:
     )
 
 
-def _setting(root: Path) -> Setting:
-    typed = check.check(root)
-    return Setting(
-        root=root,
+def _terms() -> Terms:
+    typed = check.check(Path())
+    return Terms(
         study=typed["study"].name,
         metric=typed["data"].metric,
         threads=typed["threads"].candidate,
@@ -124,27 +105,30 @@ def _setting(root: Path) -> Setting:
     )
 
 
-def _promote(setting: Setting, again: bool) -> Decision:
-    with versions.connected(setting.root, setting.wanted.model) as models:
+def _promote(terms: Terms, again: bool) -> Decision:
+    log = get_run_logger()
+    with versions.connected(terms.wanted.model) as models:
         try:
             models.settle()
         except SmokeFailed as error:
-            get_run_logger().warning("left by an earlier promotion: %s", error)
-        candidate = choose(setting, return_state=True).result()
+            log.warning("left by an earlier promotion: %s", error)
+        candidate = choose(terms)
+        log.info("%s is the best within the limits", candidate.name)
         if found := _champion_already(candidate, models.champion()):
             return found
-        version = register(models, setting, candidate, again, return_state=True).result()
-        return _challenge(models, setting, candidate, version)
+        version = register(models, terms, candidate, again)
+        log.info("it is version %s of %s, and goes through the gates", version, models.name)
+        return _challenge(models, terms, candidate, version)
 
 
-def _champion_already(candidate: Candidate, champion: ModelVersion | None) -> Decision | None:
+def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Decision | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
     number = str(champion.version)
     return Decision(candidate.name, number, f"{candidate.name} is the champion already (version {number})", ())
 
 
-def _challenge(models: Registry, setting: Setting, candidate: Candidate, version: str) -> Decision:
+def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Decision:
     """Gate the version against the champion, and make it the champion; what came of it is written on it."""
     passed: tuple[Gate, ...] = ()
     try:
@@ -152,22 +136,20 @@ def _challenge(models: Registry, setting: Setting, candidate: Candidate, version
             champion = models.champion()
             if found := _champion_already(candidate, champion):
                 return found
-            passed = gate(models, setting, candidate, version, champion, return_state=True).result()
-            _record(models, setting, candidate, version, passed, "All gates are passed.")
-            if move(models, version, champion, return_state=True).result():
+            passed = gate(models, terms, candidate, version, champion)
+            _write_down(models, terms, candidate, version, passed, "All gates are passed.")
+            if make_champion(models, version, champion):
                 break
             get_run_logger().warning("someone else changed the champion meanwhile: going through the gates again")
     except Refused as refusal:
-        _record(models, setting, candidate, version, refusal.gates or passed, f"Refused: {refusal}")
+        _write_down(models, terms, candidate, version, refusal.gates or passed, f"Refused: {refusal}")
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
     return Decision(candidate.name, version, message, passed)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
-@_said
-def choose(setting: Setting) -> Candidate:
+def choose(terms: Terms) -> Recorded:
     """The candidate with the best metric among those within the limits; of equal ones the smallest.
 
     Raises:
@@ -176,43 +158,41 @@ def choose(setting: Setting) -> Candidate:
     refusals: dict[str, list[str]] = {}
     fitting = []
     for one in _candidates():
-        refusals[one.name] = [gate.refusal for gate in gates.limits(one, one.metric, setting) if not gate.passed]
-        if not refusals[one.name]:
-            fitting.append(one)
+        refusals[one.name] = [gate.refusal for gate in gates.limits(one, one.metric, terms) if not gate.passed]
+        fitting += [] if refusals[one.name] else [one]
     if not fitting:
         lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
         raise Refused(f"No candidate is within the limits of promotion in params.yaml:\n{lines}")
-    return best(fitting, setting)
+    return best(fitting, terms)
 
 
-def best(candidates: Sequence[Candidate], setting: Setting) -> Candidate:
+def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
     """The one with the best metric; of equal ones the smallest."""
-    return max(candidates, key=lambda one: (METRICS[setting.metric].goodness(one.metric), -one.parameters))
+    return max(candidates, key=lambda one: (METRICS[terms.metric].goodness(one.metric), -one.parameters))
 
 
-def _candidates() -> list[Candidate]:
-    """Those of the study, with the numbers that its stages wrote."""
+def _candidates() -> list[Recorded]:
+    """The candidates of the study, with the numbers that its stages wrote."""
     planned = engine.plan()
     if stale := [one.name for one in planned if not one.cached]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
     outcomes = {one.name: one.cached for one in planned if one.cached}
-    names = [name.partition("@")[2] for name in outcomes if name.startswith("finetune@")]
-    return [_candidate(name, outcomes) for name in names]
+    return [_candidate(name.partition("@")[2], outcomes) for name in outcomes if name.startswith("finetune@")]
 
 
-def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Candidate:
+def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
     evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
     benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
-    teacher = _report(outcomes["teacher"], TEACHER_METRICS, TeacherReport)
+    dense = _report(outcomes["dense"], DENSE_METRICS, DenseReport)
     own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
-    return Candidate(
+    return Recorded(
         name=name,
         content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
         test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
         metric=evaluation.recovered.metric,
-        teacher=teacher.score.metric,
+        teacher=dense.score.metric,
         parameters=evaluation.target_parameters,
         keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
         speedup=benchmark.speedup,
@@ -226,15 +206,13 @@ def _report(outcome: Outcome, path: Path, kind: type[Report]) -> Report:
     return kind.model_validate_json(path.read_text())
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
-@_said
-def register(models: Registry, setting: Setting, candidate: Candidate, again: bool) -> str:
+def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:
     """The version with the candidate's files, made if there is none yet, as the challenger.
 
     Raises:
         Refused: someone went back from it, and it is not to be taken `again`.
     """
-    run, experiment = models.origin(setting.root, setting.study, mirror.key_of(candidate.outcomes))
+    run, experiment = models.origin(terms.study, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
     if version and versions.ROLLED_BACK in version.tags and not again:
         raise Refused(
@@ -245,31 +223,29 @@ def register(models: Registry, setting: Setting, candidate: Candidate, again: bo
         pairs = "text_pair" in load_split("test")
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
-            files, continuation = FINETUNED / candidate.name, setting.wanted.continuation
-            versions.save(files, saved, load_task(), pairs, setting.batch_size, continuation)
-            lineage = _lineage(setting, candidate, run)
+            files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
+            package.save(files, saved, load_task(), pairs, terms.batch_size, continuation)
+            lineage = _lineage(terms, candidate, run)
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)
     models.challenge(number)
     return number
 
 
-def _lineage(setting: Setting, candidate: Candidate, run: str | None) -> dict[str, str]:
+def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, str]:
     """Where a version comes from: the study, MLflow's run, data and models, DVC and git."""
     return {
-        "eckart.study": setting.study,
+        "eckart.study": terms.study,
         "eckart.candidate": candidate.name,
         "eckart.run": run or "",
         "dvc.inputs": json.dumps(candidate.inputs),
         **mirror.trace(candidate.outcomes),
-        **mirror.git(setting.root),
+        **mirror.git(),
     }
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
-@_said
 def gate(
-    models: Registry, setting: Setting, candidate: Candidate, version: str, champion: ModelVersion | None
+    models: Registry, terms: Terms, candidate: Recorded, version: str, champion: ModelVersion | None
 ) -> tuple[Gate, ...]:
     """Measure the version, and the champion beside it, with the files that the registry has.
 
@@ -283,8 +259,8 @@ def gate(
         if champion:
             place = models.fetch(str(champion.version), Path(folder) / "champion")
             theirs = Champion(place, _called(champion, candidate))
-        found, answers = gates.measure(files, candidate, theirs, setting)
-        if closed := [one.refusal for one in found if not one.passed]:
+        found, answers = gates.measure(files, candidate, theirs, terms)
+        if closed := [gate.refusal for gate in found if not gate.passed]:
             raise Refused("\n  ".join([f"{name} is refused:", *closed]), found)
         try:
             _smoke(files.parents[1], answers)
@@ -293,7 +269,7 @@ def gate(
     return tuple(found)
 
 
-def _called(champion: ModelVersion, candidate: Candidate) -> str:
+def _called(champion: ModelVersion, candidate: Recorded) -> str:
     name = f"version {champion.version}"
     if champion.tags.get(_TEST) == candidate.test:
         return name
@@ -306,8 +282,8 @@ def _smoke(version: Path, expected: Sequence[Answers]) -> None:
     (choice) Of summaries most must be the same, and not all: rounding may turn a choice between two tokens that are as
     likely, and with it all that follows.
     """
-    answers = versions.ask(str(version), gates.questions())
-    other = [one for one in zip(answers, expected, strict=True) if not _same(*one)]
+    answers = ask(str(version), gates.questions())
+    other = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
     allowed = (len(expected) - 1) // 2 if "summary" in expected[0] else 0
     if len(other) > allowed:
         raise SmokeFailed(f"it answers {answers}, where the model that was scored answers {list(expected)}")
@@ -325,10 +301,8 @@ def _alike(answer: Any, wanted: Any) -> bool:
     return bool(answer == wanted)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
-@_said
-def move(models: Registry, version: str, champion: ModelVersion | None) -> bool:
-    """Make the version the champion; False if `champion` is the champion no more, and nothing was moved.
+def make_champion(models: Registry, version: str, champion: ModelVersion | None) -> bool:
+    """Make the version the champion; False if `champion` no longer is: then nothing was moved.
 
     Raises:
         Refused: it does not answer as the champion; the one before is the champion again.
@@ -340,12 +314,12 @@ def move(models: Registry, version: str, champion: ModelVersion | None) -> bool:
         raise Refused(f"{error}; {back}") from error
 
 
-def _record(
-    models: Registry, setting: Setting, candidate: Candidate, version: str, found: Sequence[Gate], decision: str
+def _write_down(
+    models: Registry, terms: Terms, candidate: Recorded, version: str, found: Sequence[Gate], decision: str
 ) -> None:
     """Write on the version what was checked, for programs and for people; the registry adds what comes of it."""
     numbers = {
-        "metric": setting.metric,
+        "metric": terms.metric,
         "recorded": candidate.metric,
         "teacher": candidate.teacher,
         "target_parameters": candidate.parameters,
@@ -356,9 +330,10 @@ def _record(
         versions.DECISION: decision,
         _TEST: candidate.test,
         "eckart.numbers": json.dumps(numbers),
-        "eckart.gates": json.dumps([one.plain for one in found]),
+        "eckart.gates": json.dumps([gate.plain for gate in found]),
         "prefect.flow_run": str(flow_run.id),
     }
-    rows = ["| gate | value | limit | |", "|---|---|---|---|", *(f"| {' | '.join(one.row)} |" for one in found)]
+    rows = pd.DataFrame([gate.row for gate in found], columns=["gate", "value", "limit", ""])
+    table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
-    models.describe(version, "\n".join([f"**{candidate.name}**, {now()}", "", decision, "", *rows]))
+    models.describe(version, f"**{candidate.name}**, {now()}\n\n{decision}\n\n{table}")

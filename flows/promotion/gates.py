@@ -68,12 +68,8 @@ class Gate:
     def row(self) -> tuple[str, str, str, str]:
         """For a table: the name, the value, the limit, and what came of it."""
         limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
-        return (
-            self.name,
-            short(self.value),
-            limit,
-            "passed" if self.passed else f"{self.lacking} by {short(self.excess)}",
-        )
+        verdict = "passed" if self.passed else f"{self.lacking} by {short(self.excess)}"
+        return self.name, short(self.value), limit, verdict
 
 
 class Refused(EckartError):
@@ -85,10 +81,9 @@ class Refused(EckartError):
 
 
 @dataclass(frozen=True)
-class Setting:
+class Terms:
     """What a promotion reads of params.yaml."""
 
-    root: Path
     study: str
     metric: MetricName
     threads: int
@@ -97,7 +92,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Recorded:
     """A candidate as the study has recorded it."""
 
     name: str
@@ -127,13 +122,11 @@ class Champion:
     name: str
 
 
-def limits(candidate: Candidate, metric: float, setting: Setting) -> list[Gate]:
+def limits(candidate: Recorded, metric: float, terms: Terms) -> list[Gate]:
     """What params.yaml asks of any candidate; `metric` is what it reaches."""
-    wanted, drop = setting.wanted, METRICS[setting.metric].worse_by(metric, candidate.teacher)
+    wanted, drop = terms.wanted, METRICS[terms.metric].worse_by(metric, candidate.teacher)
     way = "better" if drop < 0 else "worse"
-    words = (
-        f"{_title(setting)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(candidate.teacher)}"
-    )
+    words = f"{_title(terms)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(candidate.teacher)}"
     words += f"; {short(wanted.largest_drop)} are allowed"
     found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much")]
     if wanted.keep is not None:
@@ -146,7 +139,7 @@ def limits(candidate: Candidate, metric: float, setting: Setting) -> list[Gate]:
 
 
 def measure(
-    files: Path, candidate: Candidate, champion: Champion | None, setting: Setting
+    files: Path, candidate: Recorded, champion: Champion | None, terms: Terms
 ) -> tuple[list[Gate], list[Answers]]:
     """Score the candidate and the champion on the test rows, as the stages do.
 
@@ -164,13 +157,13 @@ def measure(
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
-    with _as_stages(setting.threads):
+    with _as_stages(terms.threads):
         model, tokenizer = load(files, kind_of(task).auto)
-        metric = _scored(model, tokenizer, task, setting)
-        gates += [as_recorded(metric, candidate.metric, rows, setting), *limits(candidate, metric, setting)]
+        metric = _scored(model, tokenizer, task, terms)
+        gates += [as_recorded(metric, candidate.metric, rows, terms), *limits(candidate, metric, terms)]
         if champion:
-            gates.append(gain(metric, _champions(champion, tokenizer, task, setting), champion, setting))
-        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, setting.batch_size)
+            gates.append(gain(metric, _champions(champion, tokenizer, task, terms), champion, terms))
+        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, terms.batch_size)
 
 
 def questions() -> pd.DataFrame:
@@ -184,7 +177,7 @@ def _smoked(task: Task) -> pd.DataFrame:
 
 
 def unchanged(path: Path, content: str) -> None:
-    """See to it that a file is the one that DVC has recorded.
+    """Check that a file is the one that DVC has recorded.
 
     Raises:
         Refused: something has changed it since.
@@ -193,7 +186,7 @@ def unchanged(path: Path, content: str) -> None:
         raise Refused(f"{path} has changed since the study was found up to date: run `python -m flows run` first")
 
 
-def _same_files(files: Path, candidate: Candidate) -> Gate:
+def _same_files(files: Path, candidate: Recorded) -> Gate:
     found = digest(files) if files.is_dir() else "nothing"
     words = (
         f"the registry has {found} where the study has measured {candidate.content} ({candidate.name}): "
@@ -202,7 +195,7 @@ def _same_files(files: Path, candidate: Candidate) -> Gate:
     return Gate("files other than measured", float(found != candidate.content), 0.0, True, words, "too many")
 
 
-def as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> Gate:
+def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
     """The files are the same to the byte; this shows that what runs them is, too.
 
     On another processor sums are rounded otherwise, which may move a row whose two likeliest classes are even. A row
@@ -215,26 +208,26 @@ def as_recorded(metric: float, recorded: float, rows: int, setting: Setting) -> 
     rounding of single precision, and below what one would call a difference between two candidates.
     """
     difference, allowed = abs(metric - recorded), 2 / rows
-    if not METRICS[setting.metric].bounded:
+    if not METRICS[terms.metric].bounded:
         allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
-    words = f"{_title(setting)} is {short(metric)} here, but the study recorded {short(recorded)}"
+    words = f"{_title(terms)} is {short(metric)} here, but the study recorded {short(recorded)}"
     words += f"; a difference of {short(allowed)} is allowed"
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
-def gain(metric: float, theirs: float, champion: Champion, setting: Setting) -> Gate:
+def gain(metric: float, theirs: float, champion: Champion, terms: Terms) -> Gate:
     """What the candidate has over the champion, of which `theirs` is the metric on the same rows."""
-    gained, least = METRICS[setting.metric].worse_by(theirs, metric), setting.wanted.least_gain
-    words = f"{_title(setting)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
+    gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
+    words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     words += f"is a gain of {short(gained)}; {short(least)} is asked for"
     return Gate("gain over the champion", gained, least, False, words, "too low")
 
 
-def _title(setting: Setting) -> str:
-    return METRICS[setting.metric].title
+def _title(terms: Terms) -> str:
+    return METRICS[terms.metric].title
 
 
-def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, setting: Setting) -> float:
+def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> float:
     """What the champion reaches on the test rows of this study; it may come from another one.
 
     Args:
@@ -248,11 +241,11 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, se
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (StageError, OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
         raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
-    return _scored(model, tokenizer, task, setting)
+    return _scored(model, tokenizer, task, terms)
 
 
 _NUMBER = "a number"
@@ -279,9 +272,9 @@ def _meaning(model: PreTrainedModel) -> str:
     return _NUMBER if model.config.problem_type == "regression" else ", ".join(map(str, names))
 
 
-def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, setting: Setting) -> float:
+def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> float:
     try:
-        return kind_of(task).score(model, tokenizer, load_split("test"), task, setting.batch_size).metric
+        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size).metric
     except StageError as error:
         raise Refused(str(error)) from error
 

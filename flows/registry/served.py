@@ -218,4 +218,5 @@ def _room(model: Any, max_length: int, continuation: int) -> int:
     return int(min(max_length, positions - continuation))
 
 
-mlflow.models.set_model(Served())
+if not __package__:  # MLflow runs this file; whoever imports it sets no model
+    mlflow.models.set_model(Served())

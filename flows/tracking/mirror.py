@@ -28,6 +28,7 @@ from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
+from pydantic import BaseModel
 
 from flows.engine import Outcome, Planned
 from flows.settings import MLFLOW_ADDRESS, shown
@@ -57,21 +58,20 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """What MLflow is told of one study run."""
+    """What MLflow is told of one study run, in the working directory."""
 
-    def __init__(self, root: Path, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
-        self.root = root
+    def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
         self.tags = {"eckart.study": study, _PROCESS: _process(psutil.Process())}
-        self.origin = {**tags, **git(root)}
+        self.origin = {**tags, **git()}
         """What made the results: of the parent, and of candidates for which something ran."""
         self.down = False
         self.lineage: dict[str, str] = {}
         """Candidate → the run that made it, in this study run or an earlier one."""
-        self._planned = planned
         self._stages: dict[str, list[str]] = {}
         for one in planned:
             self._stages.setdefault(_candidate(one.name), []).append(one.name)
+        self._shared = _shared(planned)
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
@@ -79,12 +79,11 @@ class Mirror:
         self._guard = threading.RLock()
 
     @_mirrored
-    def start(self, parameters: Mapping[str, Any], name: str) -> None:
-        """Open the parent run."""
-        default = f"sqlite:///{self.root / 'mlflow.db'}"
-        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", default))
-        own = "MLFLOW_TRACKING_URI" not in os.environ
-        self.experiment = experiment(self.client, self.study, self.root if own else None)
+    def start(self, parameters: Mapping[str, Any], name: str | None = None) -> None:
+        """Open the parent run, by the `name` of Prefect's or one that MLflow makes up."""
+        users = os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(users or store())
+        self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self.parent = self.client.create_run(
             self.experiment, run_name=name, tags={**self.tags, **self.origin}
@@ -149,12 +148,13 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; the last one of a candidate completes its run, or finds an earlier one."""
+        """Note that a stage is done; the last one that a candidate's run tells of completes it, or finds an earlier."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
-            candidate = _candidate(outcome.stage)
-            if candidate and all(name in self._outcomes for name in self._stages[candidate]):
-                self._complete(candidate)
+            for candidate, stages in self._stages.items():
+                told = [*self._shared, *stages]
+                if candidate and outcome.stage in told and all(name in self._outcomes for name in told):
+                    self._complete(candidate)
 
     def page(self, run: str | None = None) -> str:
         """The address of a run's page, by default the parent's; the experiment's must have been found."""
@@ -164,7 +164,7 @@ class Mirror:
 
     def _complete(self, candidate: str) -> None:
         outcomes = [self._outcomes[name] for name in self._stages[candidate]]
-        shared = [self._outcomes[name] for name in self._shared(candidate)]
+        shared = [self._outcomes[name] for name in self._shared]
         key = key_of(outcomes)
         if candidate not in self._children:
             if found := find(self.client, self.experiment, key):
@@ -174,24 +174,16 @@ class Mirror:
             self._open(candidate, {"eckart.backfilled": "true"})
         run = self._children[candidate]
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
-            self._log_curve(candidate, self.root / path)
+            self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=_metrics(self.root, [*shared, *outcomes]),
+            metrics=_metrics([*shared, *outcomes]),
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
         self.client.log_inputs(run, _datasets([*shared, *outcomes]))
         self.client.set_terminated(run, "FINISHED")
         self.lineage[candidate] = run
-
-    def _shared(self, candidate: str) -> list[str]:
-        """The stages before those of `candidate`, in order."""
-        before: set[str] = set(self._stages[candidate])
-        for one in reversed(self._planned):  # downstream first
-            if one.name in before:
-                before |= set(one.upstream)
-        return [one.name for one in self._planned if one.name in before and not _candidate(one.name)]
 
     @_mirrored
     def finish(self, complete: bool) -> None:
@@ -205,7 +197,7 @@ class Mirror:
             self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, "lineage.json")
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
-            self.client.log_artifact(self.parent, str(self.root / path))
+            self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
 
 
@@ -214,12 +206,26 @@ def _candidate(stage: str) -> str:
     return stage.partition("@")[2]
 
 
-def experiment(client: MlflowClient, study: str, root: Path | None) -> str:
-    """The id of the study's experiment; a new one keeps its artifacts in the workspace `root`, if there is one."""
+def _shared(planned: Sequence[Planned]) -> list[str]:
+    """The stages of all candidates, in order: those that follow from none, the dense model's score among them."""
+    own: set[str] = set()
+    for one in planned:  # upstream first
+        if _candidate(one.name) or own & set(one.upstream):
+            own.add(one.name)
+    return [one.name for one in planned if one.name not in own]
+
+
+def store() -> str:
+    """The address of MLflow's database in the workspace, which is the working directory."""
+    return f"sqlite:///{Path('mlflow.db').resolve()}"
+
+
+def experiment(client: MlflowClient, study: str, local: bool) -> str:
+    """The id of the study's experiment; a new one in a `local` store keeps its artifacts in the workspace, too."""
     if found := client.get_experiment_by_name(study):
         return found.experiment_id
     try:
-        return client.create_experiment(study, (root / "mlruns").as_uri() if root else None)
+        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if local else None)
     except MlflowException:
         if found := client.get_experiment_by_name(study):  # another flow was faster
             return found.experiment_id
@@ -239,13 +245,12 @@ def key_of(outcomes: Sequence[Outcome]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def git(root: Path) -> dict[str, str]:
+def git() -> dict[str, str]:
     """The revision of the code, and whether it was edited since."""
-    git = ["git", "-C", str(root)]
-    revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if revision.returncode:
         return {}
-    edited = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    edited = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
     return {MLFLOW_GIT_COMMIT: revision.stdout.strip(), "git.edited": str(bool(edited)).lower()}
 
 
@@ -262,8 +267,8 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
 
 
-def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
-    """The numbers in the JSON outputs of the stages; the teacher's are called `dense`.
+def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
+    """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
 
     Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
     """
@@ -272,9 +277,9 @@ def _metrics(root: Path, outcomes: Sequence[Outcome]) -> list[Metric]:
     for outcome in outcomes:
         for path in outcome.outs:
             if path.startswith("reports/") and path.endswith(".json"):
-                report = json.loads((root / path).read_text())
+                report = json.loads(Path(path).read_text())
                 values = flatten({name: value for name, value in report.items() if name != "targets"})
-                prefix = "dense." if outcome.stage == "teacher" else ""
+                prefix = "dense." if outcome.stage == "dense" else ""
                 numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}
     return [Metric(name, value, now, 0) for name, value in numbers.items()]
 
@@ -322,7 +327,9 @@ def _is_gone(name: str) -> bool:
 
 
 def flatten(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names; lists stay values."""
+    """Nested mappings, and sections of params.yaml, as dotted names; lists stay values."""
+    if isinstance(content, BaseModel):
+        content = content.model_dump()
     if not isinstance(content, Mapping):
         return {prefix: content}
     return {

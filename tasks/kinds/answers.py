@@ -28,7 +28,7 @@ from eckart import spans
 from eckart.losses import span_logits, span_loss
 from eckart.spans import Window, best_answers
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, Kind, check_offsets, predict, scored
+from tasks.kinds.kind import Answers, Collate, TaskKind, check_offsets, predict, scored
 from tasks.metrics import MetricName
 from tasks.records import Score
 from tasks.stage import StageError
@@ -143,7 +143,7 @@ def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Coll
     return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
 
 
-ANSWERS = Kind(
+ANSWERS = TaskKind(
     auto=AutoModelForQuestionAnswering,
     head=_head,
     encode=encode,

@@ -16,9 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.losses import IGNORED, Loss
-from eckart.rules import Predictions
+from eckart.losses import IGNORED, Batch, Loss, Predictions
 from tasks.dataset import Split, Task
 from tasks.metrics import MetricName
 from tasks.records import Score
@@ -33,7 +31,7 @@ _MORE_OUTPUTS = ["past_key_values", "cache_params", "hidden_states", "attentions
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """A kind of task, from rows of text to a score."""
 
     auto: Any
@@ -68,7 +66,7 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:
         )
 
 
-def loss_of_training(kind: Kind) -> Loss | None:
+def loss_of_training(kind: TaskKind) -> Loss | None:
     """What `train` takes in place of the model's own loss; None: that one."""
     return None if kind.own_loss else kind.loss
 

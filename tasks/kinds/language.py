@@ -20,10 +20,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-from eckart.losses import mean_loss_times_batch
+from eckart.losses import Batch, mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Kind, plain_head, predict, scored
+from tasks.kinds.kind import Answers, TaskKind, plain_head, predict, scored
 from tasks.models import inputs_device
 from tasks.records import Score
 from tasks.stage import StageError
@@ -108,7 +107,7 @@ def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Any:
     return default_data_collator
 
 
-LANGUAGE = Kind(
+LANGUAGE = TaskKind(
     auto=AutoModelForCausalLM,
     head=plain_head,
     encode=encode,

@@ -18,10 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eckart.losses import mean_loss_times_batch
-from eckart.rules import logits_of
+from eckart.losses import logits_of, mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Kind, outputs_of, scored
+from tasks.kinds.kind import Answers, TaskKind, outputs_of, scored
 from tasks.metrics import MetricName
 from tasks.records import Score
 
@@ -95,7 +94,7 @@ def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Any:
     return DataCollatorWithPadding(tokenizer)
 
 
-SEQUENCE = Kind(
+SEQUENCE = TaskKind(
     auto=AutoModelForSequenceClassification,
     head=head,
     encode=encode,

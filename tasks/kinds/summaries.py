@@ -26,7 +26,7 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrai
 
 from eckart.losses import IGNORED, token_loss
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, Kind, labelled, plain_head, predict, scored
+from tasks.kinds.kind import Answers, Collate, TaskKind, labelled, plain_head, predict, scored
 from tasks.metrics import BY_KIND, MetricName
 from tasks.records import Score
 from tasks.stage import StageError
@@ -133,7 +133,7 @@ def _losses(outputs: Any, labels: Tensor) -> Tensor:
     return cross_entropy(logits.mT.float(), labels, ignore_index=IGNORED, reduction="none")
 
 
-SUMMARIES = Kind(
+SUMMARIES = TaskKind(
     auto=AutoModelForSeq2SeqLM,
     head=plain_head,
     encode=encode,

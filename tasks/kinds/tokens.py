@@ -26,7 +26,7 @@ from transformers import (
 from eckart.losses import IGNORED, token_loss
 from eckart.words import first_tokens
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, Kind, check_offsets, labelled, outputs_of, scored
+from tasks.kinds.kind import Answers, Collate, TaskKind, check_offsets, labelled, outputs_of, scored
 from tasks.kinds.sequence import head
 from tasks.metrics import MetricName
 from tasks.records import Score
@@ -120,7 +120,7 @@ def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Coll
     return DataCollatorForTokenClassification(tokenizer)
 
 
-TOKENS = Kind(
+TOKENS = TaskKind(
     auto=AutoModelForTokenClassification,
     head=head,
     encode=encode,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from eckart.targets import Target
 from tasks.report.names import Layer, kinds, layers
 from tasks.report.numbers import counted, percent
-from tasks.report.results import Candidate, Results
+from tasks.report.results import CandidateResults, Results
 
 _WIDTH = 1080.0  # of the drawing, at most, in pixels
 _CELL = 34.0  # width of a cell, at most
@@ -137,16 +137,16 @@ def _lines(results: Results, keep: str, starts: dict[str, float], cell: float) -
     )
 
 
-def _cells(results: Results, one: Candidate, starts: dict[str, float], cell: float) -> tuple[Cell, ...]:
+def _cells(results: Results, one: CandidateResults, starts: dict[str, float], cell: float) -> tuple[Cell, ...]:
     cells = []
     for target in results.targets:
         rank, share = one.rank(target), one.share(target)
         text = "" if cell < _ROOM else "D" if rank is None else str(rank)
-        cells.append(Cell(starts[target.name], share, text, f"{one.name}, {target.name}: {_said(one, target)}"))
+        cells.append(Cell(starts[target.name], share, text, f"{one.name}, {target.name}: {_size_of(one, target)}"))
     return tuple(cells)
 
 
-def _said(one: Candidate, target: Target) -> str:
+def _size_of(one: CandidateResults, target: Target) -> str:
     """What is left of a target, in words."""
     rank, rows = one.rank(target), one.rows(target)
     if rank is None:

@@ -7,26 +7,13 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from eckart.recipes import captions
 from tasks.report.heatmap import heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.summary import summary
 from tasks.report.table import dense_row, row, shaped, zero_shot
-
-_MEASURES = {
-    "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within it.",
-    "R_align": "How far the masks are from keeping the largest singular values of their targets; 0 where they all do.",
-    "kept": "Parameters of all targets after ÷ before, were they factorized at this step.",
-    "threshold": "Mean over the targets of the size below which singular values are cut.",
-    "remaining": "Share of the targets’ weights that are not zero.",
-    "p": "Probability that a target runs as the weight it was factorized from.",
-    "consistency": "How far two passes of different rank disagree, before it is weighted.",
-    "distill_layers": "Error of the hidden states against the teacher’s, before it is weighted.",
-    "distill_logits": "Error of the logits against the teacher’s, before it is weighted.",
-    "rows": "Share of the sparse rows that are left.",
-}
-"""What a panel of that title shows."""
 
 
 def page(results: Results) -> str:
@@ -39,6 +26,7 @@ def page(results: Results) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    meanings = captions()
     return environment.get_template("page.html.j2").render(
         results=results,
         metric=results.metric,
@@ -52,7 +40,7 @@ def page(results: Results) -> str:
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),
         shaped=shaped(results),
-        measures={name: _MEASURES[name] for name in results.measures if name in _MEASURES},
+        measures={name: meanings[name] for name in results.measures if name in meanings},
         unscored=any(one.factorized is None for one in results.candidates),
         heat_maps=heat_maps(results),
         order_of_kinds=order_of_kinds(results),

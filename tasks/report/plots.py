@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from tasks.report.numbers import count, score
-from tasks.report.results import Candidate, Curve, Results
+from tasks.report.results import CandidateResults, Curve, Results
 
 _COLOURS = (  # each is legible on white and on near black
     "#3f7fd6",
@@ -152,7 +152,7 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
 def _scale(axes: Axes, results: Results) -> None:
     """The axis of the metric: even, or widest at dense where values span more than a decade."""
     notes = ["lower is better"] if results.metric.lower_is_better else []
-    dense = results.teacher.score.metric
+    dense = results.dense.score.metric
     values = [dense, *(one.recovered for one in results.candidates)]
     values += [one.factorized for one in results.candidates if one.factorized is not None]
     if not results.metric.bounded and max(values) > 10 * min(values) > 0:
@@ -200,13 +200,13 @@ def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[f
 
 
 def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
-    dense, error = results.teacher.score.metric, results.standard_error
+    dense, error = results.dense.score.metric, results.standard_error
     axes.axhline(dense, color=palette.muted, linewidth=1.2)
     if error is not None:
         axes.axhspan(dense - error, dense + error, color=palette.muted, alpha=0.13, linewidth=0)
 
 
-def _draw_recipe(axes: Axes, x: list[float], some: list[Candidate], look: Look, palette: Palette) -> None:
+def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look: Look, palette: Palette) -> None:
     """Factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
     common: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 6.5}
     scored = [(place, one.factorized, one) for place, one in zip(x, some, strict=True) if one.factorized is not None]
@@ -220,7 +220,7 @@ def _draw_recipe(axes: Axes, x: list[float], some: list[Candidate], look: Look, 
 def _size_label(results: Results, keep: str) -> str:
     """Keep and, as the recipes differ a little, the range of what is left of the whole model."""
     sizes = sorted(one.evaluation.size.model_parameters for one in results.candidates if one.keep == keep)
-    dense = results.teacher.size.model_parameters
+    dense = results.dense.size.model_parameters
     parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
     parameters, share = (" to ".join(dict.fromkeys(pair)) for pair in zip(*parts, strict=True))
     return f"keep {keep}\n{parameters}\n{share}"
@@ -231,7 +231,7 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    dense = score(results.teacher.score.metric, results.standard_error)
+    dense = score(results.dense.score.metric, results.standard_error)
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),
@@ -274,7 +274,7 @@ def _draw_panel(axes: Axes, title: str, lines: list[tuple[Curve, str]], palette:
         axes.text(0.5, 0.5, "no training", transform=axes.transAxes, ha="center", color=palette.muted)
 
 
-def _by_keep(results: Results, recipe: str, curve_of: Callable[[Candidate], Curve]) -> dict[str, Curve]:
+def _by_keep(results: Results, recipe: str, curve_of: Callable[[CandidateResults], Curve]) -> dict[str, Curve]:
     """Keep → curve of the candidates of `recipe` that have one."""
     return {one.keep: curve_of(one) for one in results.candidates if one.recipe == recipe and curve_of(one)}
 

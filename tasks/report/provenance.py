@@ -44,7 +44,7 @@ def _facts(results: Results) -> dict[str, str]:
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
-        "Data": f"{source}, split and sampled with seed {data.seed}; {results.teacher.score.rows:,} test rows, "
+        "Data": f"{source}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test rows, "
         f"the same for every model; {cut(data)}.",
         "Base model": " at ".join(filter(None, (model.base, model.revision))) + _in(model.dtype),
         "Dense model": _training(teacher, seed),
@@ -85,10 +85,10 @@ def _training(teacher: params.Training, seed: int) -> str:
 
 def _recipe(name: str) -> Parts:
     parts: dict[str, Any] = params.section(f"recipes.{name}", dict[str, Any])
-    return Parts(name, {part: _said(value) for part, value in parts.items()})
+    return Parts(name, {part: _in_words(value) for part, value in parts.items()})
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """A part in words: its kind, then its numbers; empty for null."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
@@ -96,5 +96,8 @@ def _said(value: Any) -> str:
         return str(value)
     kind = [str(value["kind"])] if "kind" in value else []
     rest = [(key.replace("_", " "), each) for key, each in value.items() if key != "kind" and each is not None]
-    inner = (f"{name} ({_said(each)})" if isinstance(each, Mapping) else f"{name} {_said(each)}" for name, each in rest)
+    inner = (
+        f"{name} ({_in_words(each)})" if isinstance(each, Mapping) else f"{name} {_in_words(each)}"
+        for name, each in rest
+    )
     return ", ".join([*kind, *inner])

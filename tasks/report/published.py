@@ -83,7 +83,7 @@ def cells(rows: Sequence[Published], metrics: Metrics) -> tuple[list[str], list[
     lines = []
     for row in rows:
         points = [_points(row, name, metrics) for name, _ in columns]
-        line = [row.method, "–" if row.keep is None else f"{row.keep:g}", *map(_said, points)]
+        line = [row.method, "–" if row.keep is None else f"{row.keep:g}", *map(_digits, points)]
         line += [_mean(points)] if averaged else []
         lines.append([*line, row.source, str(numbers.index(row.note) + 1) if row.note else ""])
     return ["method", "keep", *(head for _, head in columns), *(["mean"] if averaged else []), "source", "note"], lines
@@ -109,7 +109,7 @@ def _points(row: Published, name: str | None, metrics: Metrics) -> float | None:
     return None if value is None else row.points(value, metrics.get(name))
 
 
-def _said(value: float | None) -> str:
+def _digits(value: float | None) -> str:
     """With all digits that the paper has."""
     return "–" if value is None else f"{value:.10g}"
 

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eckart.budget import Rank, cost
 from eckart.targets import Target, Targets
 from tasks import params
-from tasks.calibration import TARGETS
-from tasks.candidates import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
+from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
 from tasks.dataset import SPLITS, Task
+from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
-from tasks.records import TEACHER_CURVE, TEACHER_METRICS, Benchmark, Evaluation, TeacherReport
-from tasks.stage import StageError, candidate
+from tasks.records import DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation
+from tasks.stage import StageError, candidate_name
 
 Content = TypeVar("Content", bound=BaseModel)
 
@@ -51,7 +51,7 @@ Curve = tuple[Point, ...]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateResults:
     """All that the stages found out about one candidate."""
 
     recipe: str
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return candidate(self.recipe, self.keep)
+        return candidate_name(self.recipe, self.keep)
 
     @property
     def factorized(self) -> float | None:
@@ -99,9 +99,9 @@ class Results:
     keeps: tuple[str, ...]
     task: Task
     targets: tuple[Target, ...]
-    teacher: TeacherReport
+    dense: DenseReport
     curve: Curve
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[CandidateResults, ...]
 
     @property
     def metric(self) -> Metric:
@@ -137,23 +137,23 @@ class Results:
     @property
     def standard_error(self) -> float | None:
         """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy of rows, which are independent."""
-        score = self.teacher.score
+        score = self.dense.score
         if (self.task.kind, self.task.metric) != ("classification", "accuracy"):
             return None
         return math.sqrt(score.metric * (1 - score.metric) / score.rows)
 
-    def at(self, keep: str) -> list[Candidate]:
+    def at(self, keep: str) -> list[CandidateResults]:
         """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
         some = [one for one in self.candidates if one.keep == keep]
         return sorted(some, key=lambda one: (-self.metric.goodness(one.recovered), one.evaluation.recovered.loss))
 
-    def is_best(self, one: Candidate) -> bool:
+    def is_best(self, one: CandidateResults) -> bool:
         """Whether no candidate at its keep has a better metric."""
         return one.recovered == self.at(one.keep)[0].recovered
 
     def retained(self, metric: float) -> float | None:
         """How much of the dense metric `metric` is; None where the quotient would mislead."""
-        return self.metric.retained(metric, self.teacher.score.metric)
+        return self.metric.retained(metric, self.dense.score.metric)
 
 
 def load_results() -> Results:
@@ -171,7 +171,7 @@ def load_results() -> Results:
         keeps=keeps,
         task=_read(SPLITS / "task.json", Task, "extract"),
         targets=_read(TARGETS, Targets, "importance").targets,
-        teacher=_read(TEACHER_METRICS, TeacherReport, "teacher"),
+        dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         candidates=tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps),
     )
@@ -179,9 +179,9 @@ def load_results() -> Results:
     return results
 
 
-def _read_candidate(recipe: str, keep: str) -> Candidate:
-    name, options = candidate(recipe, keep), _options(recipe, keep)
-    return Candidate(
+def _read_candidate(recipe: str, keep: str) -> CandidateResults:
+    name, options = candidate_name(recipe, keep), _options(recipe, keep)
+    return CandidateResults(
         recipe=recipe,
         keep=keep,
         decision=_read(decision_file(name), Decision, f"search {options}"),
@@ -240,8 +240,8 @@ def _check(results: Results) -> None:
                 f"run `python -m tasks.evaluate {options}` again"
             )
         scores = filter(None, (one.evaluation.factorized, one.evaluation.recovered))
-        if {score.rows for score in scores} != {results.teacher.score.rows}:
+        if {score.rows for score in scores} != {results.dense.score.rows}:
             raise StageError(
-                f"{EVALUATIONS / one.name}.json and {TEACHER_METRICS} count different test rows: "
+                f"{EVALUATIONS / one.name}.json and {DENSE_METRICS} count different test rows: "
                 f"run `python -m tasks.evaluate {options}` again"
             )

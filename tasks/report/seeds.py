@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from eckart.targets import Targets
-from tasks.calibration import TARGETS
+from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
-from tasks.records import TEACHER_METRICS, TeacherReport
+from tasks.records import DENSE_METRICS, DenseReport
 from tasks.report import published
 from tasks.report.numbers import count, counted, percent, score, times
 from tasks.report.provenance import cut
@@ -50,7 +50,7 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     # `none` may name a recipe, and 0.50 a keep: they are no missing value and no number here.
     kinds = {"recipe": str, "keep": str}
     rows = pd.read_csv(folder / COMPARISON, dtype=kinds, keep_default_na=False, na_values=[""])
-    dense = TeacherReport.model_validate_json((folder / TEACHER_METRICS).read_text())
+    dense = DenseReport.model_validate_json((folder / DENSE_METRICS).read_text())
     targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
     rows.insert(0, "seed", seed)
     rows["test_rows"] = dense.score.rows
@@ -204,7 +204,8 @@ def _part(rows: pd.DataFrame, params: Mapping[str, Any]) -> list[str]:
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(heads), _line(["---", *["---:"] * (len(heads) - 1)]), *map(_line, lines)]
+    align = ("left", *["right"] * (len(heads) - 1))
+    return [pd.DataFrame(lines, columns=list(heads)).to_markdown(index=False, disable_numparse=True, colalign=align)]
 
 
 def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
@@ -217,10 +218,6 @@ def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
 
 def _lines(text: Sequence[str]) -> str:
     return "\n".join(text).rstrip("\n") + "\n"
-
-
-def _line(words: Sequence[str]) -> str:
-    return f"| {' | '.join(words)} |"
 
 
 def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:

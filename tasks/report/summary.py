@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tasks.report.numbers import count, counted, percent, score
-from tasks.report.results import Candidate, Results
+from tasks.report.results import CandidateResults, Results
 
 
 def summary(results: Results) -> list[str]:
@@ -13,7 +13,7 @@ def summary(results: Results) -> list[str]:
 
 
 def _dense(results: Results) -> str:
-    dense, metric = results.teacher, results.metric
+    dense, metric = results.dense, results.metric
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
         f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
@@ -33,15 +33,15 @@ def _best_at(results: Results, keep: str) -> str:
     )
 
 
-def _winners(results: Results, ranked: list[Candidate]) -> str:
+def _winners(results: Results, ranked: list[CandidateResults]) -> str:
     names = [one.recipe for one in ranked if results.is_best(one)]
     if len(ranked) == 1:
         return f"{names[0]} recovers to"
     return f"{_enumerated(names)} {'recover' if len(names) > 1 else 'recovers'} best:"
 
 
-def _savings(results: Results, one: Candidate) -> str:
-    small, dense = one.evaluation.size, results.teacher.size
+def _savings(results: Results, one: CandidateResults) -> str:
+    small, dense = one.evaluation.size, results.dense.size
     parameters, macs = small.model_parameters / dense.model_parameters, small.macs_per_token / dense.macs_per_token
     return (
         f"with {percent(parameters)} of the model’s parameters and {percent(macs)} of its multiply-accumulates, "
@@ -49,7 +49,7 @@ def _savings(results: Results, one: Candidate) -> str:
     )
 
 
-def _rivals(results: Results, ranked: list[Candidate]) -> str:
+def _rivals(results: Results, ranked: list[CandidateResults]) -> str:
     """How many others the test split cannot tell from the best."""
     error, best, others = results.standard_error, ranked[0], ranked[1:]
     if error is None or not others:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.report.numbers import count, percent, rank, score, size, times
-from tasks.report.results import Candidate, Results
+from tasks.report.results import CandidateResults, Results
 
 COLUMNS = (
     "recipe",
@@ -75,7 +75,7 @@ def to_csv(results: Results) -> str:
     """A line per candidate, every number in full; last zero-shot tasks, where there are any, with the dense model's."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    dense = _asked(results.teacher.zero_shot)
+    dense = _asked(results.dense.zero_shot)
     writer.writerow(
         [*COLUMNS, *(f"{ZERO_SHOT}{name}" for name in dense), *(f"dense.{ZERO_SHOT}{name}" for name in dense)]
     )
@@ -89,13 +89,13 @@ def _asked(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {f"{task}.{metric}": value for task, values in zero_shot.items() for metric, value in values.items()}
 
 
-def _values(results: Results, one: Candidate) -> Iterable[str | float | None]:
+def _values(results: Results, one: CandidateResults) -> Iterable[str | float | None]:
     """In the order of COLUMNS; None is left empty."""
     return (
         one.recipe,
         one.keep,
         results.task.metric,
-        results.teacher.score.metric,
+        results.dense.score.metric,
         one.factorized,
         one.recovered,
         one.evaluation.target_parameters,
@@ -108,9 +108,9 @@ def _values(results: Results, one: Candidate) -> Iterable[str | float | None]:
     )
 
 
-def row(results: Results, one: Candidate) -> Row:
+def row(results: Results, one: CandidateResults) -> Row:
     """What the page and the terminal show of a candidate."""
-    dense, small = results.teacher.size, one.evaluation.size
+    dense, small = results.dense.size, one.evaluation.size
     retained = results.retained(one.recovered)
     after, before = one.evaluation.target_parameters, results.target_parameters
     return Row(
@@ -130,7 +130,7 @@ def row(results: Results, one: Candidate) -> Row:
 
 def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The metrics of lm-eval's tasks, and of the dense model and each candidate the name and the values."""
-    dense = _asked(results.teacher.zero_shot)
+    dense = _asked(results.dense.zero_shot)
     models = [("dense", dense), *((one.name, _asked(one.evaluation.zero_shot)) for one in results.candidates)]
     return list(dense), [(name, [score(values[head]) for head in dense]) for name, values in models]
 
@@ -147,13 +147,13 @@ def shaped(results: Results) -> list[Shaped]:
 
 def dense_row(results: Results) -> Row:
     """The dense model, in the columns of a candidate."""
-    dense, whole = results.teacher.size, percent(1)
-    retained = results.retained(results.teacher.score.metric)
+    dense, whole = results.dense.size, percent(1)
+    retained = results.retained(results.dense.score.metric)
     return Row(
         name="dense",
         steps="",
         factorized="",
-        recovered=score(results.teacher.score.metric),
+        recovered=score(results.dense.score.metric),
         retained=_retained(retained),
         best=False,
         targets=Relative(count(results.target_parameters), whole),

@@ -223,14 +223,15 @@ class TestRefusals:
         with pytest.raises(cluster.ClusterError, match=r"pip install '\.\[cluster\]'"):
             cluster.require()
 
-    def test_edited_code(self, tmp_path: Path) -> None:
+    def test_edited_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         root = toy_workspace(tmp_path / "edited")
         commit(root)
+        monkeypatch.chdir(root)
         (root / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
-        workspaces.check_code(root)
+        workspaces.check_code()
         (root / "dvc.yaml").write_text(PIPELINE + "# edited\n")
         with pytest.raises(workspaces.WorkspaceError, match=r"Workers run the code of the last commit(.|\n)*dvc\.yaml"):
-            workspaces.check_code(root)
+            workspaces.check_code()
 
     def test_a_worker_that_is_in_no_workspace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -254,7 +255,7 @@ from flows.tracking.mirror import Mirror
 @flow
 def toy():
     planned, root = engine.plan(), Path.cwd()
-    mirror = Mirror(root, "toy", planned, {})
+    mirror = Mirror("toy", planned, {})
     mirror.down = True
     here = partial(stage.submit, root=root, slots=threading.Semaphore(2), mirror=mirror, timeout=None)
     with processes.reaping():

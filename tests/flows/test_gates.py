@@ -14,11 +14,11 @@ from transformers import BertForTokenClassification, PreTrainedModel, PreTrained
 
 from flows.promotion.gates import (
     TEST,
-    Candidate,
     Champion,
     Gate,
+    Recorded,
     Refused,
-    Setting,
+    Terms,
     as_recorded,
     digest,
     gain,
@@ -37,8 +37,8 @@ from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 LABELS = ("negative", "positive")
 WANTED = Promotion(model="m", largest_drop=0.01, keep=0.5, least_speedup=1.2, least_gain=0.0, continuation=4)
-SETTING = Setting(Path(), "s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
-CANDIDATE = Candidate(
+TERMS = Terms("s", "accuracy", threads=1, batch_size=8, wanted=WANTED)
+CANDIDATE = Recorded(
     name="kfac-0.5",
     content="",
     test="",
@@ -52,22 +52,22 @@ CANDIDATE = Candidate(
 )
 
 
-def wanting(**changes: Any) -> Setting:
-    return dataclasses.replace(SETTING, wanted=WANTED.model_copy(update=changes))
+def wanting(**changes: Any) -> Terms:
+    return dataclasses.replace(TERMS, wanted=WANTED.model_copy(update=changes))
 
 
-def of_perplexity(**changes: Any) -> Setting:
+def of_perplexity(**changes: Any) -> Terms:
     return dataclasses.replace(wanting(**changes), metric="perplexity")
 
 
-def refusals(setting: Setting = SETTING, metric: float = 0.84, **changes: Any) -> list[str]:
-    found = limits(dataclasses.replace(CANDIDATE, **changes), metric, setting)
+def refusals(terms: Terms = TERMS, metric: float = 0.84, **changes: Any) -> list[str]:
+    found = limits(dataclasses.replace(CANDIDATE, **changes), metric, terms)
     return [gate.refusal for gate in found if not gate.passed]
 
 
 class TestLimits:
     def test_a_candidate_within_all_limits_passes_each(self) -> None:
-        gates = limits(CANDIDATE, 0.84, SETTING)
+        gates = limits(CANDIDATE, 0.84, TERMS)
         assert [gate.name for gate in gates] == ["drop from the teacher", "keep", "speed-up"]
         assert all(gate.passed for gate in gates)
 
@@ -112,12 +112,12 @@ class TestPerplexity:
 
     def test_a_gain_is_how_much_lower_it_is_than_the_champion_s(self) -> None:
         champion = Champion(Path(), "version 3")
-        setting = of_perplexity(least_gain=1.5)
-        assert gain(18.5, 20.0, champion, setting).passed
-        assert gain(19.0, 20.0, champion, setting).refusal == (
+        terms = of_perplexity(least_gain=1.5)
+        assert gain(18.5, 20.0, champion, terms).passed
+        assert gain(19.0, 20.0, champion, terms).refusal == (
             "perplexity 19 against 20 of the champion (version 3) is a gain of 1; 1.5 is asked for: too low by 0.5"
         )
-        assert gain(21.0, 20.0, champion, setting).value == -1
+        assert gain(21.0, 20.0, champion, terms).value == -1
 
     @pytest.mark.parametrize(("recorded", "passes"), [(20.019, True), (20.03, False), (19.97, False)])
     def test_the_record_is_met_up_to_a_share_of_it_whatever_the_rows(self, recorded: float, passes: bool) -> None:
@@ -127,9 +127,9 @@ class TestPerplexity:
 
 @pytest.mark.parametrize("metric", [name for name, one in METRICS.items() if one.bounded])
 def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move(metric: MetricName) -> None:
-    setting = dataclasses.replace(SETTING, metric=metric)
-    assert as_recorded(0.72, 0.70, 100, setting).passed
-    assert not as_recorded(0.721, 0.70, 100, setting).passed
+    terms = dataclasses.replace(TERMS, metric=metric)
+    assert as_recorded(0.72, 0.70, 100, terms).passed
+    assert not as_recorded(0.721, 0.70, 100, terms).passed
 
 
 def test_a_gate_as_a_row_of_a_table() -> None:
@@ -177,12 +177,12 @@ class TestMeasure:
         return written(tmp_path / "challenger", bert())
 
     @pytest.fixture
-    def candidate(self, files: Path) -> Candidate:
+    def candidate(self, files: Path) -> Recorded:
         """One of which the study has recorded what is true; half of the rows are positive, and it says one class."""
         return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=0.5, teacher=0.5)
 
-    def test_what_is_served_is_measured_anew(self, files: Path, candidate: Candidate) -> None:
-        gates, answers = measure(files, candidate, None, SETTING)
+    def test_what_is_served_is_measured_anew(self, files: Path, candidate: Recorded) -> None:
+        gates, answers = measure(files, candidate, None, TERMS)
         assert all(gate.passed for gate in gates)
         assert {gate.name: gate.value for gate in gates} == {
             "files other than measured": 0,
@@ -194,35 +194,35 @@ class TestMeasure:
         assert len(answers) == 8
         assert {answer["label"] for answer in answers} <= set(LABELS)
 
-    def test_torch_is_left_as_it_was(self, files: Path, candidate: Candidate) -> None:
+    def test_torch_is_left_as_it_was(self, files: Path, candidate: Recorded) -> None:
         torch.manual_seed(7)
         wanted = torch.rand(1)
         torch.manual_seed(7)
         before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        measure(files, candidate, None, dataclasses.replace(SETTING, threads=before[0] + 1))
+        measure(files, candidate, None, dataclasses.replace(TERMS, threads=before[0] + 1))
         assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
         assert torch.rand(1) == wanted
 
-    def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Candidate) -> None:
-        gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, SETTING)
+    def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Recorded) -> None:
+        gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, TERMS)
         assert [gate.refusal for gate in gates if not gate.passed] == [
             "accuracy is 0.5 here, but the study recorded 0.7; a difference of 0.1 is allowed: too far off by 0.1",
             "accuracy 0.5 is 0.2 worse than the teacher's 0.7; 0.01 are allowed: too much by 0.19",
         ]
 
-    def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Candidate) -> None:
+    def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Recorded) -> None:
         (files / "config.json").write_text((files / "config.json").read_text() + "\n")
         with pytest.raises(Refused, match="where the study has measured") as refused:
-            measure(files, candidate, None, SETTING)
+            measure(files, candidate, None, TERMS)
         assert [gate.passed for gate in refused.value.gates] == [False]
 
-    def test_other_test_rows_than_those_of_the_study_are_refused(self, files: Path, candidate: Candidate) -> None:
+    def test_other_test_rows_than_those_of_the_study_are_refused(self, files: Path, candidate: Recorded) -> None:
         with pytest.raises(Refused, match=r"test\.parquet has changed since"):
-            measure(files, dataclasses.replace(candidate, test="0" * 32), None, SETTING)
+            measure(files, dataclasses.replace(candidate, test="0" * 32), None, TERMS)
 
     @pytest.mark.parametrize(("least", "passes"), [(0.0, True), (-0.1, True), (0.01, False)])
     def test_the_champion_is_measured_on_the_same_rows(
-        self, files: Path, candidate: Candidate, tmp_path: Path, least: float, passes: bool
+        self, files: Path, candidate: Recorded, tmp_path: Path, least: float, passes: bool
     ) -> None:
         champion = Champion(written(tmp_path / "champion", bert()), "version 3")
         gates, _ = measure(files, candidate, champion, wanting(least_gain=least))
@@ -232,24 +232,24 @@ class TestMeasure:
         )
 
     def test_a_champion_with_other_labels_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         champion = Champion(written(tmp_path / "champion", bert(), ("bad", "good")), "version 3")
         with pytest.raises(Refused) as refused:
-            measure(files, candidate, champion, SETTING)
+            measure(files, candidate, champion, TERMS)
         assert "the champion (version 3) answers bad, good, and this study negative, positive" in str(refused.value)
         assert "name another model in promotion.model" in str(refused.value)
 
     def test_a_champion_of_another_task_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         model = type(bert())(tiny_config(num_labels=1, problem_type="regression"))
         champion = Champion(written(tmp_path / "champion", model, ("LABEL_0",)), "version 3")
         with pytest.raises(Refused, match="answers a number, and this study negative, positive"):
-            measure(files, candidate, champion, SETTING)
+            measure(files, candidate, champion, TERMS)
 
     def test_a_champion_with_another_head_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         """Whose labels and weights have the same names and shapes."""
         model = BertForTokenClassification(bert().config)
@@ -258,22 +258,22 @@ class TestMeasure:
             Refused,
             match="is a BertForTokenClassification, and this study needs a BertForSequenceClassification; they cannot",
         ):
-            measure(files, candidate, champion, SETTING)
+            measure(files, candidate, champion, TERMS)
 
     def test_a_champion_with_too_few_positions_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         champion = Champion(
             written(tmp_path / "champion", type(bert())(tiny_config(max_position_embeddings=8))), "version 3"
         )
         with pytest.raises(Refused, match=r"cannot be loaded for these test rows .*has 8 positions"):
-            measure(files, candidate, champion, SETTING)
+            measure(files, candidate, champion, TERMS)
 
     def test_a_champion_that_was_registered_otherwise_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         with pytest.raises(Refused, match=r"version 3\) was not registered by `promote`"):
-            measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), SETTING)
+            measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), TERMS)
 
 
 class TestLanguage:
@@ -294,12 +294,12 @@ class TestLanguage:
         return spoken(tmp_path / "challenger", tiny.words())
 
     @pytest.fixture
-    def candidate(self, files: Path) -> Candidate:
+    def candidate(self, files: Path) -> Recorded:
         frame = pd.DataFrame({"text": self.LINES})
         metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, self.TASK, 8).metric
         return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, teacher=metric)
 
-    def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Candidate, tmp_path: Path) -> None:
+    def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Recorded, tmp_path: Path) -> None:
         champion = Champion(spoken(tmp_path / "champion", tiny.words()), "version 3")
         gates, answers = measure(files, candidate, champion, of_perplexity())
         assert all(gate.passed for gate in gates)
@@ -307,7 +307,7 @@ class TestLanguage:
         assert questions()["text"].str.len().max() == 2000  # of a text that may be a whole book
 
     def test_a_champion_with_another_vocabulary_cannot_be_compared_with(
-        self, files: Path, candidate: Candidate, tmp_path: Path
+        self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         """Its perplexity is that of other tokens."""
         tokenizer = tiny.words()

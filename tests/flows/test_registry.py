@@ -17,23 +17,23 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
 
-from flows.registry import versions as registry
+from flows.registry import package, versions
+from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
     CHAMPION,
     CONTENT,
     DECISION,
     PREVIOUS,
-    REPLACES,
+    PROMOTED_AT,
     ROLLED_BACK,
     SMOKE,
     NothingBefore,
     Registry,
     RegistryError,
-    SmokeFailed,
     connected,
 )
-from tasks.metrics import BY_KIND, KINDS, TaskKind
+from tasks.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tests.workspace import a_task
 
 
@@ -49,8 +49,9 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def answering(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No registry but the test's own, in which every version answers."""
+def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No registry but the test's own, that of a workspace, in which every version answers."""
+    monkeypatch.chdir(tmp_path)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Registry, "smoke", lambda *_: [])
@@ -60,7 +61,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(database: Path, tmp_path: Path) -> Iterator[Registry]:
     """Four versions without files and without a champion."""
     shutil.copy(database, tmp_path / "mlflow.db")
-    with connected(tmp_path, "m") as found:
+    with connected("m") as found:
         yield found
 
 
@@ -105,12 +106,11 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
     assert [ROLLED_BACK in models.version(number).tags for number in "123"] == [False, True, True]
 
 
-def test_a_version_that_is_champion_twice_has_each_time_another_one_before(models: Registry) -> None:
+def test_of_a_version_that_is_champion_twice_the_last_time_counts(models: Registry) -> None:
     promote(models, "1", "2", "1")
-    assert models.replaced(models.version("1")) == ["2", "1"]
+    assert models.before(models.version("1")) == "2"
     assert models.roll_back() == ("1", "2")
-    assert models.roll_back() == ("2", "1")
-    with pytest.raises(NothingBefore):
+    with pytest.raises(NothingBefore):  # for someone went back from version 1
         models.roll_back()
 
 
@@ -159,7 +159,7 @@ def test_a_champion_that_does_not_answer_gives_way_to_the_one_before(
     with pytest.raises(SmokeFailed):
         promote(models, "3")
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1", CHALLENGER: "3"}
-    assert models.replaced(models.version("2")) == ["1"]
+    assert models.before(models.version("2")) == "1"
 
 
 def test_a_champion_that_was_changed_meanwhile_is_left_alone(models: Registry) -> None:
@@ -181,6 +181,34 @@ def test_a_champion_that_was_set_by_hand_can_be_replaced_and_gone_back_to(models
     promote(models, "2")
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     assert models.roll_back() == ("2", "1")
+
+
+def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry) -> None:
+    promote(models, "1", "2", "3")
+    models.roll_back()
+    models.client.set_registered_model_alias("m", CHAMPION, "3")
+    promote(models, "4")
+    assert models.aliases() == {CHAMPION: "4", PREVIOUS: "3"}
+    models.client.set_registered_model_alias("m", CHAMPION, "1")
+    promote(models, "2")
+    assert models.roll_back() == ("2", "1")
+
+
+def test_nobody_goes_back_to_what_was_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a kill came between the two tags of a promotion."""
+    promote(models, "1", "2")
+    models.mark("3", {PROMOTED_AT: versions._now(), SMOKE: "pending"})
+    models.client.set_registered_model_alias("m", CHAMPION, "3")
+
+    def silent(_: Registry, reference: str) -> None:
+        raise SmokeFailed("it is silent")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "smoke", silent)
+        with pytest.raises(SmokeFailed):
+            models.settle()
+    promote(models, "4")
+    assert models.aliases() == {CHAMPION: "4", PREVIOUS: "2"}
 
 
 def test_versions_that_were_deleted_are_passed_over(models: Registry) -> None:
@@ -246,23 +274,23 @@ def test_files_that_are_gone_are_no_failure_of_the_registry(models: Registry, tm
 
 def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("no database")
-    with connected(tmp_path, "m") as models, pytest.raises(RegistryError, match="failed"):
-        models.champion()
+    with pytest.raises(RegistryError, match="failed"), connected("m"):
+        pass
 
 
 def test_two_spellings_of_a_database_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert registry._absolute("sqlite:///mlflow.db") == registry._absolute(f"sqlite:///{tmp_path}/x/../mlflow.db")
-    assert registry._absolute("postgresql://host/a") == "postgresql://host/a"
+    assert versions._absolute("sqlite:///mlflow.db") == versions._absolute(f"sqlite:///{tmp_path}/x/../mlflow.db")
+    assert versions._absolute("postgresql://host/a") == "postgresql://host/a"
 
 
 def test_the_environment_is_left_as_it_was(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
-    with connected(tmp_path, "m"):
+    with connected("m"):
         assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert "MLFLOW_TRACKING_URI" not in os.environ
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
-    with connected(tmp_path, "m") as found:
+    with connected("m") as found:
         assert found.version("4")
     assert os.environ["MLFLOW_TRACKING_URI"] == f"sqlite:///{database}"
 
@@ -274,7 +302,7 @@ def test_a_registry_apart_from_the_runs_is_honoured(
         shutil.copy(database, tmp_path / f"{store}.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'runs.db'}")
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", f"sqlite:///{tmp_path / 'registry.db'}")
-    with connected(tmp_path, "m") as found:
+    with connected("m") as found:
         promote(found, "1")
     there = [
         MlflowClient(f"sqlite:///{tmp_path / store}.db", f"sqlite:///{tmp_path / store}.db")
@@ -288,11 +316,8 @@ def test_a_registry_that_cannot_be_reached_is_an_error_without_the_password(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hush@127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with (
-        connected(tmp_path, "m") as models,
-        pytest.raises(RegistryError, match=r"http://127\.0\.0\.1:9 failed") as said,
-    ):
-        models.settle()
+    with pytest.raises(RegistryError, match=r"http://127\.0\.0\.1:9 failed") as said, connected("m"):
+        pass
     assert "hush" not in str(said.value)
     assert "Run again" in str(said.value)
 
@@ -303,11 +328,11 @@ def test_the_second_of_two_waits_for_the_first(database: Path, tmp_path: Path) -
     order: list[str] = []
 
     def second() -> None:
-        with connected(tmp_path, "m") as models:
+        with connected("m") as models:
             order.append(f"second finds {models.aliases()}")
 
     waiting = threading.Thread(target=second)
-    with connected(tmp_path, "m") as first:
+    with connected("m") as first:
         waiting.start()
         promote(first, "1")
         order.append("first is done")
@@ -353,7 +378,7 @@ def trials(models: Registry, work: Callable[[Registry], object]) -> Iterator[dic
     for position in itertools.count():
         models.name = f"m{position}-{work.__name__}"
         models.client.create_registered_model(models.name)
-        for tags in ({REPLACES: "", SMOKE: "passed"}, {REPLACES: "1", SMOKE: "passed"}, {}):
+        for tags in ({PROMOTED_AT: "1", SMOKE: "passed"}, {PROMOTED_AT: "2", SMOKE: "passed"}, {}):
             models.client.create_model_version(models.name, "file:///nowhere", tags=tags)
         for alias, number in ((PREVIOUS, "1"), (CHAMPION, "2"), (CHALLENGER, "3")):
             models.client.set_registered_model_alias(models.name, alias, number)
@@ -377,7 +402,7 @@ def settled(models: Registry) -> ModelVersion:
     champion = models.champion()
     assert champion
     assert champion.tags[SMOKE].startswith("passed")
-    assert models.aliases().get(PREVIOUS) == next(iter(models.replaced(champion)), None)
+    assert models.aliases().get(PREVIOUS) == models.before(champion)
     return champion
 
 
@@ -401,7 +426,8 @@ class TestKilled:
             if champions[-1] == "2":
                 promote_3(models)
             assert models.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
-            assert models.replaced(settled(models)) == ["2", "1"]
+            assert models.before(settled(models)) == "2"
+            assert models.before(models.version("2")) == "1"
         assert len(champions) > 4
         assert champions == sorted(champions)  # once it is moved it stays
         assert set(champions) == {"2", "3"}
@@ -419,7 +445,7 @@ class TestKilled:
             with pytest.raises(SmokeFailed):
                 promote_3(models)
             assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1", CHALLENGER: "3"}
-            assert models.replaced(settled(models)) == ["1"]
+            assert models.before(settled(models)) == "1"
         assert set(found) == {"2", "3"}
 
     def test_a_rollback_is_finished_or_not_begun(self, models: Registry) -> None:
@@ -435,14 +461,14 @@ class TestKilled:
         assert set(champions) == {"1", "2"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_example_of_a_version_is_what_it_reads(kind: TaskKind) -> None:
+@pytest.mark.parametrize("kind", TASK_KINDS)
+def test_the_example_of_a_version_is_what_it_reads(kind: TaskKindName) -> None:
     task, pairs = a_task(kind, (), BY_KIND[kind][0]), kind == "question_answering"
-    example, columns = registry._example(task, pairs), registry._questions(task, pairs)
+    example, columns = package.example(task, pairs), package.questions(task, pairs)
     assert list(example) == columns.input_names()
     _enforce_schema(example, columns)
 
 
 def test_a_version_without_its_example_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(SmokeFailed, match="its example cannot be had"):
-        registry.ask(str(tmp_path))
+        ask(str(tmp_path))

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flows import engine, workspaces
-from flows import reproduce as versions
+from flows import reproduce as module
 from flows.cli import app
 from flows.engine import cache, processes, remote
+from flows.reproduce import CannotReproduce, Reproduction, record
 from tests.flows.toy import call, ran
 from tests.workspace import digests, tiny_workspace
 
@@ -122,8 +123,8 @@ def forget(root: Path, parts: tuple[str, ...] = ("files", "runs")) -> None:
         shutil.rmtree(root / ".dvc/cache" / part)
 
 
-def reproduce(name: str = "a-0.5", revision: str = "HEAD", again: bool = False) -> versions.Version:
-    return versions.reproduce(Path.cwd(), versions.record(Path.cwd(), name, revision), again)
+def reproduce(name: str = "a-0.5", revision: str = "HEAD", again: bool = False) -> Reproduction:
+    return module.reproduce(record(name, revision), again)
 
 
 class TestClones:
@@ -258,7 +259,7 @@ class TestReproduce:
 
     def test_made_again_where_no_one_has_it_and_kept(self, main: Path) -> None:
         raw = cache.measured(main / "data/raw")["rows.csv"]
-        outs = versions.record(main, "a-0.5").outs
+        outs = record("a-0.5").outs
         call(main, "dvc", "push", "-q", "data/raw")
         forget(main)
         found = reproduce()
@@ -359,13 +360,13 @@ class TestReproduce:
             assert message in done.output
         call(main, "git", "rm", "-q", "--cached", "dvc.lock")
         call(main, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
-        with pytest.raises(versions.VersionError, match=r"commit dvc\.lock to record"):
-            versions.record(main, "a-0.5")
+        with pytest.raises(CannotReproduce, match=r"commit dvc\.lock to record"):
+            record("a-0.5")
         call(main, "git", "reset", "-q", "HEAD~1")
 
     def test_an_input_that_is_nowhere_is_named(self, main: Path) -> None:
         forget(main)
-        with pytest.raises(versions.VersionError, match=r"data/raw as data/raw\.dvc of that revision names it"):
+        with pytest.raises(CannotReproduce, match=r"data/raw as data/raw\.dvc of that revision names it"):
             reproduce()
 
     def test_in_a_hook_of_git(self, main: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +378,7 @@ class TestReproduce:
 
     def test_two_at_once_are_refused(self, main: Path) -> None:
         with (
-            workspaces.held(main / versions.record(main, "a-0.5").folder),
+            workspaces.held(main / record("a-0.5").folder),
             pytest.raises(workspaces.WorkspaceError, match="already"),
         ):
             reproduce()
@@ -385,14 +386,14 @@ class TestReproduce:
     def test_a_stage_that_fails_is_said_with_its_cause(self, main: Path) -> None:
         (main / "dvc.yaml").write_text(PIPELINE.replace("tr a-z A-Z <", "tr a-z A-Z < missing"))
         commit(main)
-        with pytest.raises(versions.VersionError, match="could not be made again"):
+        with pytest.raises(CannotReproduce, match="could not be made again"):
             reproduce(again=True)
         call(main, "git", "reset", "-q", "--hard", "HEAD~1")
 
 
 def test_packages_that_are_not_those_of_the_revision_are_named() -> None:
     lines = "torch==0.1\nno-such-package==2\n# comment\n-e .\n"
-    torch, missing = versions._packages(lines)
+    torch, missing = module._packages(lines)
     assert torch.startswith("torch 2.")
     assert torch.endswith(" for 0.1")
     assert missing == "no-such-package none for 2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import mlflow.models.model
 import pandas as pd
 import pytest
 import torch
@@ -29,17 +31,18 @@ from transformers import (
 )
 
 from eckart import hub
-from eckart.layers import factorize
+from eckart.layers import factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.spans import NoRoom
 from eckart.svd import decompose
 from eckart.targets import weight_of
-from eckart.weighting import Metrics
+from eckart.weighting import ErrorNorm
 from flows.promotion.flow import _same
 from flows.promotion.gates import digest
-from flows.registry import versions as registry
+from flows.registry import ask as asking
+from flows.registry.package import save, settings_of
 from flows.registry.served import ANSWERS, Served
-from flows.registry.versions import CHAMPION, connected, save, settings_of
+from flows.registry.versions import CHAMPION, connected
 from flows.settings import answers
 from tasks.dataset import Task
 from tasks.kinds import kind_of
@@ -61,7 +64,7 @@ def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def compressed() -> PreTrainedModel:
     model = bert()
     name = "bert.encoder.layer.0.intermediate.dense"
-    factorize(model, name, *decompose(weight_of(model.get_submodule(name)), Metrics()).truncate(3))
+    factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(3))
     model.config.id2label = dict(enumerate(TASK.labels))
     return model
 
@@ -288,8 +291,9 @@ class TestVersion:
             for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
                 patch.delenv(name, raising=False)
             save(folder, root / "saved", TASK, pairs=False, batch_size=2, continuation=CONTINUATION)
-            with connected(root, "tiny") as models:
-                _, experiment = models.origin(root, "study", "no such key")
+            patch.chdir(root)
+            with connected("tiny") as models:
+                _, experiment = models.origin("study", "no such key")
                 version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None, {})
                 models.client.set_registered_model_alias("tiny", CHAMPION, version.version)
         return root
@@ -345,9 +349,15 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path) -> None:
     save(files, tmp_path / "saved", case.task, pairs=False, batch_size=3, continuation=CONTINUATION)
     pd.DataFrame({"text": case.rows()["text"][:3]}).to_parquet(tmp_path / "rows.parquet")
     rows = pd.read_parquet(tmp_path / "rows.parquet")  # which makes arrays of lists
-    found = registry.ask(str(tmp_path / "saved"), rows)
+    found = asking.ask(str(tmp_path / "saved"), rows)
     assert found == ask(loaded(files, case.task), rows).to_dict("records")
     assert None in found[1]["tags"]
+
+
+def test_who_imports_it_sets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow.models.model, "__mlflow_model__", None)
+    runpy.run_module("flows.registry.served", run_name="flows.registry.served")
+    assert mlflow.models.model.__mlflow_model__ is None
 
 
 WITHOUT_PIPELINE = """

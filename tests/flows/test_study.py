@@ -4,13 +4,16 @@ import csv
 import json
 import re
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
+from flows.cli import app
 from tests.flows.toy import Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
@@ -69,7 +72,7 @@ class TestAfterTheFirstRun:
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout
-        assert "14 executed" in study.stdout
+        assert "15 executed" in study.stdout
 
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
@@ -92,12 +95,14 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 14
+        assert parent.data.metrics["stages.executed"] == 15
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
         evaluation = json.loads((study.root / "reports/evaluate/kfac-0.5.json").read_text())
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
+        dense = json.loads((workspace / "reports/dense.json").read_text())
+        assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
         curve = [json.loads(line) for line in (study.root / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
@@ -119,6 +124,12 @@ class TestAfterTheFirstRun:
         recipes["svd"]["recovery"]["learning_rate"] = 1.0e-3
         change(workspace, recipes=recipes)
         assert stale(workspace) == ["compare", "finetune@svd-0.5"]  # whose page states the recipes
+        (workspace / "params.yaml").write_text(before)
+
+    def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
+        before = (workspace / "params.yaml").read_text()
+        change(workspace, evaluate={"batch_size": 4})
+        assert {name.partition("@")[0] for name in stale(workspace)} == {"dense", "evaluate"}
         (workspace / "params.yaml").write_text(before)
 
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
@@ -145,9 +156,10 @@ class TestAfterTheFirstRun:
 def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     """Nothing is run twice, what MLflow missed is backfilled, a failure spares its siblings, and the rerun resumes."""
     root = study.copied(tmp_path / "workspace")
-    second = flows(root, "run")
+    with chdir(root):  # told of no server, for what has nothing to do needs none
+        second = CliRunner().invoke(app, ["run"])
     assert second.exit_code == 0, second.output
-    assert re.search(r"^14 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^15 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 

@@ -52,6 +52,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     shutil.copy(database, tmp_path)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -59,17 +60,24 @@ def root(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def plan(root: Path) -> list[Planned]:
     return [
         planned("teacher"),
+        planned("dense", ("teacher",)),
         planned("search@kfac-0.5", ("teacher",), (str(root / "models/ranks/kfac-0.5"), str(root / SEARCH))),
         planned("finetune@kfac-0.5", ("search@kfac-0.5",), (str(root / CURVE),)),
-        planned("compare", ("finetune@kfac-0.5",)),
+        planned("compare", ("dense", "finetune@kfac-0.5")),
     ]
 
 
 def started(root: Path, plan: list[Planned]) -> Mirror:
-    mirror = Mirror(root, "s", plan, {"prefect.flow_run": "f"})
+    mirror = Mirror("s", plan, {"prefect.flow_run": "f"})
     mirror.start({"seed": 0}, "run")
     assert not mirror.down
     return mirror
+
+
+def record_shared(mirror: Mirror) -> None:
+    """What comes before the stages of the candidate, and beside them."""
+    for name in ("teacher", "dense"):
+        mirror.record(outcome(name, "Cached"))
 
 
 def children(root: Path) -> list[Run]:
@@ -86,11 +94,11 @@ def losses(root: Path, run: Run, metric: str = "loss") -> list[tuple[int, float]
 def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 9.0, 8.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         pass  # the old curve is still there while the search runs
     mirror.record(outcome("search@kfac-0.5"))
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0, 0.5)
     mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
     (run,) = children(root)
@@ -102,13 +110,13 @@ def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, pl
 
 def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: list[Planned]) -> None:
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
     mirror.record(outcome("search@kfac-0.5", outs=("models/ranks/kfac-0.5", SEARCH)))
     (run,) = children(root)
     assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]  # before the candidate is done
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0, 0.5)
     mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
     (run,) = children(root)
@@ -121,8 +129,8 @@ def test_both_curves_are_backfilled(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
     write_curve(root, 1.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    for one, curve in zip(plan[1:3], (SEARCH, CURVE), strict=True):
+    record_shared(mirror)
+    for one, curve in zip(plan[2:4], (SEARCH, CURVE), strict=True):
         mirror.record(outcome(one.name, "Cached", outs=(curve,)))
     assert not mirror.down
     (run,) = children(root)
@@ -134,8 +142,8 @@ def test_a_search_without_training_has_no_curve(root: Path, plan: list[Planned])
     write(root, SEARCH, "")
     write_curve(root, 1.0)
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached"))
-    with mirror.following(plan[1]):
+    record_shared(mirror)
+    with mirror.following(plan[2]):
         pass
     mirror.record(outcome("search@kfac-0.5", outs=(SEARCH,)))
     mirror.record(outcome("finetune@kfac-0.5", "Restored", outs=(CURVE,)))
@@ -147,11 +155,12 @@ def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, pla
     targets = {f"layer.{number}.query": {"rank": 3 if number else None, "rows": 0} for number in range(100)}
     evaluation = {"factorized": None, "recovered": {"metric": 0.8}, "targets": targets, "target_parameters": 90}
     write(root, EVALUATION, json.dumps(evaluation))
-    write(root, "reports/teacher.json", json.dumps({"score": {"metric": 0.9}}))
+    write(root, "reports/dense.json", json.dumps({"score": {"metric": 0.9}}))
     mirror = started(root, plan)
-    mirror.record(outcome("teacher", "Cached", outs=("reports/teacher.json",)))
+    mirror.record(outcome("teacher", "Cached"))
     mirror.record(outcome("search@kfac-0.5", "Cached"))
     mirror.record(outcome("finetune@kfac-0.5", "Cached", outs=(EVALUATION,)))
+    mirror.record(outcome("dense", outs=("reports/dense.json",)))  # which may be done after a candidate
     assert not mirror.down
     (run,) = children(root)
     assert run.data.metrics == {"recovered.metric": 0.8, "target_parameters": 90, "dense.score.metric": 0.9}
@@ -161,7 +170,7 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     write_curve(root, 1.0)
     for _ in range(2):
         mirror = started(root, plan)
-        for one in plan[:3]:
+        for one in plan[:4]:
             mirror.record(outcome(one.name, "Cached", outs=(CURVE,) if one.writes else ()))
         mirror.finish(complete=True)
     (run,) = children(root)
@@ -175,14 +184,14 @@ def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> 
     write_curve(root, 1.0)
     for key in ("one", "other"):
         mirror = started(root, plan)
-        for one in plan[:3]:
+        for one in plan[:4]:
             mirror.record(outcome(one.name, "Cached", key))
     assert len(children(root)) == 2
 
 
 def test_a_candidate_that_did_not_finish_is_failed(root: Path, plan: list[Planned]) -> None:
     mirror = started(root, plan)
-    with mirror.following(plan[1]):
+    with mirror.following(plan[2]):
         pass
     mirror.finish(complete=False)
     (run,) = children(root)
@@ -196,9 +205,9 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
         "MLFLOW_TRACKING_URI",
         "http://127.0.0.1:9",  # nobody listens there
     )
-    mirror = Mirror(root, "s", plan, {})
+    mirror = Mirror("s", plan, {})
     mirror.start({"seed": 0}, "run")
-    with mirror.following(plan[2]):
+    with mirror.following(plan[3]):
         write_curve(root, 1.0)
     mirror.record(outcome("teacher"))
     mirror.finish(complete=True)
@@ -207,11 +216,11 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
 
 
 ABANDON = """
-import os, sys
+import os
 from pathlib import Path
 from flows.tracking.mirror import Mirror
 from tests.flows.test_tracking import planned
-mirror = Mirror(Path(sys.argv[1]), "s", [planned("finetune@kfac-0.5")], {})
+mirror = Mirror("s", [planned("finetune@kfac-0.5")], {})
 mirror.start({}, "killed")
 with mirror.following(planned("finetune@kfac-0.5")):
     os.kill(os.getpid(), 9)
@@ -220,7 +229,7 @@ with mirror.following(planned("finetune@kfac-0.5")):
 
 def test_runs_of_a_flow_that_was_killed_are_ended_and_those_of_others_go_on(root: Path, plan: list[Planned]) -> None:
     living = started(root, plan)
-    command = [sys.executable, "-c", ABANDON, str(root)]
+    command = [sys.executable, "-c", ABANDON]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert killed.returncode == -9
     client = living.client

@@ -186,7 +186,7 @@ class TestStudyFiles:
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
         tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
         content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-        workspaces._write(content, tmp_path / "params.yaml", "# comment\n")
+        seeds._write(content, tmp_path / "params.yaml", "# comment\n")
         again = read(tmp_path / "params.yaml")
         assert again == content
         assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
@@ -335,8 +335,8 @@ sys.exit(seed == 1)
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A git and DVC repository whose study only notes that it ran."""
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A git and DVC repository whose study only notes that it ran; the working directory."""
     root = tmp_path / "main"
     for folder in ("eckart", "tasks", "flows", "studies", "docs", "data/raw", "models/base"):
         (root / folder).mkdir(parents=True)
@@ -350,6 +350,7 @@ def repository(tmp_path: Path) -> Path:
     call(root, "git", "init", "-q", "-b", "main")
     call(root, "dvc", "init", "-q")
     commit(root)
+    monkeypatch.chdir(root)
     return root
 
 
@@ -359,10 +360,10 @@ def toy(*seeds: int) -> StudyFile:
 
 class TestCommitted:
     def test_a_clean_repository_passes_and_other_files_may_be_edited(self, repository: Path) -> None:
-        check_committed(repository, toy())
+        check_committed(toy())
         for name in ("docs/new.md", "studies/another.yaml", "README.md", "data/raw/own.csv", "eckart/x.pyc"):
             (repository / name).write_text("edited\n")
-        check_committed(repository, toy())
+        check_committed(toy())
 
     @pytest.mark.parametrize(
         "name",
@@ -373,13 +374,13 @@ class TestCommitted:
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).write_text("edited\n")
         with pytest.raises(WorkspaceError, match=rf"Commit these.*\n  {name}$"):
-            check_committed(repository, toy())
+            check_committed(toy())
 
     def test_all_are_named_staged_deleted_and_renamed_ones_too(self, repository: Path) -> None:
         call(repository, "git", "mv", "eckart/svd.py", "eckart/renamed.py")
         (repository / "flows/__main__.py").unlink()
         with pytest.raises(WorkspaceError) as caught:
-            check_committed(repository, toy())
+            check_committed(toy())
         names = str(caught.value).splitlines()[1:]
         assert names == ["  eckart/renamed.py", "  eckart/svd.py", "  flows/__main__.py"]
 
@@ -387,18 +388,19 @@ class TestCommitted:
         call(repository, "git", "rm", "-q", "--cached", "studies/toy.yaml")
         (repository / ".git/info/exclude").write_text("/studies/\n")
         with pytest.raises(WorkspaceError, match=r"studies/toy\.yaml"):
-            check_committed(repository, toy())
+            check_committed(toy())
 
-    def test_a_folder_of_a_repository_is_no_root(self, repository: Path) -> None:
+    def test_a_folder_of_a_repository_is_no_root(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(repository / "eckart")
         with pytest.raises(WorkspaceError, match="not the root"):
-            check_committed(repository / "eckart", toy())
+            check_committed(toy())
 
 
 class TestWorkspaces:
     def test_a_worktree_at_head_with_the_shared_cache(self, repository: Path) -> None:
         (repository / "data/raw/own.csv").write_text("a,b\n")
-        folder = prepare(repository, toy(), 3)
-        assert folder == repository / "workspaces/toy-seed3"
+        folder = prepare(toy(), 3)
+        assert folder == Path("workspaces/toy-seed3")
         assert call(folder, "git", "rev-parse", "HEAD") == call(repository, "git", "rev-parse", "HEAD")
         assert call(folder, "git", "branch", "--show-current") == ""
         assert call(folder, "dvc", "cache", "dir") == call(repository, "dvc", "cache", "dir")
@@ -409,7 +411,7 @@ class TestWorkspaces:
         assert call(folder, "git", "status", "--porcelain") == " M params.yaml\n"
 
     def test_a_workspace_is_reused_at_the_new_commit_and_keeps_its_outputs(self, repository: Path) -> None:
-        folder = prepare(repository, toy(), 0)
+        folder = prepare(toy(), 0)
         (folder / "reports").mkdir()
         for name in ("reports/comparison.csv", "dvc.lock"):
             (folder / name).write_text("made\n")
@@ -417,14 +419,14 @@ class TestWorkspaces:
         for name in ("eckart/svd.py", "dvc.lock"):
             (repository / name).write_text("committed = 2\n")
         commit(repository)
-        prepare(repository, toy(), 0)
+        prepare(toy(), 0)
         assert (folder / "eckart/svd.py").read_text() == "committed = 2\n"
         assert {(folder / name).read_text() for name in ("reports/comparison.csv", "dvc.lock")} == {"made\n"}
         assert read(folder / "params.yaml")["seed"] == 0
 
     def test_a_folder_that_was_deleted_is_made_again(self, repository: Path) -> None:
-        shutil.rmtree(prepare(repository, toy(), 0))
-        assert (prepare(repository, toy(), 0) / "eckart/svd.py").exists()
+        shutil.rmtree(prepare(toy(), 0))
+        assert (prepare(toy(), 0) / "eckart/svd.py").exists()
 
     @pytest.mark.parametrize("own", [False, True], ids=["a folder", "a repository"])
     def test_a_folder_that_is_something_else_is_refused(self, repository: Path, own: bool) -> None:
@@ -436,7 +438,7 @@ class TestWorkspaces:
         (repository / "docs/draft.md").write_text("uncommitted\n")
         (repository / "params.yaml").write_text("seed: 4\n")
         with pytest.raises(WorkspaceError, match="is no worktree"):
-            prepare(repository, toy(), 0)
+            prepare(toy(), 0)
         assert call(repository, "git", "branch", "--show-current") == "main\n"
         assert (repository / "params.yaml").read_text() == "seed: 4\n"
 
@@ -447,16 +449,16 @@ class TestWorkspaces:
         hook.parent.mkdir(exist_ok=True)
         hook.write_text("#!/bin/sh\ntouch hooked\n")
         hook.chmod(0o755)
-        monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
-        monkeypatch.setenv("GIT_WORK_TREE", str(repository))
-        for _ in range(2):
-            folder = prepare(repository, toy(), 0)
-        monkeypatch.undo()
+        with monkeypatch.context() as hooked:
+            hooked.setenv("GIT_DIR", str(repository / ".git"))
+            hooked.setenv("GIT_WORK_TREE", str(repository))
+            for _ in range(2):
+                folder = prepare(toy(), 0)
         assert not (folder / "hooked").exists()
         assert call(repository, "git", "branch", "--show-current") == "main\n"
 
     def test_git_and_dvc_of_the_main_workspace_do_not_see_it(self, repository: Path) -> None:
-        prepare(repository, toy(), 0)
+        prepare(toy(), 0)
         for tool in ("git", "dvc"):
             assert call(repository, tool, "check-ignore", "workspaces").strip() == "workspaces"
 
@@ -467,7 +469,7 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        failed = seeds.run_all(repository, toy(0, 1, 2), workers=2, timeout=9)
+        failed = seeds.run_all(toy(0, 1, 2), workers=2, timeout=9)
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -476,21 +478,22 @@ class TestRunning:
 
     def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        failed = seeds.run_all(repository, toy(0, 2))
+        failed = seeds.run_all(toy(0, 2))
         assert list(failed) == [0]
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
-            failed = seeds.run_all(repository, toy(0))
+            failed = seeds.run_all(toy(0))
         assert "already" in failed[0]
-        assert not seeds.run_all(repository, toy(0))
+        assert not seeds.run_all(toy(0))
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
-            "import sys; from pathlib import Path; from flows import workspaces\n"
+            "import os, sys; from pathlib import Path; from flows import seeds; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
-            "seeds.run_all(Path(sys.argv[1]), study)"
+            "os.chdir(sys.argv[1])\n"
+            "seeds.run_all(study)"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
@@ -607,7 +610,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     dense["zero_shot"] = {}
-    (root / summary.TEACHER_METRICS).write_text(str(dense).replace("'", '"'))
+    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
 
 
@@ -760,7 +763,7 @@ class TestSeveralTasks:
         rows, text = summary.page(studies, {"one": made_up(), "two": made_up("matthews")}, "two", "made by")
         heads = [line for line in text.splitlines() if line.startswith("#")]
         assert heads == ["# two", "## Published", "## one", "## two"]
-        assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in text
+        assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in re.sub(" +", " ", text)
         assert "\n1. of 3 seeds\n" in text
         assert list(rows.columns[:3]) == ["task", "seed", "recipe"]
         assert list(rows.task) == ["one"] * 8 + ["two"] * 8
@@ -772,7 +775,7 @@ class TestCommand:
         """In the repository, where seed 1 of two fails."""
         monkeypatch.chdir(repository)
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
-        monkeypatch.setattr(seeds, "run", lambda _root, _study, seed, *_: seed != 1)
+        monkeypatch.setattr(seeds, "run", lambda _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: made_up(seeds=len(folders)))
 
     def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
@@ -794,7 +797,7 @@ class TestCommand:
         params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
         studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
         monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
-        monkeypatch.setattr(seeds, "run", lambda _root, study, *_: study.task != "two")
+        monkeypatch.setattr(seeds, "run", lambda study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
         assert "1 of 3 runs failed" in done.output
@@ -868,7 +871,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
     assert list(rows.seed) == [0, 1]
     mean, spread = statistics.mean(100 * rows.recovered), statistics.stdev(100 * rows.recovered)
     table = (root / TABLE).read_text()
-    assert "| svd | 0.5 | " in table
+    assert re.search(r"^\| svd +\| +0\.5 \| ", table, re.MULTILINE)
     assert f" {mean:.1f} ± {spread:.1f} " in table
     assert f" {statistics.mean(rows.speedup):.2f}\N{NO-BREAK SPACE}× " in table
     assert f"`python -m flows study studies/two.yaml --table {TABLE}`" in table

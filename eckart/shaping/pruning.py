@@ -1,6 +1,6 @@
-"""Shaping: training that gives the dense weights a structure before they are factorized.
+"""Pruning: training that leaves a share of every target's weights, wherever they stand.
 
-Unstructured pruning: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1. First-order scores
+Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1. First-order scores
 are what the paper uses: they tend to empty whole rows, so that what is left has low rank; magnitudes do not (its
 section 3). `sensitivity` is the same product without its sign, which a draft in the paper's source has and its text has
 not (choice, for our use): signed scores prune weights, however large, that training drew towards zero. They need a
@@ -9,8 +9,8 @@ training that goes somewhere: the paper prunes a pre-trained model while it lear
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,16 +18,21 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import Evidence
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
-from eckart.rules import Rule
-from eckart.schedules import cubic, steps_in
+from eckart.ranks.problem import SearchProblem
+from eckart.schedules import cubic, exceeding, steps_in
+from eckart.shaping.outcome import share_left
 from eckart.targets import Target, weight_of
+from eckart.training_rules import Rule
 
 _FLOOR = 0.01  # least score of a row, relative to the mean row
 
 
-class Pruning(Optimization):
+class Pruning(Optimization, Method):
     """Zero all but the share `remaining` of every target's weights while the model trains."""
+
+    captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
 
     kind: Literal["pruning"]
     steps: int = Field(ge=1)
@@ -36,8 +41,14 @@ class Pruning(Optimization):
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
 
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        yield from exceeding("shaping", self.start, self.end)
 
-Shaping = Pruning
+    def shape(self, problem: SearchProblem) -> Evidence:
+        """Prune the model; returns the scores."""
+        rule = WeightPruning(problem.model, problem.targets, self)
+        problem.train(self, rule)
+        return rule.evidence()
 
 
 class _Identity(BaseModel):
@@ -110,9 +121,7 @@ class WeightPruning(Rule):
 
     def measures(self) -> dict[str, float]:
         """The share of all weights that is not zero."""
-        weights = [weight_of(module) for module in self.modules.values()]
-        left = sum(int(weight.count_nonzero()) for weight in weights)
-        return {"remaining": left / sum(weight.numel() for weight in weights)}
+        return {"remaining": share_left(self.modules.values())}
 
     def state(self) -> dict[str, Tensor]:
         return dict(self.scores)
@@ -147,9 +156,3 @@ def _lowest(scores: Tensor, count: int) -> Tensor:
     equal = (flat == bound).nonzero().squeeze(1)
     lowest[equal[: count - int(lowest.sum())]] = True
     return lowest.view_as(scores)
-
-
-def average_rank(model: nn.Module, targets: Sequence[Target]) -> float:
-    """Mean numerical rank of the targets' weights, at the tolerance of float64 (section 3.2: pruning lowers it)."""
-    weights = [weight_of(model.get_submodule(target.name)).cpu().double() for target in targets]
-    return sum(int(torch.linalg.matrix_rank(weight)) for weight in weights) / len(weights)

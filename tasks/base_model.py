@@ -22,7 +22,7 @@ from transformers import (
 from tasks import packages
 from tasks.dataset import Task
 from tasks.kinds import kind_of
-from tasks.models import only_tensors
+from tasks.models import check_weights
 from tasks.params import Model
 from tasks.stage import StageError
 
@@ -47,10 +47,10 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     with ExitStack() as stack:
         source, extra = _source(params.base, stack)
         try:
-            stack.enter_context(only_tensors())
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             found = AutoConfig.from_pretrained(source, **options)
             _check_code(found)
+            check_weights(source, found, params.revision)
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved

@@ -13,19 +13,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.layers import LowRankLinear, low_rank_layers, merge
-from eckart.rules import Rule
-from eckart.schedules import cubic, steps_in
+from eckart.budget import allowance
+from eckart.layers import LowRankLinear, factorized, low_rank_layers, merge
+from eckart.methods import Contradiction, Method, RecipeParts
+from eckart.problem import Problem
+from eckart.schedules import cubic, exceeding, steps_in
+from eckart.training_rules import Rule
 
 
-class SparseRows(BaseModel):
+class SparseRows(Method):
     """S = W − left right at first, pruned by whole rows while recovery trains.
 
     low_rank: share of the budget that the factors get. 0 is iterative structured pruning (the paper's baseline ITP), 1
@@ -34,7 +37,7 @@ class SparseRows(BaseModel):
     start, end: shares of the steps before pruning starts and after it has ended.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
 
     kind: Literal["sparse_rows"]
     low_rank: float = Field(ge=0, le=1)
@@ -42,17 +45,23 @@ class SparseRows(BaseModel):
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
 
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.ranks.leaves_low_rank:
+            yield (
+                "residual",
+                f"{recipe.ranks.kind} leaves weights of low rank, which have no rest for sparse rows; write null",
+            )
+        if self.low_rank == 0 and recipe.ranks.kind != "uniform":
+            yield "ranks", "all ranks are 0 where residual.low_rank is, so there is nothing to search; write uniform"
+        if not recipe.recovery.trains:
+            yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
+        yield from exceeding("residual", self.start, self.end)
 
-Residual = SparseRows
-
-
-def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """S = W − left right `(out, in)` (eq. 8) for factors `(out, rank)` and `(rank, in)`.
-
-    What the factors lose when a model of W's type rounds them goes into S, so that the sum is W again.
-    """
-    product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
-    return weight.to(product.dtype) - product
+    def rule(self, problem: Problem, steps: int) -> RowPruning:
+        """What prunes the rows in a training of `steps` steps, until the factorized targets meet their budget."""
+        left = factorized(problem.model)
+        dense = sum(target.parameters for target in problem.targets if target.name not in left)
+        return RowPruning(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from tasks.base import load_base
+from tasks.base_model import load_base
 from tasks.dataset import Task
 from tasks.params import Model
 from tasks.stage import StageError

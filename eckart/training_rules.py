@@ -1,4 +1,4 @@
-"""Rules: what a method adds to the training loop, so that there is one loop for all of them.
+"""Training rules: what a method adds to the training loop, so that there is one loop for all of them.
 
 The loop (tasks/training.py) is transformers.Trainer. For every step it calls, in this order, `before_forward`, the
 model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `after_update`. Steps count from 0.
@@ -6,7 +6,7 @@ model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,22 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.batch import Batch
-
-Predictions = Callable[[ModelOutput, Batch], Tensor]
-"""The logits `(predictions, classes)` of a batch that its labels are for, or the values `(batch, values)`."""
-
-
-def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """The Predictions of a head that answers once a sample.
-
-    Raises:
-        ValueError: the model returns no logits.
-    """
-    logits = outputs.get("logits")
-    if logits is None:
-        raise ValueError("the model returns no logits: set distillation.logits to 0")
-    return logits
+from eckart.losses import Batch
 
 
 class Rule:
@@ -40,9 +25,6 @@ class Rule:
 
     forward_options: Mapping[str, Any] = {}
     """What the model is called with besides the batch."""
-
-    alone: bool = False
-    """Whether it works in one process only: it trains parameters that are not the model's, or runs the model twice."""
 
     def before_forward(self, step: int) -> None:
         """Set up the model for this step."""

@@ -1,0 +1,29 @@
+"""What a method is asked: a model, of whose targets so much may be kept, and what the model is for.
+
+More is known before the factorization (eckart/ranks/problem.py) and after it (eckart/recovery/problem.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from eckart.losses import Objective
+from eckart.targets import Target
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A method may change `model` in place.
+
+    targets: in order of execution.
+    keep: share of the parameters of `targets`.
+    seed: of all that is drawn.
+    """
+
+    model: PreTrainedModel
+    targets: tuple[Target, ...]
+    keep: float
+    seed: int
+    objective: Objective

@@ -1,0 +1,91 @@
+"""What shaping and rank searches are asked, before anything is factorized, and what a search answers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from eckart.budget import Ranks
+from eckart.evidence import Evidence
+from eckart.losses import Batch
+from eckart.methods import Method
+from eckart.optimization import Optimization
+from eckart.problem import Problem
+from eckart.svd import Decomposition, decompose, spectrum
+from eckart.targets import Target, weight_of
+from eckart.training_rules import Rule
+from eckart.weighting import ErrorNorm, Weighting, weigh
+
+T = TypeVar("T")
+Spectra = Mapping[str, Tensor]
+"""Target → weighted singular values, descending `(min(out, in),)`."""
+
+KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized at this step."}
+"""The caption of a measure that several searches have."""
+
+
+@dataclass(frozen=True)
+class SearchProblem(Problem):
+    """The model is dense.
+
+    evidence: what `weighting` reads, of the dense model.
+    train: runs the one training loop on the task, with these settings and this rule, and leaves the model on the CPU.
+    calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
+    """
+
+    weighting: Weighting
+    evidence: Evidence
+    train: Callable[[Optimization, Rule], None]
+    calibration: Callable[[int], Sequence[Batch]]
+
+    def spectra(self) -> Spectra:
+        """Of the weights as they are.
+
+        Raises:
+            ValueError: a weight or its evidence is not fit; the message names the target.
+        """
+        return {target.name: self._of(spectrum, target) for target in self.targets}
+
+    def decompositions(self) -> dict[str, Decomposition]:
+        """As `spectra`, with the components."""
+        return {target.name: self._of(decompose, target) for target in self.targets}
+
+    def _of(self, what: Callable[[Tensor, ErrorNorm], T], target: Target) -> T:
+        try:
+            weight = weight_of(self.model.get_submodule(target.name))
+            return what(weight, weigh(self.weighting, target, self.evidence))
+        except ValueError as error:
+            raise ValueError(f"{target.name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search answers.
+
+    spectra: that the ranks cut; None where there is none to predict a loss by.
+    changed: whether the weights of the model are others now.
+    """
+
+    ranks: Ranks
+    spectra: Spectra | None = None
+    changed: bool = False
+
+
+class ByFormula(Method):
+    """A search that needs nothing but spectra."""
+
+    def search(self, problem: SearchProblem) -> Found:
+        spectra = problem.spectra()
+        return Found(self.ranks(problem.targets, spectra, problem.keep), spectra)
+
+    @abstractmethod
+    def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
+        """Ranks for `targets` that keep at most `keep` of their parameters.
+
+        Raises:
+            NoRank: `keep` leaves some target no rank.
+        """

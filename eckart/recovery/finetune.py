@@ -1,0 +1,25 @@
+"""Plain fine-tuning of the factorized model on the task, with or without a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from eckart.methods import Method
+from eckart.optimization import Optimization
+from eckart.recovery.distillation import Distillation
+from eckart.recovery.problem import RecoveryProblem
+from eckart.training_rules import Rule
+
+
+class Finetune(Optimization, Method):
+    """Train everything that is left."""
+
+    captions: ClassVar = Distillation.captions
+
+    kind: Literal["finetune"]
+    distillation: Distillation | None
+
+    def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
+        if self.distillation:
+            yield self.distillation.rule(problem)

@@ -1,0 +1,21 @@
+"""What recoveries are asked: the model is factorized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from eckart.problem import Problem
+
+
+@dataclass(frozen=True)
+class RecoveryProblem(Problem):
+    """
+    teacher: loads the dense model of the study to where the factorized one is.
+    source: loads the dense model whose weights were factorized: the teacher, or what shaping or search made of it.
+    """
+
+    teacher: Callable[[], PreTrainedModel]
+    source: Callable[[], PreTrainedModel]

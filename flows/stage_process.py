@@ -1,0 +1,35 @@
+"""What a forked process does to be a stage's.
+
+It imports nothing of ours: `tasks` and `eckart` are to be those of the workspace that it runs in, as they are by then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection, wait
+
+
+def become(words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
+    """Be `python -m MODULE ARGUMENTS` in `root`, print to `writer`, and end with the process that asked for it."""
+    os.setsid()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    for stream in (1, 2):
+        os.dup2(writer.fileno(), stream)
+    writer.close()
+    os.chdir(root)
+    os.environ.update(env)
+    sys.path[0] = root
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

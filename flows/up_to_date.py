@@ -1,0 +1,41 @@
+"""A study in which nothing is to be run: it needs no Prefect and no server, and MLflow is told what it lacks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows import engine
+from flows.engine import Outcome
+from tasks import check
+
+
+def outcomes(root: Path) -> list[Outcome] | None:
+    """What the stages of the working directory `root` wrote, told to MLflow; None if one of them is to be run.
+
+    Raises:
+        ParamsError: params.yaml has mistakes.
+        WorkspaceUnusable: `root` is no workspace, or cannot be written.
+    """
+    planned = engine.plan()
+    found = [one.cached for one in planned if one.cached]
+    if len(found) < len(planned):
+        return None
+    from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
+
+    typed = check.check(root)
+    mirror = Mirror(typed["study"].name, planned, {})
+    mirror.start(typed)
+    for outcome in found:
+        mirror.record(outcome)
+    mirror.finish(complete=True)
+    return found
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """What became of the stages, in a sentence."""
+    if all(outcome.status == "Cached" for outcome in outcomes):
+        return "Nothing was recomputed: everything is up to date."
+    counts = Counter(outcome.status for outcome in outcomes)
+    return ", ".join(f"{count} {status.lower()}" for status, count in counts.items())

@@ -1,0 +1,60 @@
+"""What the tools around the pipeline are told, and when: by a process that begins, never by an import."""
+
+import os
+import subprocess
+import sys
+
+from tests.workspace import REPOSITORY
+
+EVERY_MODULE = """
+import logging, os, pkgutil, sys, importlib
+import tasks, torch  # which the modules import, too: only what they do themselves is looked at
+before = dict(os.environ), sys.excepthook, logging.getLogRecordFactory(), torch.load
+import flows
+names = [module.name for module in pkgutil.walk_packages(flows.__path__, "flows.") if module.name != "flows.__main__"]
+for name in names:
+    importlib.import_module(name)
+after = dict(os.environ), sys.excepthook, logging.getLogRecordFactory(), torch.load
+print(len(names), [one for one, other in zip(before, after) if one != other])
+"""
+SETTINGS_HOLD = """
+import logging, sys
+from flows import cli, settings
+hook, factory = sys.excepthook, logging.getLogRecordFactory()
+cli.main()
+cli.main()
+import mlflow.telemetry.client, prefect.settings
+assert sys.excepthook is not hook
+assert logging.getLogRecordFactory().make is factory  # once, however often it is asked for
+assert mlflow.telemetry.client._MLFLOW_TELEMETRY_CLIENT is None
+assert not prefect.settings.get_current_settings().server.analytics_enabled
+"""
+SCHEDULED = """
+import sys
+import flows.study
+print(sorted({"torch", "transformers", "mlflow"} & set(sys.modules)))
+"""
+
+
+def fresh(code: str) -> str:
+    """What an interpreter prints that was told nothing of the tools."""
+    told = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1] if done.stdout else ""
+
+
+def test_an_import_changes_nothing_of_its_process() -> None:
+    count, changed = fresh(EVERY_MODULE).split(" ", 1)
+    assert int(count) > 20
+    assert changed == "[]"
+
+
+def test_a_command_tells_the_tools_before_they_are_imported() -> None:
+    fresh(SETTINGS_HOLD)
+
+
+def test_a_scheduled_flow_begins_before_mlflow_is_imported() -> None:
+    """Which reads its settings then; and before torch, which takes seconds."""
+    assert fresh(SCHEDULED) == "[]"

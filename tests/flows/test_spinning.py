@@ -1,0 +1,55 @@
+"""Threads that wait do not spin, in every process that the project starts: OpenMP itself says what it was told."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.workspace import REPOSITORY
+
+# Stages are forked from a warm server, which imports torch and more before them, or started by a shell.
+FLOW = """
+from flows import settings
+from flows.engine import processes
+settings.apply()
+with processes.reaping():
+    for command in ("python -m tasks.extract --help", "cd . && python -c 'import torch'"):
+        processes.run(command, ".", print, {})
+"""
+
+
+def spins(*arguments: str, **variables: str) -> list[int]:
+    """How long each OpenMP spins, of `python ARGUMENTS` and what that starts: GNU's in turns, LLVM's in ms."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": str(REPOSITORY), **variables}
+    command, out = [sys.executable, *arguments], subprocess.PIPE
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    found = [int(turns) for turns in re.findall(r"(?:GOMP_SPINCOUNT|KMP_BLOCKTIME) *= *'(\d+)", done.stdout)]
+    assert found, done.stdout
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-m", "tasks.extract", "--help"),  # as `dvc repro` starts a stage
+        ("-c", FLOW),
+        ("-c", "import tests.conftest"),
+    ],
+    ids=["stage", "flow", "tests"],
+)
+def test_threads_that_wait_do_not_spin(arguments: tuple[str, ...]) -> None:
+    assert set(spins(*arguments)) == {0}
+
+
+def test_what_the_user_says_wins() -> None:
+    assert min(spins("-c", "import tasks.stage", OMP_WAIT_POLICY="ACTIVE")) > 0
+
+
+def test_the_library_leaves_it_to_the_user() -> None:
+    assert min(spins("-c", "import eckart")) > 0

@@ -1,0 +1,107 @@
+"""docs/extending.md as it stands: its methods go through the stages of a repository that knew nothing of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from tests.workspace import REPOSITORY, tiny_workspace
+
+KEEP = "0.5"
+RECIPES = ("energy", "pull")
+FEW = {"steps": 3, "batch_size": 8}
+RUN = f"""
+from pathlib import Path
+import eckart
+from tasks.check import check
+from tests.workspace import run_stage
+
+assert Path(eckart.__file__).is_relative_to(Path.cwd())
+check(Path())
+for stage in ("extract", "teacher", "importance"):
+    run_stage(stage)
+for recipe in {RECIPES}:
+    for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):
+        run_stage(stage, recipe, "{KEEP}")
+run_stage("compare")
+"""
+
+
+def block(language: str, after: str) -> str:
+    """The first fenced block of `language` behind `after` in the document."""
+    document = (REPOSITORY / "docs/extending.md").read_text()
+    found = re.search(rf"{re.escape(after)}.*?^```{language}\n(.*?)^```", document, re.S | re.M)
+    assert found
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the code with the methods added as the document says, after all stages of both candidates."""
+    root = tmp_path_factory.mktemp("extended")
+    for name in ("eckart", "tasks"):
+        shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "dvc.yaml", root)
+    registry = root / "eckart/ranks/__init__.py"
+    for name in RECIPES:
+        (root / f"eckart/ranks/{name}.py").write_text(block("python", f"`eckart/ranks/{name}.py`:"))
+        kind = name.capitalize()
+        imported = registry.read_text().replace(
+            "from pydantic", f"from eckart.ranks.{name} import {kind}\nfrom pydantic"
+        )
+        registry.write_text(re.sub(r"(RankSearch = Annotated\[\s*)", rf"\1{kind} | ", imported))
+    recipe = YAML(typ="safe").load(block("yaml", "And `params.yaml`"))["recipes"]["energy"]
+    recipe["recovery"] |= FEW
+    optimizer = {name: recipe["recovery"][name] for name in ("learning_rate", "warmup", "weight_decay")}
+    trained = {**recipe, "ranks": {"kind": "pull", **optimizer, **FEW}}
+    tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes={"energy": recipe, "pull": trained})
+    python(root, "-m", "tasks.dependencies")
+    python(root, "-c", RUN)
+    return root
+
+
+def python(root: Path, *arguments: str) -> None:
+    """Run the code in `root`, which comes before the repository's."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(root / "cache")}
+    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_budget_is_met_and_used(root: Path, recipe: str) -> None:
+    targets = read(root / "data/importance/targets.json")["targets"]
+    dense = sum(target["out_features"] * target["in_features"] for target in targets)
+    kept = read(root / f"reports/evaluate/{recipe}-{KEEP}.json")["target_parameters"]
+    assert 0.4 * dense < kept <= 0.5 * dense
+
+
+def test_the_search_that_trains_is_counted_and_what_it_measured_is_explained(root: Path) -> None:
+    assert read(root / f"models/ranks/pull-{KEEP}/ranks.json")["steps"] == FEW["steps"]
+    last = (root / f"reports/search/pull-{KEEP}.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["pull"] > 0
+    assert "Norm of the gradients of all targets." in (root / "reports/comparison.html").read_text()
+
+
+def test_its_trained_weights_are_what_is_factorized(root: Path) -> None:
+    assert (root / f"models/ranks/pull-{KEEP}/shaped/model.safetensors").exists()
+    assert not (root / f"models/ranks/energy-{KEEP}/shaped").exists()
+
+
+def test_dvc_is_told_of_the_new_code(root: Path) -> None:
+    stages = YAML(typ="safe").load((root / "dvc.yaml").read_text())["stages"]
+    files = {f"eckart/ranks/{recipe}.py" for recipe in RECIPES}
+    assert files <= {*stages["search"]["deps"]}
+    assert not files & {*stages["finetune"]["deps"]}
