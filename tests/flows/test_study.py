@@ -3,18 +3,16 @@
 import csv
 import json
 import re
+import subprocess
 import sys
-from contextlib import chdir
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
-from flows.cli import app
-from tests.flows.toy import Flows, Study, call, stale
+from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +99,7 @@ class TestAfterTheFirstRun:
         (child,) = runs(study.root)["kfac-0.5"]
         evaluation = json.loads((study.root / "reports/evaluate/kfac-0.5.json").read_text())
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
-        dense = json.loads((workspace / "reports/dense.json").read_text())
+        dense = json.loads((study.root / "reports/dense.json").read_text())
         assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
@@ -153,12 +151,21 @@ class TestAfterTheFirstRun:
         assert {folder: digests(workspace / folder) for folder in outs} == outs
 
 
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """The modules that a process imported which ran with PYTHONPROFILEIMPORTTIME."""
+    return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
 def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     """Nothing is run twice, what MLflow missed is backfilled, a failure spares its siblings, and the rerun resumes."""
     root = study.copied(tmp_path / "workspace")
-    with chdir(root):  # told of no server, for what has nothing to do needs none
-        second = CliRunner().invoke(app, ["run"])
-    assert second.exit_code == 0, second.output
+    environment = BARE | {"PREFECT_HOME": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}
+    command = [sys.executable, "-m", "flows", "run"]
+    second = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert not (tmp_path / "prefect.db").exists()  # no server was started
+    assert "flows.up_to_date" in imported(second)
+    assert not {"torch", "transformers", "flows.study"} & imported(second)
     assert re.search(r"^15 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
