@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
-import tasks.check
-from tasks.check import check
+from tasks import check as checking
+from tasks.check import check, mistakes
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
 
 Place = tuple[str | int, ...]
+TINY = tiny_params()
 
 
-def report(root: Path, params: Any) -> list[str]:
-    """The mistakes that `check` finds in `params`, a line each."""
-    write_params(root, params)
-    with pytest.raises(ParamsError) as caught:
-        check(root)
-    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+def tiny(**changes: Any) -> dict[str, Any]:
+    return merged(TINY, changes)
 
 
 def paths(lines: list[str]) -> list[str]:
     return [line.split(":")[0] for line in lines]
 
 
-def only(lines: list[str], path: str) -> str:
-    """The single line, which is about `path` and has an advice."""
+def only(params: Mapping[str, Any], path: str) -> str:
+    """The single mistake of `params`, which is about `path` and has an advice."""
+    lines = mistakes(params)
     assert paths(lines) == [path], lines
     assert lines[0].split("; ", 1)[1]
     return lines[0]
@@ -51,14 +49,28 @@ def parent(content: Any, place: Place) -> Any:
     return content
 
 
+def put(place: Place, value: Any) -> dict[str, Any]:
+    """The tiny parameters with another value at a place."""
+    params = plain(TINY)
+    parent(params, place)[place[-1]] = value
+    return params
+
+
+def without(place: Place) -> dict[str, Any]:
+    params = plain(TINY)
+    del parent(params, place)[place[-1]]
+    return params
+
+
 def dotted(place: Place) -> str:
     return ".".join(map(str, place))
 
 
-EVERYWHERE = list(places(tiny_params()))
-KEYS = [place for place, _ in EVERYWHERE if isinstance(place[-1], str)]
-MAPPINGS = [place for place, value in EVERYWHERE if isinstance(value, dict)]
-NUMBERS = [place for place, value in EVERYWHERE if isinstance(value, int | float) and not isinstance(value, bool)]
+EVERYWHERE = dict(places(TINY))
+KEYS = [place for place in EVERYWHERE if isinstance(place[-1], str)]
+MAPPINGS = [place for place, value in EVERYWHERE.items() if isinstance(value, dict) and place != ("recipes",)]
+NUMBERS = [place for place, value in EVERYWHERE.items() if type(value) in (int, float)]
+KINDS_OF_PARTS = [place for place in KEYS if place[-1] == "kind"]
 RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absence the study notices
 
 
@@ -68,7 +80,7 @@ def test_the_repository_s_own_parameters_pass() -> None:
 
 
 def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
-    write_params(tmp_path, tiny_params())
+    write_params(tmp_path, TINY)
     assert check(tmp_path)["study"].keeps == (0.5,)
 
 
@@ -85,22 +97,22 @@ class TestFoundGood:
             return ["seed: is bad"] if content["seed"] == 1 else []
 
         (tmp_path / "code/part").mkdir(parents=True)
-        monkeypatch.setattr(tasks.check, "CODE", (tmp_path / "code",))
-        monkeypatch.setattr(tasks.check, "mistakes", mistakes)
-        write_params(tmp_path, tiny_params())
+        monkeypatch.setattr(checking, "CODE", (tmp_path / "code",))
+        monkeypatch.setattr(checking, "mistakes", mistakes)
+        write_params(tmp_path, tiny())
         check(tmp_path)
         found.clear()
         return found
 
     def test_while_file_and_code_stand(self, tmp_path: Path, checks: list[Any]) -> None:
-        assert check(tmp_path)["seed"] == tiny_params()["seed"]
-        write_params(tmp_path / "elsewhere", tiny_params())
+        assert check(tmp_path)["seed"] == tiny()["seed"]
+        write_params(tmp_path / "elsewhere", tiny())
         assert not checks
         check(tmp_path / "elsewhere")
         assert checks
 
     def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
-        write_params(tmp_path, tiny_params(seed=2))
+        write_params(tmp_path, tiny(seed=2))
         check(tmp_path)
         assert [content["seed"] for content in checks] == [2]
 
@@ -111,118 +123,102 @@ class TestFoundGood:
 
     def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
         for _ in range(2):
-            assert paths(report(tmp_path, tiny_params(seed=1))) == ["seed"]
+            write_params(tmp_path, tiny(seed=1))
+            with pytest.raises(ParamsError, match="seed: is bad"):
+                check(tmp_path)
         assert len(checks) == 2
 
     def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
-        write_params(tmp_path, tiny_params())
+        write_params(tmp_path, tiny())
         (tmp_path / ".eckart").write_text("a file where a folder should be")
         assert check(tmp_path)["study"].name == "tiny"
 
 
-@pytest.mark.parametrize("place", [key for key in KEYS if key not in RECIPES and key[-1] != "kind"], ids=dotted)
-def test_a_missing_key_is_one_line(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    del parent(params, place)[place[-1]]
-    assert "missing" in only(report(tmp_path, params), dotted(place))
+def test_a_missing_key_is_one_line() -> None:
+    for place in set(KEYS) - set(RECIPES) - set(KINDS_OF_PARTS):
+        assert "missing" in only(without(place), dotted(place))
 
 
-@pytest.mark.parametrize("place", [key for key in KEYS if key[-1] == "kind"], ids=dotted)
-def test_a_missing_kind_is_one_line(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    del parent(params, place)["kind"]
-    lines = report(tmp_path, params)
-    assert len(lines) == 1
-    assert lines[0].startswith(dotted(place[:-1]))
+def test_a_missing_kind_is_one_line() -> None:
+    for place in KINDS_OF_PARTS:
+        (line,) = mistakes(without(place))
+        assert line.startswith(dotted(place[:-1]))
 
 
-@pytest.mark.parametrize("place", [key for key in KEYS if key[-1] == "kind"], ids=dotted)
-def test_an_unknown_kind_is_one_line_with_those_there_are(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    known = parent(params, place)["kind"]
-    parent(params, place)["kind"] = "magic"
-    lines = report(tmp_path, params)
-    assert len(lines) == 1
-    assert lines[0].startswith(dotted(place[:-1]))
-    assert "magic" in lines[0]
-    assert known in lines[0].split("; write ")[1]
+def test_an_unknown_kind_is_one_line_with_those_there_are() -> None:
+    for place in KINDS_OF_PARTS:
+        (line,) = mistakes(put(place, "magic"))
+        assert line.startswith(dotted(place[:-1]))
+        assert "magic" in line
+        assert EVERYWHERE[place] in line.split("; write ")[1]
 
 
-@pytest.mark.parametrize("place", [place for place in MAPPINGS if place != ("recipes",)], ids=dotted)
-def test_an_unknown_key_is_one_line(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    parent(params, place)[place[-1]]["colour"] = "red"
-    assert "unknown" in only(report(tmp_path, params), f"{dotted(place)}.colour")
+def test_an_unknown_key_is_one_line() -> None:
+    for place in MAPPINGS:
+        assert "unknown" in only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
 
 
-@pytest.mark.parametrize("place", [place for place in MAPPINGS if place != ("recipes",)], ids=dotted)
 @pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])
-def test_a_section_that_is_no_mapping_is_one_line(tmp_path: Path, place: Place, value: Any) -> None:
-    params = tiny_params()
-    parent(params, place)[place[-1]] = value
-    only(report(tmp_path, params), dotted(place))
+def test_a_section_that_is_no_mapping_is_one_line(value: Any) -> None:
+    for place in MAPPINGS:
+        only(put(place, value), dotted(place))
 
 
-@pytest.mark.parametrize("place", NUMBERS, ids=dotted)
-def test_a_string_for_a_number_is_one_line(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    parent(params, place)[place[-1]] = str(parent(params, place)[place[-1]])
-    only(report(tmp_path, params), dotted(place))
+def test_a_string_for_a_number_is_one_line() -> None:
+    for place in NUMBERS:
+        only(put(place, str(EVERYWHERE[place])), dotted(place))
 
 
-@pytest.mark.parametrize("place", NUMBERS, ids=dotted)
-def test_no_number_is_below_zero(tmp_path: Path, place: Place) -> None:
-    params = tiny_params()
-    parent(params, place)[place[-1]] = -1
-    only(report(tmp_path, params), dotted(place))
+def test_no_number_is_below_zero() -> None:
+    for place in NUMBERS:
+        only(put(place, -1), dotted(place))
 
 
 @pytest.mark.parametrize("value", [None, [], {}, ["svd"]], ids=str)
-def test_recipes_that_are_none_are_one_line(tmp_path: Path, value: Any) -> None:
+def test_recipes_that_are_none_are_one_line(value: Any) -> None:
     """There is no use in a line for each recipe of the study then: what may it be replaced by?"""
-    only(report(tmp_path, {**tiny_params(), "recipes": value}), "recipes")
+    only(put(("recipes",), value), "recipes")
 
 
-def test_a_misspelt_section_is_told_from_an_unknown_one(tmp_path: Path) -> None:
-    params = tiny_params()
+def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
+    params = plain(TINY)
     params["techer"] = params.pop("teacher")
-    lines = report(tmp_path, params)
+    lines = mistakes(params)
     assert sorted(paths(lines)) == ["teacher", "techer"]
     assert any(line.startswith("techer:") and line.endswith("write teacher") for line in lines)
 
 
-def test_a_recipe_that_there_is_not_is_named_with_those_there_are(tmp_path: Path) -> None:
-    line = only(report(tmp_path, tiny_params(study={"recipes": ["svd", "kfca"]})), "study.recipes")
+def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
+    line = only(tiny(study={"recipes": ["svd", "kfca"]}), "study.recipes")
     assert "kfca" in line
     assert {"svd", "kfac"} <= set(line.split("; ")[1].replace(",", " ").split())
 
 
-def test_a_recipe_that_the_study_does_not_use_is_checked_too(tmp_path: Path) -> None:
-    params = tiny_params(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
-    only(report(tmp_path, params), "recipes.kfac.recovery.steps")
+def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
+    params = tiny(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
+    only(params, "recipes.kfac.recovery.steps")
 
 
 @pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
-def test_a_repetition_is_one_line(tmp_path: Path, key: str, values: list[Any]) -> None:
-    line = only(report(tmp_path, tiny_params(study={key: values})), f"study.{key}")
+def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
+    line = only(tiny(study={key: values}), f"study.{key}")
     assert str(values[0]) in line
     assert "2 times" in line
 
 
-def test_evidence_that_a_weighting_lacks_is_named(tmp_path: Path) -> None:
-    line = only(report(tmp_path, tiny_params(importance={"evidence": ["inputs"]})), "importance.evidence")
+def test_evidence_that_a_weighting_lacks_is_named() -> None:
+    line = only(tiny(importance={"evidence": ["inputs"]}), "importance.evidence")
     assert "output_gradients" in line
     assert "recipes.kfac" in line
 
 
-def test_each_kind_of_evidence_that_is_lacking_is_named(tmp_path: Path) -> None:
-    lines = report(tmp_path, tiny_params(importance={"evidence": ["fisher"]}))
+def test_each_kind_of_evidence_that_is_lacking_is_named() -> None:
+    lines = mistakes(tiny(importance={"evidence": ["fisher"]}))
     assert paths(lines) == ["importance.evidence"] * 2
 
 
-def test_evidence_that_only_an_unused_recipe_reads_is_not_asked_for(tmp_path: Path) -> None:
-    write_params(tmp_path, tiny_params(study={"recipes": ["svd"]}, importance={"evidence": ["fisher"]}))
-    assert check(tmp_path)["importance"].evidence == ("fisher",)
+def test_evidence_that_only_an_unused_recipe_reads_is_not_asked_for() -> None:
+    assert mistakes(tiny(study={"recipes": ["svd"]}, importance={"evidence": ["fisher"]})) == []
 
 
 COLUMNS = {
@@ -238,26 +234,25 @@ def data_of(task: TaskKindName, **changes: Any) -> dict[str, Any]:
     return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
 
 
-@pytest.mark.parametrize(
-    ("task", "metrics"),
-    [
-        ("classification", {"accuracy", "f1", "matthews"}),
-        ("regression", {"pearson", "spearman"}),
-        ("token_classification", {"accuracy", "f1"}),
-        ("question_answering", {"exact_match", "f1"}),
-        ("summarization", {"rouge1", "rouge2", "rougeL"}),
-        ("language_modeling", {"perplexity"}),
-    ],
-)
-@pytest.mark.parametrize("metric", METRICS)
-def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKindName, metric: str, metrics: set[str]) -> None:
-    params = tiny_params(data=data_of(task, metric=metric))
-    if metric in metrics:
-        write_params(tmp_path, params)
-        assert check(tmp_path)["data"].metric == metric
-    else:
-        line = only(report(tmp_path, params), "data.metric")
-        assert set(line.split("; write one of ")[1].split(", ")) == metrics
+METRICS_OF: dict[TaskKindName, set[str]] = {
+    "classification": {"accuracy", "f1", "matthews"},
+    "regression": {"pearson", "spearman"},
+    "token_classification": {"accuracy", "f1"},
+    "question_answering": {"exact_match", "f1"},
+    "summarization": {"rouge1", "rouge2", "rougeL"},
+    "language_modeling": {"perplexity"},
+}
+
+
+@pytest.mark.parametrize("task", TASK_KINDS)
+def test_a_metric_fits_its_task(task: TaskKindName) -> None:
+    for metric in METRICS:
+        params = tiny(data=data_of(task, metric=metric))
+        if metric in METRICS_OF[task]:
+            assert mistakes(params) == []
+        else:
+            line = only(params, "data.metric")
+            assert set(line.split("; write one of ")[1].split(", ")) == METRICS_OF[task]
 
 
 @pytest.mark.parametrize(
@@ -271,11 +266,9 @@ def test_a_metric_fits_its_task(tmp_path: Path, task: TaskKindName, metric: str,
         ("language_modeling", "text_pair", "other", "write null"),
     ],
 )
-def test_a_task_has_the_columns_that_it_reads(
-    tmp_path: Path, task: TaskKindName, column: str, name: str | None, advice: str
-) -> None:
-    params = tiny_params(data=data_of(task, columns={column: name}))
-    line = only(report(tmp_path, params), f"data.columns.{column}")
+def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None, advice: str) -> None:
+    params = tiny(data=data_of(task, columns={column: name}))
+    line = only(params, f"data.columns.{column}")
     assert task in line
     assert line.endswith(f"; {advice}")
 
@@ -288,66 +281,54 @@ def test_a_task_has_the_columns_that_it_reads(
         ("stride", 8, "question_answering"),
     ],
 )
-@pytest.mark.parametrize("task", TASK_KINDS)
-def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(
-    tmp_path: Path, task: TaskKindName, key: str, value: Any, kind: TaskKindName
-) -> None:
-    params = tiny_params(data=data_of(task, **{key: value}))
-    if task == kind:
-        write_params(tmp_path, params)
-        assert getattr(check(tmp_path)["data"], key) == value
-    else:
-        assert kind in only(report(tmp_path, params), f"data.{key}")
+def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskKindName) -> None:
+    for task in TASK_KINDS:
+        params = tiny(data=data_of(task, **{key: value}))
+        if task == kind:
+            assert mistakes(params) == []
+        else:
+            assert kind in only(params, f"data.{key}")
 
 
-def test_summaries_have_a_length(tmp_path: Path) -> None:
-    only(report(tmp_path, tiny_params(data=data_of("summarization", target_length=None))), "data.target_length")
+def test_summaries_have_a_length() -> None:
+    only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(tmp_path: Path, task: TaskKindName, pair: str | None) -> None:
-    data = {"task": task, "metric": BY_KIND[task][0], "columns": {"text_pair": pair}}
-    write_params(tmp_path, tiny_params(data=data))
-    assert check(tmp_path)["data"].columns.text_pair == pair
+def test_sentences_may_be_pairs(task: TaskKindName, pair: str | None) -> None:
+    assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
 
 
 @pytest.mark.parametrize("key", ["task", "metric"])
 @pytest.mark.parametrize("value", [None, ["accuracy"], {"a": 1}, "magic", 1])
-def test_a_kind_or_metric_that_there_is_not_is_one_line(tmp_path: Path, key: str, value: Any) -> None:
-    params = tiny_params()
-    params["data"][key] = value
-    assert paths(report(tmp_path, params)) == [f"data.{key}"]
+def test_a_kind_or_metric_that_there_is_not_is_one_line(key: str, value: Any) -> None:
+    assert paths(mistakes(put(("data", key), value))) == [f"data.{key}"]
 
 
 @pytest.mark.parametrize("gain", [-1, 1, 20])
-def test_only_a_perplexity_can_gain_as_much_as_1(tmp_path: Path, gain: float) -> None:
-    params = tiny_params(promotion={"least_gain": gain})
-    assert "accuracy" in only(report(tmp_path, params), "promotion.least_gain")
-    columns = COLUMNS["language_modeling"]
-    data = {"task": "language_modeling", "metric": "perplexity", "columns": columns}
-    write_params(tmp_path, merged(params, {"data": data}))
-    assert check(tmp_path)["promotion"].least_gain == gain
+def test_only_a_perplexity_can_gain_as_much_as_1(gain: float) -> None:
+    params = tiny(promotion={"least_gain": gain})
+    assert "accuracy" in only(params, "promotion.least_gain")
+    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
 
 
 @pytest.mark.parametrize("name", ["my-kfac", "a b", "a/b", "", "..", "a.b"])
-def test_a_recipe_s_name_is_a_word(tmp_path: Path, name: str) -> None:
+def test_a_recipe_s_name_is_a_word(name: str) -> None:
     """It becomes a part of stage names, where a dash comes before the keep, and of folders."""
-    params = tiny_params()
-    params["recipes"][name] = plain(params["recipes"]["svd"])
-    only(report(tmp_path, params), f"recipes.{name}")
+    only(put(("recipes", name), TINY["recipes"]["svd"]), f"recipes.{name}")
 
 
-def test_a_recipe_s_name_is_a_string(tmp_path: Path) -> None:
+def test_a_recipe_s_name_is_a_string() -> None:
     """The stages look recipes up by the word on their command line: `1` would not be found."""
-    params = tiny_params()
-    params["recipes"][1] = plain(params["recipes"]["svd"])
-    only(report(tmp_path, params), "recipes.1")
+    params = plain(TINY)
+    params["recipes"][1] = TINY["recipes"]["svd"]
+    only(params, "recipes.1")
 
 
 def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
     params = merged(
-        tiny_params(),
+        tiny(),
         {
             "study": {"recipes": ["svd", "absent"]},
             "seed": "0",
@@ -355,12 +336,15 @@ def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
             "teacher": {"epochs": -1},
             "targets": None,
             "importance": {"evidence": ["inputs", "hearsay"]},
-            "recipes": {"kfac": {"weighting": {"kind": "magic"}}, "x-y": plain(tiny_params()["recipes"]["svd"])},
+            "recipes": {"kfac": {"weighting": {"kind": "magic"}}, "x-y": TINY["recipes"]["svd"]},
             "colour": "red",
         },
     )
     del params["model"]["base"]
-    assert set(paths(report(tmp_path, params))) == {
+    write_params(tmp_path, params)
+    with pytest.raises(ParamsError) as caught:
+        check(tmp_path)
+    assert set(paths([line.strip() for line in str(caught.value).splitlines()[1:]])) == {
         "study.recipes",
         "seed",
         "data.sizes.train",
@@ -416,26 +400,24 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("parts", "message"), CONTRADICTIONS)
-def test_parts_that_make_no_sense_together_are_refused_with_the_reason(
-    tmp_path: Path, parts: dict[str, object], message: str
-) -> None:
+def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None:
     """A part is given as itself or by the recipe it is taken from."""
-    params = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
-    recipe = params["recipes"]["svd"]
-    for path, value in parts.items():
-        part, _, key = path.partition(".")
-        if key:
-            recipe[part][key] = value
-        else:
-            recipe[part] = plain(params["recipes"][value][part]) if isinstance(value, str) else value
-    line = only(report(tmp_path, params), f"recipes.svd.{message.split(':')[0]}")
-    assert message in line
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    for parts, message in CONTRADICTIONS:
+        params = plain(ours)
+        recipe = params["recipes"]["svd"]
+        for path, value in parts.items():
+            part, _, key = path.partition(".")
+            if key:
+                recipe[part][key] = value
+            else:
+                recipe[part] = plain(params["recipes"][value][part]) if isinstance(value, str) else value
+        assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
 
 
 class TestProcesses:
     """What several processes cannot train together is found before anything runs."""
 
-    def test_a_step_has_rows_for_each(self, tmp_path: Path) -> None:
-        params = tiny_params(trainer={"processes": 3}, teacher={"batch_size": 9})
-        assert paths(report(tmp_path, params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
+    def test_a_step_has_rows_for_each(self) -> None:
+        params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
+        assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]

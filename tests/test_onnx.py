@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,19 +17,23 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertForQuestionAnswering,
     BertForTokenClassification,
+    LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
+from typer.testing import CliRunner
 
 import eckart.onnx
 from eckart.hub import save
 from eckart.layers import factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, export
+from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, export
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
+from flows.cli import app
 from tasks.dataset import load_split
 from tasks.export import to_onnx
 from tasks.models import load
@@ -96,20 +98,30 @@ def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, r
         assert told.encode() not in file.read_bytes(), told
 
 
+def shallow(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """With one layer, for each takes the exporter a second."""
+    config.num_hidden_layers = 1
+    return tiny.drawn(family, config)
+
+
 def token_labels() -> PreTrainedModel:
-    return tiny.drawn(BertForTokenClassification, tiny.bert().config)
+    return shallow(BertForTokenClassification, tiny.bert().config)
 
 
 def spans() -> PreTrainedModel:
     config = tiny.bert().config
     config.num_labels = 2
-    return tiny.drawn(BertForQuestionAnswering, config)
+    return shallow(BertForQuestionAnswering, config)
+
+
+def language() -> PreTrainedModel:
+    return shallow(LlamaForCausalLM, tiny.causal_llama().config)
 
 
 HEADS = {
     "token classification": (token_labels, ("logits",)),
     "question answering": (spans, ("start_logits", "end_logits")),
-    "language modeling": (tiny.causal_llama, ("logits",)),
+    "language modeling": (language, ("logits",)),
 }
 
 
@@ -154,6 +166,12 @@ def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
         _difference(expected[:32], found[:32], "m")
 
 
+def test_what_is_no_number_differs() -> None:
+    expected = torch.tensor([[1.0, 0.0]])
+    with pytest.raises(ExportError, match="differ"):
+        _difference(expected, (-expected).sqrt(), "m")
+
+
 def lstm() -> PreTrainedModel:
     return LSTMForCausalLM(LSTMConfig(vocab_size=tiny.VOCABULARY, embedding_size=8, hidden_size=8, pad_token_id=0))
 
@@ -182,7 +200,7 @@ def test_what_cannot_be_exported_is_refused(
 
 
 def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, file = compress(tiny.bert()), tmp_path / "new" / "model.onnx"
+    model, file = compress(token_labels()), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
         made = export(model, tiny.words(), file)
@@ -190,23 +208,22 @@ def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, mo
     assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
     inputs = batch(3, 7)
     torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
-    export(model, tiny.words(), file)
-    assert [path.name for path in file.parent.iterdir()] == [
-        "model.onnx"
-    ]  # the weights went with the file they were of
+    (tmp_path / "model.onnx").write_text("without")
+    _put(tmp_path / "model.onnx", file)
+    assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]  # the weights went with their file
+    assert file.read_text() == "without"
 
 
-@pytest.mark.parametrize(("wrong", "said"), [(torch.log, "differ"), (lambda logits: logits.flip(-1), "other labels")])
-def test_other_answers_are_an_error_and_the_older_file_stays(
-    wrong: Callable[[torch.Tensor], torch.Tensor], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an exporter that went wrong: what is no number, and labels that change where logits hardly do."""
+def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an exporter that went wrong: labels that change where logits hardly do."""
     file, model = tmp_path / "model.onnx", classifier()
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
     right = eckart.onnx._Logits.forward
-    monkeypatch.setattr(eckart.onnx._Logits, "forward", lambda *values: tuple(map(wrong, right(*values))))
-    with pytest.raises(ExportError, match=said):
+    monkeypatch.setattr(
+        eckart.onnx._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
+    )
+    with pytest.raises(ExportError, match="other labels"):
         export(model, tiny_tokenizer(), file)
     assert file.read_text() == "older"
     assert list(tmp_path.iterdir()) == [file]
@@ -236,10 +253,12 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_a_candidate_and_says_what_there_is(workspace: Path) -> None:
-    done = command(workspace, "svd-0.5", "served/model.onnx")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+def test_the_command_writes_a_candidate_and_says_what_there_is(
+    workspace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == capfd.readouterr().err == ""
     model, tokenizer = load(Path("models/finetuned/svd-0.5"), AutoModelForSequenceClassification)
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
     assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
@@ -268,14 +287,3 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(workspace: Path) 
 def test_a_mistake_is_named(name: str, file: str, said: str) -> None:
     with pytest.raises(StageError, match=re.escape(said)):
         to_onnx(name, Path(file))
-
-
-def command(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flows", "export", *words],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from flows import engine
 from flows.engine import cache, processes
-from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, toy_workspace
+from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
 ALL = ["source", "total", "work@a", "work@b"]
@@ -35,11 +35,6 @@ def planned(name: str, **changes: bool) -> engine.Planned:
     """One stage of the plan."""
     (one,) = [one for one in engine.plan() if one.name == name]
     return replace(one, **changes)
-
-
-def stale(root: Path) -> list[str]:
-    """The stages that `dvc status` calls stale."""
-    return sorted(json.loads(call(root, "dvc", "status", "--json")))
 
 
 def entries(root: Path) -> dict[str, object]:
@@ -291,7 +286,7 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     run_all(workspace)
     expected = entries(workspace)
     script = (
-        "import resource, sys\nfrom flows import engine\nfrom flows.engine import processes\n"
+        "import resource, sys\nfrom flows import engine; from flows.engine import processes\n"
         "stages = engine.plan()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"

@@ -16,12 +16,6 @@ from tests.flows.toy import ENVIRONMENT
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
 
 
-@pytest.fixture(autouse=True)
-def _a_flow_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each test's own: the tests that follow in this process run stages without a flow."""
-    monkeypatch.setattr(processes, "_stopping", threading.Event())
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A workspace with one stage module that does what its argument says."""

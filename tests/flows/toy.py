@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import chdir
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from click.testing import Result
+from dvc.repo import Repo
 
 from tests.workspace import REPOSITORY, tiny_workspace
 
@@ -45,18 +54,34 @@ ENVIRONMENT = {
     "DVC_NO_ANALYTICS": "1",
     "SHELL": "/bin/sh",
 }
+BARE = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+"""Without what a user, or a test, told Prefect and MLflow."""
 
 
 def toy_workspace(root: Path) -> Path:
     """A git and DVC repository with the toy pipeline."""
-    root.mkdir(parents=True)
-    call(root, "git", "init", "-q")
-    call(root, "dvc", "init", "-q")
+    shutil.copytree(_empty_repository(), root)
     (root / "params.yaml").write_text(PARAMS)
     (root / "dvc.yaml").write_text(PIPELINE)
     (root / "raw.txt").write_text("raw\n")
     (root / ".gitignore").write_text("/out\n")  # else DVC lists outputs in out/.gitignore, in the order they are made
     return root
+
+
+@cache
+def _empty_repository() -> Path:
+    """What `git init` and `dvc init` make, to be copied."""
+    root = Path(tempfile.mkdtemp(prefix="eckart-tests-"))
+    atexit.register(shutil.rmtree, root)
+    call(root, "git", "init", "-q")
+    call(root, "dvc", "init", "-q")
+    return root
+
+
+def stale(root: Path) -> list[str]:
+    """The stages that `dvc status` names, sorted."""
+    with chdir(root):
+        return sorted(Repo().status())
 
 
 def call(root: Path, *command: str) -> str:
@@ -78,11 +103,29 @@ def tiny_repository(root: Path, **changes: Any) -> Path:
     """A clone of the code with the tiny parameters, before anything ran."""
     for name in ("eckart", "tasks", "flows"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(_empty_repository(), root, dirs_exist_ok=True)
     for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
         shutil.copy(REPOSITORY / name, root / name)
     tiny_workspace(root, **changes)
-    call(root, "git", "init", "-q")
-    call(root, "dvc", "init", "-q")
     call(root, "git", "add", "-A")
     call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "tiny")
     return root
+
+
+@dataclass(frozen=True)
+class Study:
+    """A workspace after `python -m flows run`, and what that printed. Nobody changes it: who wants to, copies it."""
+
+    root: Path
+    stdout: str
+    stderr: str
+
+    def copied(self, root: Path) -> Path:
+        """The workspace with its cache, in which nothing is stale, and with an MLflow of its own that knows nothing."""
+        return Path(
+            shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns("mlflow.db", "mlruns"))
+        )
+
+
+Flows = Callable[..., Result]
+"""`flows(root, "run")`: what `python -m flows run` in `root` prints, and with which code it ends."""
