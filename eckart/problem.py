@@ -1,6 +1,7 @@
 """What a method is asked: a model, of whose targets so much may be kept, and what the model is for.
 
-More is known before the factorization (eckart/ranks/problem.py) and after it (eckart/recovery/problem.py).
+More is known before the factorization (eckart/ranks/search_problem.py) and after it
+(eckart/recovery/recovery_problem.py).
 """
 
 from __future__ import annotations

@@ -66,11 +66,11 @@ def run(
     start = time.monotonic()
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
-    from flows import server, up_to_date  # slow imports, not for --help
-    from tasks import check
+    from flows import prefect_server, up_to_date  # slow imports, not for --help
+    from tasks import check_params
 
-    check.check(Path())  # before a server is started for the flow
-    told = server.require()  # a server that is there is told of the run in any case
+    check_params.check(Path())  # before a server is started for the flow
+    told = prefect_server.require()  # a server that is there is told of the run in any case
     outcomes = None if told else up_to_date.outcomes(Path.cwd())
     if outcomes is None:
         outcomes = _by_prefect(options)
@@ -124,9 +124,9 @@ def serve(
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
-    from tasks import check
+    from tasks import check_params
 
-    check.check(Path())
+    check_params.check(Path())
     schedule.serve(name, cron, timezone, options, promote)
 
 
@@ -147,18 +147,22 @@ def other_study(
         sys.exit("write one file of studies/: python -m flows study studies/NAME.yaml")
     if table and table.suffix != ".md":
         sys.exit(f"--table {table}: write a name that ends with .md")
-    from flows import seeds  # slow imports, not for --help
+    from flows import other_studies  # slow imports, not for --help
     from tasks import study_file
-    from tasks.report import seeds as summary
+    from tasks.report import seeds_table
 
     studies = study_file.load(Path.cwd(), path, seed or (), task or ())
-    seeds.check_committed(studies[0])
+    other_studies.check_committed(studies[0])
     found, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and found:
-        print(summary.to_text(*summary.combined(summary.joined(found), {one.task: one.metric for one in studies})))
+        print(
+            seeds_table.to_text(
+                *seeds_table.combined(seeds_table.joined(found), {one.task: one.metric for one in studies})
+            )
+        )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        summary.write(table, *summary.page(studies, found, table.stem, command))
+        seeds_table.write(table, *seeds_table.page(studies, found, table.stem, command))
         print(f"Written to {table} and {table.with_suffix('.csv')}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
@@ -170,19 +174,19 @@ def other_study(
 
 def _run_tasks(studies: Sequence[StudyFile], options: Options) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
     """What each task found, printed as soon as it is there, and the causes of what failed."""
-    from flows import seeds
-    from tasks.report import seeds as summary
+    from flows import other_studies
+    from tasks.report import seeds_table
 
     found: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        causes = seeds.run_all(study, options)
+        causes = other_studies.run_all(study, options)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: seeds.folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
-            found[study.task] = summary.collect(finished)
-            print(summary.to_text(*summary.cells(found[study.task])), flush=True)
+            found[study.task] = seeds_table.collect(finished)
+            print(seeds_table.to_text(*seeds_table.cells(found[study.task])), flush=True)
     return found, failed
 
 
@@ -197,17 +201,17 @@ def promote(
     settings.use_local_server()
     import httpx  # slow imports, not for --help
 
-    from flows import engine, server
+    from flows import engine, prefect_server
     from flows.promotion import flow
     from flows.promotion.gates import Refused
-    from tasks import check
+    from tasks import check_params
 
     if rollback:
         print(flow.rollback())
         return
-    check.check(Path())
+    check_params.check(Path())
     engine.check_workspace()
-    server.require()
+    prefect_server.require()
     try:
         decision = flow.promotion(again=again)
     except Refused as refusal:

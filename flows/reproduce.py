@@ -25,7 +25,7 @@ from dvc.scm import RevError
 from ruamel.yaml import YAML
 
 from flows import engine, workspaces
-from flows.engine import cache, processes, remote
+from flows.engine import cached_objects, processes, remote
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.errors import EckartError
 
@@ -150,7 +150,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
         had = not again and _had(objects, wanted.outs.values())
         if had:
             for out, digest in wanted.outs.items():
-                cache.copy(objects, digest, folder / out)
+                cached_objects.copy(objects, digest, folder / out)
         else:
             _make(objects, wanted, again)
         files = compare(folder, objects, wanted.outs)
@@ -171,14 +171,14 @@ def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[Compar
     """
     found: list[ComparedFile] = []
     for out, digest in outs.items():
-        now = cache.measured(folder / out)
-        if cache.digest_of(now) == digest:
+        now = cached_objects.measured(folder / out)
+        if cached_objects.digest_of(now) == digest:
             found += [ComparedFile(_join(out, name), each, each) for name, each in sorted(now.items())]
             continue
         try:
-            then = cache.files(objects, digest)
-        except cache.Unknown:
-            found.append(ComparedFile(out, digest, cache.digest_of(now) if now else None))
+            then = cached_objects.files(objects, digest)
+        except cached_objects.Unknown:
+            found.append(ComparedFile(out, digest, cached_objects.digest_of(now) if now else None))
             continue
         found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
     return found
@@ -189,7 +189,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
     asked: set[str] = set()
     while True:  # a folder's list of files comes first, then the files
         _drop_corrupt(objects, digests)
-        lacking = {each for digest in digests for each in cache.missing(objects, digest)}
+        lacking = {each for digest in digests for each in cached_objects.missing(objects, digest)}
         if not lacking or lacking == asked:
             return not lacking
         asked = lacking
@@ -203,7 +203,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
 def _drop_corrupt(objects: Path, digests: Iterable[str]) -> None:
     """Remove objects that are not what their names say: nobody can use them, and DVC would."""
     for digest in digests:
-        for path in cache.corrupted(objects, digest):
+        for path in cached_objects.corrupted(objects, digest):
             log.warning("%s in DVC's cache is corrupt and was removed", path.parent.name + path.name)
             path.unlink()
 
@@ -215,7 +215,7 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
         for name in wanted.chain[:-1]:
             _had(objects, _digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
-        cache.remove(wanted.folder / out)
+        cached_objects.remove(wanted.folder / out)
     # Not committed to the cache, where a result that differs would be restored for the recorded one.
     flags = ["--quiet", "--no-commit", *(["--force"] if again else [])]
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
@@ -240,7 +240,7 @@ def _bring_inputs(folder: Path, objects: Path) -> None:
             raise CannotReproduce(
                 f"{part} as {tracked} of that revision names it is neither in the cache nor the remote"
             )
-        cache.copy(objects, digest, folder / part)
+        cached_objects.copy(objects, digest, folder / part)
 
 
 def _keep(objects: Path, wanted: LockedStage) -> None:
@@ -248,7 +248,10 @@ def _keep(objects: Path, wanted: LockedStage) -> None:
     made = _made(wanted.folder)
     for name in wanted.chain:
         outs = _digests(wanted.entries[name], "outs")
-        if any(cache.missing(objects, digest) for digest in outs.values()) and _digests(made[name], "outs") == outs:
+        if (
+            any(cached_objects.missing(objects, digest) for digest in outs.values())
+            and _digests(made[name], "outs") == outs
+        ):
             workspaces.dvc(wanted.folder, "commit", "--force", name)
 
 

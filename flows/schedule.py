@@ -16,7 +16,7 @@ from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
 from flows.options import Options
-from flows.server import prefect_server
+from flows.prefect_server import prefect_server
 from flows.settings import answers, shown
 from flows.study import study
 from flows.workspaces import terminable

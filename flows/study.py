@@ -27,7 +27,7 @@ from flows import cluster, engine, run_page, settings
 from flows.engine import Outcome, Planned, processes
 from flows.options import Options
 from flows.up_to_date import summary
-from tasks import check
+from tasks import check_params
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _promoted(root: Path, done: State[Any]) -> State[Any]:
 def _run(root: Path, options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = check.check(root)
+    typed = check_params.check(root)
     planned = engine.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))

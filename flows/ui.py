@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flows import settings
-from flows.server import command
+from flows.prefect_server import command
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows import engine
 from flows.engine import Outcome
-from tasks import check
+from tasks import check_params
 
 
 def outcomes(root: Path) -> list[Outcome] | None:
@@ -24,7 +24,7 @@ def outcomes(root: Path) -> list[Outcome] | None:
         return None
     from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
 
-    typed = check.check(root)
+    typed = check_params.check(root)
     mirror = Mirror(typed["study"].name, planned, {})
     mirror.start(typed)
     for outcome in found:

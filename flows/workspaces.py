@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from flows.engine import cache, remote
+from flows.engine import cached_objects, remote
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
@@ -134,11 +134,11 @@ def _check_own(folder: Path) -> None:
 def carry(source: Path, target: Path) -> None:
     """Make `target` hold the files of `source` and no others, as hard links where the file system allows."""
     fresh = target.with_name(f".{target.name}.new")
-    cache.remove(fresh)  # of one that was killed
+    cached_objects.remove(fresh)  # of one that was killed
     if source.exists():
         fresh.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, fresh, copy_function=partial(_link, fresh, target))
-    cache.remove(target)
+    cached_objects.remove(target)
     if fresh.exists():
         fresh.rename(target)
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, set_seed
 from eckart import hub
 from eckart.methods import train_together
 from eckart.recovery import Recovery
-from eckart.recovery.problem import RecoveryProblem
+from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
 from tasks.batches import encoded
 from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model

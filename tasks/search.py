@@ -22,7 +22,7 @@ from eckart.losses import Batch, Loss
 from eckart.methods import train_together
 from eckart.optimization import Optimization
 from eckart.ranks import RankSearch
-from eckart.ranks.problem import Found, SearchProblem
+from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.shaping.outcome import average_rank, share_left

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from tasks import check, params
+from tasks import check_params, params
 from tasks.metrics import METRICS, MetricName
 from tasks.params import PARAMS, ParamsError, Seed
 from tasks.report import published
@@ -123,11 +123,11 @@ def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
 
 def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
     """Check the parameters of all tasks, naming the study's file in the message, and each mistake where it stands."""
-    shared = check.mistakes(common)
+    shared = check_params.mistakes(common)
     lines = [
         line if task is None or line in shared else f"tasks.{task}.{line}"
         for task, content in merged.items()
-        for line in (check.mistakes(content) if task else shared)
+        for line in (check_params.mistakes(content) if task else shared)
     ]
     lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
     if lines:

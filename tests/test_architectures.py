@@ -23,7 +23,7 @@ from eckart.layers import factorize_target, factorized
 from eckart.losses import Batch
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
-from eckart.ranks.problem import ByFormula
+from eckart.ranks.search_problem import ByFormula
 from eckart.ranks.threshold import ThresholdSearch
 from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill

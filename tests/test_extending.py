@@ -22,7 +22,7 @@ FEW = {"steps": 3, "batch_size": 8}
 RUN = f"""
 from pathlib import Path
 import eckart
-from tasks.check import check
+from tasks.check_params import check
 from tests.workspace import run_stage
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())

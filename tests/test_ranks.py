@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step, total
 from eckart.ranks import RankSearch
-from eckart.ranks.problem import ByFormula
+from eckart.ranks.search_problem import ByFormula
 from eckart.targets import Target
 
 UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform"})

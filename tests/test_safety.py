@@ -29,7 +29,7 @@ from transformers import AutoModelForSequenceClassification
 from eckart.training_rules import Rule
 from flows import settings, ui
 from flows.tracking.mirror import Mirror
-from tasks import check
+from tasks import check_params
 from tasks.base_model import load_base
 from tasks.checkpoints import CHECKPOINTS, SECONDS
 from tasks.extract import load as load_data
@@ -373,7 +373,7 @@ class TestSecrets:
     ) -> None:
         write_params(tmp_path, tiny_params(**{section: {key: f"https://user:{SECRET}@example.org/rows.csv"}}))
         with pytest.raises(ParamsError) as caught:
-            check.check(tmp_path)
+            check_params.check(tmp_path)
         (line,) = str(caught.value).splitlines()[1:]
         assert line.strip().startswith(f"{section}.{key}: holds a user name or password")
         assert SECRET not in line

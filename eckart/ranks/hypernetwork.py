@@ -37,7 +37,7 @@ from eckart.layers import LowRankLinear, factorize_target, replace, set_weight
 from eckart.losses import Batch
 from eckart.methods import Method
 from eckart.optimization import Optimization
-from eckart.ranks.problem import KEPT, Found, SearchProblem
+from eckart.ranks.search_problem import KEPT, Found, SearchProblem
 from eckart.svd import Decomposition
 from eckart.targets import Target
 from eckart.training_rules import Rule, module_state

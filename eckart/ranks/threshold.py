@@ -39,7 +39,7 @@ from eckart.layers import LowRankLinear, factorize_target, merge
 from eckart.losses import Batch
 from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
-from eckart.ranks.problem import KEPT, Found, SearchProblem
+from eckart.ranks.search_problem import KEPT, Found, SearchProblem
 from eckart.targets import Target, weight_of
 from eckart.training_rules import Rule, module_state
 

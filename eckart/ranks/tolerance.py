@@ -35,7 +35,7 @@ from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
 from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.ranks.problem import Found, SearchProblem
+from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.svd import Decomposition, decompose
 from eckart.targets import Target, eval_mode, weight_of
 from eckart.weighting import Weighting, weigh

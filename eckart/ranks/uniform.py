@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from eckart.budget import NoRank, Rank, Ranks, allowance, step
-from eckart.ranks.problem import ByFormula, Spectra
+from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.targets import Target
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance, step
-from eckart.ranks.problem import ByFormula, Spectra
+from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.targets import Target
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch, Predictions, logits_of
-from eckart.recovery.problem import RecoveryProblem
+from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.training_rules import Rule
 
 _STATES = {

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from eckart.methods import Method
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
-from eckart.recovery.problem import RecoveryProblem
+from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.training_rules import Rule
 
 

@@ -21,7 +21,7 @@ from eckart.losses import Batch, Loss, Predictions, logits_of, mean_loss
 from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.recovery.distillation import Distillation
-from eckart.recovery.problem import RecoveryProblem
+from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.targets import weight_of
 from eckart.training_rules import Rule
 

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from eckart.evidence import Evidence
 from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
-from eckart.ranks.problem import SearchProblem
+from eckart.ranks.search_problem import SearchProblem
 from eckart.schedules import cubic, exceeding, steps_in
 from eckart.shaping.outcome import share_left
 from eckart.targets import Target, weight_of

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from flows import stage_process
+from flows import forked_stage
 from flows.settings import shown
 from tasks.errors import EckartError
 
@@ -126,7 +126,7 @@ def _module(command: str) -> list[str] | None:
 @contextmanager
 def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
     reader, writer = _context.Pipe(duplex=False)
-    process = _context.Process(target=stage_process.become, args=(_module(command), str(root), dict(env), writer))
+    process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
     process.start()
     writer.close()
     assert process.pid

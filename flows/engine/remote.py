@@ -1,8 +1,8 @@
 """Between workspaces: stages, results and settings, over the DVC remote.
 
 A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
-bytes go through the remote. With flows/engine/stages.py this is all that touches DVC's internals (here load_file,
-StageLoader.fill_from_lock, Output.checkout, cloud.push/pull, stage_cache, Config).
+bytes go through the remote. Of DVC's internals it touches load_file, StageLoader.fill_from_lock, Output.checkout,
+cloud.push/pull, stage_cache and Config.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 
-from flows.engine import cache
+from flows.engine import cached_objects
+from flows.engine.locks import bookkeeping, repository
 from flows.engine.stages import (
     Planned,
     StageChanged,
-    bookkeeping,
     definition_of,
     noted_digests,
-    repository,
     restore,
 )
 from flows.settings import shown
@@ -256,20 +255,22 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
 
 
 def _corrupt(cache_dir: Path, out: Output, part: str) -> list[Path]:
-    folder = cache.corrupted(cache_dir, str(out.hash_info.value)) if out.fs_path == part else []
-    return folder or [path for digest in _wanted(cache_dir, out, part) for path in cache.corrupted(cache_dir, digest)]
+    folder = cached_objects.corrupted(cache_dir, str(out.hash_info.value)) if out.fs_path == part else []
+    return folder or [
+        path for digest in _wanted(cache_dir, out, part) for path in cached_objects.corrupted(cache_dir, digest)
+    ]
 
 
 def _have(cache_dir: Path, out: Output, part: str) -> bool:
     wanted = _wanted(cache_dir, out, part)
-    return bool(wanted) and all(cache.object_path(cache_dir, digest).exists() for digest in wanted)
+    return bool(wanted) and all(cached_objects.object_path(cache_dir, digest).exists() for digest in wanted)
 
 
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
     """Digests of the files of an output at the path `part`; none where the list of its files is not to be had."""
     try:
-        files = cache.files(cache_dir, str(out.hash_info.value))
-    except cache.Unknown:
+        files = cached_objects.files(cache_dir, str(out.hash_info.value))
+    except cached_objects.Unknown:
         return []
     return [digest for name, digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
 

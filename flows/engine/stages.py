@@ -1,35 +1,28 @@
 """The engine: runs one stage of dvc.yaml as `dvc repro -s` would, but side by side with others.
 
-DVC decides what is stale; its path locks are waited for rather than failing; its bookkeeping goes one at a time. This
-module and remote.py alone touch DVC's internals (here Repo, lock_repo, rwlock, Stage.changed/remove_outs/save/
+DVC decides what is stale. This room and reproduce.py alone touch DVC's internals (here Stage.changed/remove_outs/save/
 commit/dump, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
-it must be the workspace's root. tests/flows/test_engine.py compares it with the `dvc` command line.
+it must be the workspace's root. tests/flows/test_engine.py compares the engine with the `dvc` command line.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import sys
-import tempfile
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import networkx
 from dvc.dependency import ParamsDependency
 from dvc.lock import LockError
-from dvc.repo import Repo, lock_repo
-from dvc.rwlock import RWLOCK_FILE, rwlock
+from dvc.repo import Repo
+from dvc.rwlock import RWLOCK_FILE
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc.stage.exceptions import StageNotFound
@@ -37,17 +30,13 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cache, processes
+from flows.engine import cached_objects, locks, processes
+from flows.engine.locks import bookkeeping, machine, repository
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
-
-logging.getLogger("dvc").setLevel(logging.WARNING)  # the flow tells what happens to a stage
-
-_books = threading.RLock()  # DVC polls its own lock twice a second: queue our threads here instead
-_POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 
 class StageChanged(EckartError):
@@ -132,7 +121,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | None]) -> Outcome:
     if planned.cached:
         return planned.cached
     start = time.perf_counter()
-    with repository() as repo, _paths(repo, planned):
+    with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
         with bookkeeping(repo):
             stage = _unchanged(repo, planned)
             status = _prepare(repo, stage)
@@ -207,7 +196,9 @@ def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
     DVC takes a read-only object of its cache for whole: it would be checked out as it is, and never be written anew.
     """
     digests = _outcome(stage, "Cached", 0.0).outs.values()
-    corrupt = [path for digest in digests for path in cache.corrupted(Path(repo.cache.local_cache_dir), digest)]
+    corrupt = [
+        path for digest in digests for path in cached_objects.corrupted(Path(repo.cache.local_cache_dir), digest)
+    ]
     for path in corrupt:
         log.warning("%s: object %s of DVC's cache is corrupt; it is made again", stage.name, path.name)
         path.unlink()
@@ -278,88 +269,6 @@ def _outcome(stage: PipelineStage, status: Status, seconds: float) -> Outcome:
     key = hashlib.sha256(json.dumps([entry["cmd"], deps, params], sort_keys=True).encode()).hexdigest()[:32]
     outs = {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
     return Outcome(stage.name, status, seconds, key, deps, params, outs)
-
-
-@contextmanager
-def repository() -> Iterator[Repo]:
-    with Repo(_wait_for_lock=True) as repo:
-        yield repo
-
-
-@contextmanager
-def bookkeeping(repo: Repo) -> Iterator[None]:
-    """One at a time, in this process and among processes."""
-    with _books, lock_repo(repo):
-        yield
-
-
-@contextmanager
-def machine(alone: bool = False) -> Iterator[None]:
-    """Stages share the machine, but for one that must have it alone; among all flows of this user, of any workspace."""
-    with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
-
-
-@contextmanager
-def _paths(repo: Repo, planned: Planned) -> Iterator[None]:
-    """DVC's locks on what a stage reads and writes, waited for: `dvc repro` by hand respects them, too."""
-    with ExitStack() as stack:
-        for path in planned.reads:
-            _wait_for(repo, partial(_read_locks.acquire, repo, path))
-            stack.callback(_read_locks.release, repo, path)
-        writes = ExitStack()
-        _wait_for(repo, lambda: writes.enter_context(_rwlock(repo, write=planned.writes)))
-        stack.callback(_close, repo, writes)
-        yield
-
-
-class _ReadLocks:
-    """Read locks counted per path: DVC's own belong to a process, so the first thread done would end them for all."""
-
-    def __init__(self) -> None:
-        self._readers: Counter[str] = Counter()
-        self._held: dict[str, ExitStack] = {}
-
-    def acquire(self, repo: Repo, path: str) -> None:
-        if path not in self._held:
-            held = ExitStack()
-            held.enter_context(_rwlock(repo, read=[path]))
-            self._held[path] = held
-        self._readers[path] += 1
-
-    def release(self, repo: Repo, path: str) -> None:
-        with bookkeeping(repo):
-            self._readers[path] -= 1
-            if not self._readers[path]:
-                self._held.pop(path).close()
-
-
-_read_locks = _ReadLocks()
-
-
-def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> AbstractContextManager[None]:
-    return rwlock(repo.tmp_dir, repo.fs, " ".join(sys.argv), list(read), list(write), False)
-
-
-def _wait_for(repo: Repo, acquire: Callable[[], object]) -> None:
-    """Take a DVC lock as soon as no other process has it. All edits of its lock file are bookkeeping."""
-    said = False
-    while True:
-        try:
-            with bookkeeping(repo):
-                acquire()
-                return
-        except LockError as error:
-            if not said:
-                log.warning("waiting: %s", error)
-                said = True
-        time.sleep(_POLL)
-
-
-def _close(repo: Repo, locks: ExitStack) -> None:
-    with bookkeeping(repo):
-        locks.close()
 
 
 def _note_input(stage: Stage) -> None:

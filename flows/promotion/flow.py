@@ -26,7 +26,7 @@ from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import NothingBefore, Registry, now
 from flows.tracking import mirror
-from tasks import check
+from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
@@ -82,7 +82,7 @@ def rollback() -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(check.section(Path(), "promotion").model) as models:
+    with versions.connected(check_params.section(Path(), "promotion").model) as models:
         try:
             models.settle()
             before, after = models.roll_back()
@@ -95,7 +95,7 @@ def rollback() -> str:
 
 
 def _terms() -> Terms:
-    typed = check.check(Path())
+    typed = check_params.check(Path())
     return Terms(
         study=typed["study"].name,
         metric=typed["data"].metric,

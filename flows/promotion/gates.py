@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flows.engine import Outcome, cache
-from tasks.check import Promotion
+from flows.engine import Outcome, cached_objects
+from tasks.check_params import Promotion
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.errors import EckartError
 from tasks.kinds import kind_of
@@ -305,4 +305,4 @@ def short(number: float) -> str:
 
 def digest(path: Path) -> str:
     """What DVC calls the content of a file or folder."""
-    return cache.digest_of(cache.measured(path))
+    return cached_objects.digest_of(cached_objects.measured(path))

@@ -22,7 +22,7 @@ from prefect import allow_failure
 from ruamel.yaml import YAML
 
 from flows import cluster, engine, study, workspaces
-from flows.engine import Planned, cache, processes, remote
+from flows.engine import Planned, cached_objects, processes, remote
 from flows.engine.remote import NotTheSame, TransportFailed
 from flows.options import Options, OptionsError
 from tests.flows.servers import until
@@ -173,7 +173,7 @@ class TestBetweenWorkspaces:
             remote.accept(order)
             (there / "source.txt").unlink()
         root = {"cache": there / ".dvc/cache", "remote": tmp_path / "remote"}[where]
-        spoiled = cache.object_path(root, cache.measured(here / "source.txt")[""])
+        spoiled = cached_objects.object_path(root, cached_objects.measured(here / "source.txt")[""])
         spoiled.chmod(0o644)
         spoiled.write_text("rax\n")
         spoiled.chmod(0o444)  # which DVC takes for whole

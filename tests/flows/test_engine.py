@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from flows import engine
-from flows.engine import cache, processes
+from flows.engine import cached_objects, processes
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -228,7 +228,7 @@ def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, 
     run_all(workspace)
     ran(workspace)
     outs = [Path(path) for one in engine.plan() for path in one.writes]
-    before = {path: cache.measured(path) for path in outs}
+    before = {path: cached_objects.measured(path) for path in outs}
     for path in objects(workspace):
         whole = path.read_bytes()
         path.chmod(0o644)
@@ -239,7 +239,7 @@ def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, 
         statuses = run_all(workspace)
         assert sorted(name for name, status in statuses.items() if status == "Executed") == ran(workspace)
         assert "Executed" in statuses.values()
-        assert {path: cache.measured(path) for path in outs} == before
+        assert {path: cached_objects.measured(path) for path in outs} == before
         assert path.read_bytes() == whole
 
 

@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
-from flows.engine import cache
+from flows.engine import cached_objects
 from tests.flows.servers import mlflow_server, prefect_server, until
 from tests.flows.toy import BARE, Flows, Study, call
 from tests.workspace import tiny_params, write_params
@@ -168,8 +168,8 @@ class TestAfterAFinishedRun:
     ) -> None:
         lock = YAML(typ="safe").load((workspace / "dvc.lock").read_text())["stages"]
         (out,) = lock["factorize@svd-0.5"]["outs"]
-        files = cache.files(workspace / ".dvc/cache", out["md5"])
-        weights = cache.object_path(workspace / ".dvc/cache", files["model.safetensors"])
+        files = cached_objects.files(workspace / ".dvc/cache", out["md5"])
+        weights = cached_objects.object_path(workspace / ".dvc/cache", files["model.safetensors"])
         whole = weights.read_bytes()
         weights.chmod(0o644)
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -27,7 +27,7 @@ from flows.promotion.gates import (
     questions,
     short,
 )
-from tasks.check import Promotion
+from tasks.check_params import Promotion
 from tasks.dataset import SPLITS
 from tasks.kinds import kind_of
 from tasks.metrics import METRICS, MetricName

@@ -27,7 +27,7 @@ from flows.promotion import flow as promotion
 from flows.promotion.gates import Recorded, Refused, Terms
 from flows.registry.ask import SmokeFailed
 from flows.registry.versions import Registry
-from tasks.check import Promotion
+from tasks.check_params import Promotion
 from tasks.metrics import MetricName
 from tests.flows.servers import prefect_server, until
 from tests.flows.toy import ENVIRONMENT, call, tiny_repository

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from flows import engine, workspaces
 from flows import reproduce as module
 from flows.cli import app
-from flows.engine import cache, processes, remote
+from flows.engine import cached_objects, processes, remote
 from flows.reproduce import CannotReproduce, Reproduction, record
 from tests.flows.toy import call, ran
 from tests.workspace import digests, tiny_workspace
@@ -110,7 +110,7 @@ def own_files(root: Path) -> dict[str, str]:
 
 def spoil(root: Path, digest: str) -> Path:
     """Change the bytes of a cache object and leave it read-only, so that DVC takes it for whole."""
-    path = cache.object_path(root / ".dvc/cache", digest)
+    path = cached_objects.object_path(root / ".dvc/cache", digest)
     path.chmod(0o644)
     path.write_text("spoilt")
     path.chmod(0o444)
@@ -173,9 +173,9 @@ class TestClones:
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         remote.push()
-        gone = cache.measured(main / MODEL)[""]
+        gone = cached_objects.measured(main / MODEL)[""]
         other = clone(tmp_path / "other", monkeypatch)
-        cache.object_path(tmp_path / "eckart-storage", gone).unlink()
+        cached_objects.object_path(tmp_path / "eckart-storage", gone).unlink()
         done = CliRunner().invoke(app, ["pull"])
         assert done.exit_code == 1
         assert "finetune@a-0.5" in done.output
@@ -258,7 +258,7 @@ class TestReproduce:
         assert ran(found.folder) == []
 
     def test_made_again_where_no_one_has_it_and_kept(self, main: Path) -> None:
-        raw = cache.measured(main / "data/raw")["rows.csv"]
+        raw = cached_objects.measured(main / "data/raw")["rows.csv"]
         outs = record("a-0.5").outs
         call(main, "dvc", "push", "-q", "data/raw")
         forget(main)
@@ -266,8 +266,8 @@ class TestReproduce:
         assert found.same
         assert found.origin == "made again"
         assert ran(found.folder) == ["extract", "finetune@a-0.5"]
-        assert not any(cache.missing(main / ".dvc/cache", digest) for digest in outs.values())
-        assert cache.object_path(main / ".dvc/cache", raw).exists()
+        assert not any(cached_objects.missing(main / ".dvc/cache", digest) for digest in outs.values())
+        assert cached_objects.object_path(main / ".dvc/cache", raw).exists()
         shutil.rmtree(found.folder)
         assert reproduce().origin != "made again"
 
@@ -276,15 +276,15 @@ class TestReproduce:
         reproduce()  # DVC has looked at it before
         if pushed:
             remote.push()
-        path = spoil(main, cache.measured(main / MODEL)[""])
+        path = spoil(main, cached_objects.measured(main / MODEL)[""])
         found = reproduce()
         assert found.same
         assert ran(found.folder) == ([] if pushed else ["finetune@a-0.5"])
         assert path.read_bytes() == (main / MODEL).read_bytes()
 
     def test_a_corrupt_object_of_a_stage_before_does_not_go_in(self, main: Path) -> None:
-        spoil(main, cache.measured(main / "data/splits/train")[""])
-        cache.object_path(main / ".dvc/cache", cache.measured(main / MODEL)[""]).unlink()
+        spoil(main, cached_objects.measured(main / "data/splits/train")[""])
+        cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / MODEL)[""]).unlink()
         found = reproduce()
         assert found.same
         assert ran(found.folder) == ["extract", "finetune@a-0.5"]
@@ -418,7 +418,7 @@ def test_a_real_study_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(run(other).values()) == {"Cached"}
     assert own_files(other) == own_files(main)
     shutil.rmtree(tmp_path / "eckart-storage")
-    cache.object_path(other / ".dvc/cache", cache.measured(other / weights)[""]).unlink()
+    cached_objects.object_path(other / ".dvc/cache", cached_objects.measured(other / weights)[""]).unlink()
     found = reproduce("svd-0.5")
     assert found.origin == "made again"
     assert found.same, found.reasons

@@ -20,16 +20,16 @@ from mlflow import MlflowClient
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
-from flows import seeds, workspaces
+from flows import other_studies, workspaces
 from flows.cli import app
 from flows.options import Options
-from flows.seeds import check_committed, folder_of, prepare
+from flows.other_studies import check_committed, folder_of, prepare
 from flows.workspaces import WorkspaceError, carry
 from tasks import study_file
 from tasks.metrics import METRICS, MetricName
 from tasks.params import ParamsError
 from tasks.report import published
-from tasks.report import seeds as summary
+from tasks.report import seeds_table as summary
 from tasks.report.published import Published
 from tasks.study_file import StudyFile, load, merge
 from tests.flows.toy import ENVIRONMENT, call
@@ -187,7 +187,7 @@ class TestStudyFiles:
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
         tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
         content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-        seeds._write(content, tmp_path / "params.yaml", "# comment\n")
+        other_studies._write(content, tmp_path / "params.yaml", "# comment\n")
         again = read(tmp_path / "params.yaml")
         assert again == content
         assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
@@ -470,7 +470,7 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        failed = seeds.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
+        failed = other_studies.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -479,22 +479,23 @@ class TestRunning:
 
     def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        failed = seeds.run_all(toy(0, 2), Options())
+        failed = other_studies.run_all(toy(0, 2), Options())
         assert list(failed) == [0]
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
-            failed = seeds.run_all(toy(0), Options())
+            failed = other_studies.run_all(toy(0), Options())
         assert "already" in failed[0]
-        assert not seeds.run_all(toy(0), Options())
+        assert not other_studies.run_all(toy(0), Options())
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
-            "import os, sys; from pathlib import Path; from flows import options, seeds; from tasks import study_file\n"
+            "import os, sys; from pathlib import Path\n"
+            "from flows import options, other_studies; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "os.chdir(sys.argv[1])\n"
-            "seeds.run_all(study, options.Options())"
+            "other_studies.run_all(study, options.Options())"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
@@ -776,7 +777,7 @@ class TestCommand:
         """In the repository, where seed 1 of two fails."""
         monkeypatch.chdir(repository)
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
-        monkeypatch.setattr(seeds, "run", lambda _study, seed, *_: seed != 1)
+        monkeypatch.setattr(other_studies, "run", lambda _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: made_up(seeds=len(folders)))
 
     def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
@@ -798,7 +799,7 @@ class TestCommand:
         params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
         studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
         monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
-        monkeypatch.setattr(seeds, "run", lambda study, *_: study.task != "two")
+        monkeypatch.setattr(other_studies, "run", lambda study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
         assert "1 of 3 runs failed" in done.output

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from tasks import check as checking
-from tasks.check import check, mistakes
+from tasks import check_params as checking
+from tasks.check_params import check, mistakes
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.engine import cache
+from flows.engine import cached_objects
 from tests.flows.toy import call
 
 
@@ -35,7 +35,7 @@ def damage(filled: Path):
     changed: dict[Path, bytes] = {}
 
     def damage(name: str) -> Path:
-        path = cache.object_path(filled / ".dvc/cache", name)
+        path = cached_objects.object_path(filled / ".dvc/cache", name)
         changed[path] = path.read_bytes()
         path.chmod(0o644)
         path.write_bytes(bytes([changed[path][0] ^ 1]) + changed[path][1:])
@@ -51,38 +51,38 @@ def damage(filled: Path):
 
 @pytest.mark.parametrize("out", ["file", "folder"])
 def test_what_dvc_wrote_is_whole(filled: Path, out: str) -> None:
-    assert cache.corrupted(filled / ".dvc/cache", digest(filled, out)) == []
+    assert cached_objects.corrupted(filled / ".dvc/cache", digest(filled, out)) == []
 
 
 @pytest.mark.parametrize("out", ["file", "folder"])
 def test_digests_of_files_are_those_of_dvc(filled: Path, out: str) -> None:
-    recorded = cache.files(filled / ".dvc/cache", digest(filled, out))
-    assert cache.measured(filled / out) == recorded
+    recorded = cached_objects.files(filled / ".dvc/cache", digest(filled, out))
+    assert cached_objects.measured(filled / out) == recorded
     assert set(recorded) == ({""} if out == "file" else {"a", "inner/b", "empty"})
 
 
 def test_a_damaged_file_is_found_alone_and_within_a_folder(filled: Path, damage) -> None:
-    paths = [damage(digest(filled, "file")), damage(cache.measured(filled / "folder")["inner/b"])]
-    assert [cache.corrupted(filled / ".dvc/cache", digest(filled, out)) for out in ("file", "folder")] == [
+    paths = [damage(digest(filled, "file")), damage(cached_objects.measured(filled / "folder")["inner/b"])]
+    assert [cached_objects.corrupted(filled / ".dvc/cache", digest(filled, out)) for out in ("file", "folder")] == [
         [paths[0]],
         [paths[1]],
     ]
 
 
 def test_of_a_damaged_list_only_the_list_is_named(filled: Path, damage) -> None:
-    damage(cache.measured(filled / "folder")["a"])
+    damage(cached_objects.measured(filled / "folder")["a"])
     listing = damage(digest(filled, "folder"))
-    assert cache.corrupted(filled / ".dvc/cache", digest(filled, "folder")) == [listing]
-    with pytest.raises(cache.Unknown):
-        cache.files(filled / ".dvc/cache", digest(filled, "folder"))
+    assert cached_objects.corrupted(filled / ".dvc/cache", digest(filled, "folder")) == [listing]
+    with pytest.raises(cached_objects.Unknown):
+        cached_objects.files(filled / ".dvc/cache", digest(filled, "folder"))
 
 
 def test_what_is_missing_is_not_corrupt(tmp_path: Path) -> None:
-    assert cache.corrupted(tmp_path, "0" * 32) == cache.corrupted(tmp_path, "0" * 32 + ".dir") == []
+    assert cached_objects.corrupted(tmp_path, "0" * 32) == cached_objects.corrupted(tmp_path, "0" * 32 + ".dir") == []
     listing = json.dumps([{"md5": "1" * 32, "relpath": "gone"}])
     (tmp_path / "list").write_text(listing)
-    name = cache.measured(tmp_path / "list")[""] + ".dir"
-    path = cache.object_path(tmp_path, name)
+    name = cached_objects.measured(tmp_path / "list")[""] + ".dir"
+    path = cached_objects.object_path(tmp_path, name)
     path.parent.mkdir(parents=True)
     path.write_text(listing)
-    assert cache.corrupted(tmp_path, name) == []
+    assert cached_objects.corrupted(tmp_path, name) == []

@@ -1,0 +1,112 @@
+"""Who may do what at a time: DVC's locks, waited for, and the machine's, which a measurement has to itself.
+
+DVC's own locks fail rather than wait. Its locks on paths belong to a process, so that threads count among themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from dvc.lock import LockError
+from dvc.repo import Repo, lock_repo
+from dvc.rwlock import rwlock
+
+log = logging.getLogger(__name__)
+
+_books = threading.RLock()  # DVC polls its own lock twice a second: queue our threads here instead
+_POLL = 0.2  # seconds between two looks at a lock that another process holds
+
+
+@contextmanager
+def repository() -> Iterator[Repo]:
+    """The workspace as DVC sees it; of what happens to a stage the flow tells, not DVC."""
+    logging.getLogger("dvc").setLevel(logging.WARNING)
+    with Repo(_wait_for_lock=True) as repo:
+        yield repo
+
+
+@contextmanager
+def bookkeeping(repo: Repo) -> Iterator[None]:
+    """One at a time, in this process and among processes."""
+    with _books, lock_repo(repo):
+        yield
+
+
+@contextmanager
+def machine(alone: bool = False) -> Iterator[None]:
+    """Stages share the machine, but for one that must have it alone; among all flows of this user, of any workspace."""
+    with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
+    """DVC's locks on what a stage reads and writes, waited for: `dvc repro` by hand respects them, too."""
+    with ExitStack() as stack:
+        for path in reads:
+            _wait_for(repo, partial(_read_locks.acquire, repo, path))
+            stack.callback(_read_locks.release, repo, path)
+        written = ExitStack()
+        _wait_for(repo, lambda: written.enter_context(_rwlock(repo, write=writes)))
+        stack.callback(_close, repo, written)
+        yield
+
+
+class _ReadLocks:
+    """Read locks counted per path: DVC's own belong to a process, so the first thread done would end them for all."""
+
+    def __init__(self) -> None:
+        self._readers: Counter[str] = Counter()
+        self._held: dict[str, ExitStack] = {}
+
+    def acquire(self, repo: Repo, path: str) -> None:
+        if path not in self._held:
+            held = ExitStack()
+            held.enter_context(_rwlock(repo, read=[path]))
+            self._held[path] = held
+        self._readers[path] += 1
+
+    def release(self, repo: Repo, path: str) -> None:
+        with bookkeeping(repo):
+            self._readers[path] -= 1
+            if not self._readers[path]:
+                self._held.pop(path).close()
+
+
+_read_locks = _ReadLocks()
+
+
+def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> AbstractContextManager[None]:
+    return rwlock(repo.tmp_dir, repo.fs, " ".join(sys.argv), list(read), list(write), False)
+
+
+def _wait_for(repo: Repo, acquire: Callable[[], object]) -> None:
+    """Take a DVC lock as soon as no other process has it. All edits of its lock file are bookkeeping."""
+    said = False
+    while True:
+        try:
+            with bookkeeping(repo):
+                acquire()
+                return
+        except LockError as error:
+            if not said:
+                log.warning("waiting: %s", error)
+                said = True
+        time.sleep(_POLL)
+
+
+def _close(repo: Repo, locks: ExitStack) -> None:
+    with bookkeeping(repo):
+        locks.close()
