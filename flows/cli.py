@@ -302,6 +302,6 @@ def _print_files(files: Sequence[ComparedFile], title: str) -> None:
 @app.command()
 def ui() -> None:
     """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone."""
-    from flows.ui import serve
+    from flows.ui import show_pages
 
-    serve(Console())
+    show_pages(Console())

@@ -40,7 +40,7 @@ class ClusterError(EckartError):
 
 
 def require() -> None:
-    """See to it that Dask is installed.
+    """Refuse where Dask is not installed.
 
     Raises:
         ClusterError: it is not.

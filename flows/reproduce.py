@@ -256,7 +256,7 @@ def _keep(objects: Path, wanted: LockedStage) -> None:
 
 
 def _reasons(wanted: LockedStage) -> list[str]:
-    """What is not as it was: inputs first, since with others nothing else can be told."""
+    """What is not as it was: inputs first, since other inputs explain everything else."""
     made = _made(wanted.folder)
     reasons = [reason for name in wanted.chain for reason in _changes(name, wanted.entries, made)]
     if packages := _packages(wanted.requirements):

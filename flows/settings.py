@@ -29,7 +29,7 @@ _DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # Who has the turn is to be known after a restart, too: else what a power cut ended would hold up all that follow.
+    # Whose turn it is must survive a restart: else a run that a power cut ended holds up all that follow.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",

@@ -26,7 +26,7 @@ class Page:
     environment: Mapping[str, str] | None = None
 
 
-def serve(console: Console) -> None:
+def show_pages(console: Console) -> None:
     """Start both servers, print their addresses, and stop both on Ctrl-C or when one of them ends."""
     prefect, mlflow = _prefect(), _mlflow()
     with _running(prefect, mlflow):

@@ -133,7 +133,7 @@ def fetch(order: Order, entry: Entry) -> None:
 
 
 def check_remote() -> None:
-    """See to it that there is a DVC remote, which carries bytes between workspaces.
+    """Refuse a workspace without a DVC remote, which carries bytes between workspaces.
 
     Raises:
         TransportFailed: there is none.

@@ -225,7 +225,7 @@ def definition_of(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """See to it that stages can be run in the working directory.
+    """Refuse a working directory in which no stage can be run.
 
     Raises:
         WorkspaceUnusable: it is no workspace, or cannot be written.

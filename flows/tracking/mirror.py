@@ -42,7 +42,7 @@ _SEARCH_CURVES = "search"  # the folder of the curves of shaping and rank search
 
 
 def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concatenate[Mirror, P], None]:
-    """A method that MLflow may fail: it is said once, and the study goes on without."""
+    """A method that needs MLflow: where that fails, one warning says so and the study goes on without it."""
 
     @wraps(method)
     def forgiving(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field
 from tasks.metrics import METRICS, MetricName
 from tasks.params import Section, Share
 
-Metrics = Mapping[str | None, MetricName]
+TaskMetrics = Mapping[str | None, MetricName]
 """Task → its metric; None → that of a study without tasks."""
 Words = Annotated[str, Field(min_length=1)]
 
@@ -71,12 +71,12 @@ def _of_value(path: str, value: float, row: Published, metric: MetricName | None
         yield f"{path}: is {value:g}, and {METRICS[metric].title} lies between -1 and 1; write units: percent"
 
 
-def beside(rows: Sequence[Published], metrics: Metrics) -> list[Published]:
+def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
     """Those that have a score of one of the tasks; all of a study without tasks."""
     return [row for row in rows if None in metrics or any(task in metrics for task in row.scores or {})]
 
 
-def cells(rows: Sequence[Published], metrics: Metrics) -> tuple[list[str], list[list[str]]]:
+def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
     """The heads of the columns, and a line per row; the last column is the number in `notes`, from 1."""
     columns, numbers = _columns(rows, metrics), notes(rows)
     averaged = None not in metrics and len(metrics) > 1 and all(METRICS[metric].bounded for metric in metrics.values())
@@ -94,7 +94,7 @@ def notes(rows: Sequence[Published]) -> list[str]:
     return list(dict.fromkeys(row.note for row in rows if row.note))
 
 
-def _columns(rows: Sequence[Published], metrics: Metrics) -> list[tuple[str | None, str]]:
+def _columns(rows: Sequence[Published], metrics: TaskMetrics) -> list[tuple[str | None, str]]:
     """What a column shows, by name, and its head: tasks, or the study's own metric and other benchmarks."""
     if None not in metrics:
         return [(name, str(name)) for name in metrics]
@@ -104,7 +104,7 @@ def _columns(rows: Sequence[Published], metrics: Metrics) -> list[tuple[str | No
     return [*(own if any(row.score is not None for row in rows) else []), *((name, name) for name in others)]
 
 
-def _points(row: Published, name: str | None, metrics: Metrics) -> float | None:
+def _points(row: Published, name: str | None, metrics: TaskMetrics) -> float | None:
     value = row.score if name is None else (row.scores or {}).get(name)
     return None if value is None else row.points(value, metrics.get(name))
 

@@ -25,7 +25,7 @@ from tasks.records import DENSE_METRICS, DenseReport
 from tasks.report import published
 from tasks.report.numbers import count, counted, percent, score, times
 from tasks.report.provenance import cut
-from tasks.report.published import Metrics
+from tasks.report.published import TaskMetrics
 from tasks.report.table import ZERO_SHOT
 from tasks.study_file import StudyFile
 
@@ -110,7 +110,7 @@ def _spread(values: pd.Series[float]) -> str:
     return f"{mean} ± {values.std(ddof=1):.1f}" if len(values) > 1 else mean
 
 
-def combined(rows: pd.DataFrame, metrics: Metrics) -> tuple[list[str], list[list[str]]]:
+def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
     """All tasks in one table, as papers print GLUE: the heads, and a line per candidate, the dense model first.
 
     A metric between -1 and 1 is printed as 100 × it, and where all are such there is their mean over the tasks, of the
@@ -134,7 +134,7 @@ def combined(rows: pd.DataFrame, metrics: Metrics) -> tuple[list[str], list[list
     return [*CANDIDATE, *(head for head, _, _ in columns)], lines
 
 
-def _points(rows: pd.DataFrame, metrics: Metrics) -> pd.DataFrame:
+def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
     """A row per candidate and seed, a column per task."""
     dense = rows.drop_duplicates(["task", "seed"]).assign(
         recipe=DENSE[0], keep=DENSE[1], recovered=lambda one: one.dense
@@ -208,7 +208,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [pd.DataFrame(lines, columns=list(heads)).to_markdown(index=False, disable_numparse=True, colalign=align)]
 
 
-def _cited(study: StudyFile, metrics: Metrics) -> list[str]:
+def _cited(study: StudyFile, metrics: TaskMetrics) -> list[str]:
     cited = published.beside(study.published, metrics)
     if not cited:
         return []

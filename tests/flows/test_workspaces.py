@@ -721,7 +721,7 @@ class TestSummary:
         assert set(rows.model_share) == {0.5}
 
 
-OF_TASKS: published.Metrics = {"one": "accuracy", "two": "matthews"}
+OF_TASKS: published.TaskMetrics = {"one": "accuracy", "two": "matthews"}
 
 
 class TestSeveralTasks:
