@@ -141,18 +141,26 @@ def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
 def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
     """Both work stages are inside their command at once; readers of one file do not end each other's lock."""
     engine.run(planned("source"), execute(workspace))
-    both = threading.Barrier(2, timeout=600)
+    both, first = threading.Barrier(2, timeout=600), threading.Event()
+
+    def locks() -> dict[str, dict[str, object]]:
+        return json.loads((workspace / ".dvc/tmp/rwlock").read_text())
 
     def meet(command: str) -> None:
         if command.startswith("echo"):
             both.wait()
+        if command.startswith("echo work@b"):
+            assert first.wait(600)
+            assert str(workspace / "source.txt") in locks()["read"]
         execute(workspace)(command)
 
     with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(lambda one: engine.run(one, meet), map(planned, ["work@a", "work@b"])))
-    assert [outcome.status for outcome in outcomes] == ["Executed", "Executed"]
+        a, b = (pool.submit(engine.run, planned(name), meet) for name in ("work@a", "work@b"))
+        assert a.result().status == "Executed"
+        first.set()
+        assert b.result().status == "Executed"
     assert stale(workspace) == ["total"]
-    assert not any(json.loads((workspace / ".dvc/tmp/rwlock").read_text()).values())
+    assert not any(locks().values())
 
 
 def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
