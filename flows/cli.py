@@ -69,9 +69,9 @@ def run(
     from flows import prefect_server, up_to_date  # slow imports, not for --help
     from tasks import check_params
 
-    check_params.check(Path())  # before a server is started for the flow
+    check_params.check()  # before a server is started for the flow
     told = prefect_server.require()  # a server that is there is told of the run in any case
-    outcomes = None if told else up_to_date.outcomes(Path.cwd())
+    outcomes = None if told else up_to_date.outcomes()
     if outcomes is None:
         outcomes = _by_prefect(options)
     print(Path("reports/comparison.txt").read_text())
@@ -126,7 +126,7 @@ def serve(
     from flows import schedule  # slow imports, not for --help
     from tasks import check_params
 
-    check_params.check(Path())
+    check_params.check()
     schedule.serve(name, cron, timezone, options, promote)
 
 
@@ -151,7 +151,7 @@ def other_study(
     from tasks import study_file
     from tasks.report import seeds_table
 
-    studies = study_file.load(Path.cwd(), path, seed or (), task or ())
+    studies = study_file.load(path, seed or (), task or ())
     other_studies.check_committed(studies[0])
     found, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and found:
@@ -209,7 +209,7 @@ def promote(
     if rollback:
         print(flow.rollback())
         return
-    check_params.check(Path())
+    check_params.check()
     engine.check_workspace()
     prefect_server.require()
     try:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
 
 
-def comparison(study: str, root: Path, mirror: Mirror) -> None:
+def comparison(study: str, mirror: Mirror) -> None:
     """The comparison as a table artifact, each candidate linked with its run in MLflow."""
-    with (root / "reports/comparison.csv").open() as file:
+    with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     table = []
     for row in rows:

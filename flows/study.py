@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import httpx
@@ -92,20 +91,20 @@ def study(
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            state = _run(Path.cwd(), Options(workers, timeout, task_runner, scheduler))
+            state = _run(Options(workers, timeout, task_runner, scheduler))
             if promote and state.is_completed():
-                state = _promoted(Path.cwd(), state)
+                state = _promoted(state)
         except EckartError as error:
             state = Failed(message=str(error), data=error)  # without a traceback in the log
     return state  # type: ignore[return-value]  # Prefect gives the caller its data, or raises it
 
 
-def _promoted(root: Path, done: State[Any]) -> State[Any]:
+def _promoted(done: State[Any]) -> State[Any]:
     """The state of a study after its best candidate was promoted, or was not: a refusal is no failure."""
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        said = promotion(str(root)).message
+        said = promotion().message
     except Refused as refusal:
         said = f"Not promoted: {refusal}"
     except EckartError as error:
@@ -113,10 +112,10 @@ def _promoted(root: Path, done: State[Any]) -> State[Any]:
     return Completed(message=f"{done.message} {said}", data=done.data)
 
 
-def _run(root: Path, options: Options) -> State[Any]:
+def _run(options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = check_params.check(root)
+    typed = check_params.check()
     planned = engine.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
@@ -129,7 +128,7 @@ def _run(root: Path, options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        _tell_prefect(typed["study"].name if complete else None, root, mirror, len(states))
+        _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
@@ -138,11 +137,11 @@ def _run(root: Path, options: Options) -> State[Any]:
     return Completed(message=summary(list(finished.values())), data=list(finished.values()))
 
 
-def _tell_prefect(study: str | None, root: Path, mirror: "Mirror", tasks: int) -> None:
+def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:
     """Show the comparison of a complete `study` on the run's page, and let the records arrive."""
     try:
         if study:
-            run_page.comparison(study, root, mirror)
+            run_page.comparison(study, mirror)
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from flows import engine
 from flows.engine import Outcome
 from tasks import check_params
 
 
-def outcomes(root: Path) -> list[Outcome] | None:
-    """What the stages of the working directory `root` wrote, told to MLflow; None if one of them is to be run.
+def outcomes() -> list[Outcome] | None:
+    """What all stages wrote, told to MLflow; None if one of them is to be run.
 
     Raises:
         ParamsError: params.yaml has mistakes.
-        WorkspaceUnusable: `root` is no workspace, or cannot be written.
+        WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
     planned = engine.plan()
     found = [one.cached for one in planned if one.cached]
@@ -24,7 +23,7 @@ def outcomes(root: Path) -> list[Outcome] | None:
         return None
     from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
 
-    typed = check_params.check(root)
+    typed = check_params.check()
     mirror = Mirror(typed["study"].name, planned, {})
     mirror.start(typed)
     for outcome in found:

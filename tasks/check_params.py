@@ -65,20 +65,20 @@ _OF_ONE_KIND: Mapping[str, TaskKindName] = {
 _OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
-def check(root: Path) -> dict[str, Any]:
-    """The sections of `root`/params.yaml, typed, but for `recipes`: the stages type those that they use.
+def check() -> dict[str, Any]:
+    """The sections of params.yaml, typed, but for `recipes`: the stages type those that they use.
 
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
     """
-    content, good = params.read(root / PARAMS), root / _GOOD
+    content = params.read()
     state = _state(content)
-    if not good.exists() or good.read_text() != state:
+    if not _GOOD.exists() or _GOOD.read_text() != state:
         if lines := mistakes(content):
             raise ParamsError(params.report(PARAMS, lines))
         with suppress(OSError):  # a folder that cannot be written: the next run checks again
-            good.parent.mkdir(exist_ok=True)
-            good.write_text(state)
+            _GOOD.parent.mkdir(exist_ok=True)
+            _GOOD.write_text(state)
     return {name: params.parse(content[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
 
 
@@ -100,14 +100,14 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def section(root: Path, name: str) -> Any:
-    """One section of `root`/params.yaml, typed, whatever mistakes the others have.
+def section(name: str) -> Any:
+    """One section of params.yaml, typed, whatever mistakes the others have.
 
     Raises:
         ParamsError: with all mistakes in it.
     """
     lines: list[str] = []
-    typed = _typed(params.read(root / PARAMS), name, SECTIONS[name], lines)
+    typed = _typed(params.read(), name, SECTIONS[name], lines)
     if lines:
         raise ParamsError(params.report(PARAMS, lines))
     return typed

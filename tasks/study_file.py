@@ -56,11 +56,10 @@ class _Own(params.Section):
     published: tuple[Published, ...] = ()
 
 
-def load(root: Path, file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
+def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
     """The study of `file`, checked as a whole, for each of its tasks.
 
     Args:
-        root: the main workspace.
         seeds: run these instead of those that the file states.
         tasks: these of the file's tasks; all, if there are none.
 
@@ -68,12 +67,12 @@ def load(root: Path, file: Path, seeds: Sequence[int] = (), tasks: Sequence[str]
         ParamsError: `file` is none of the repository's, its name cannot name a workspace, it cannot be read, or has
             mistakes; each is named.
     """
-    path = _path(root, file)
+    path = _path(file)
     stated = params.read(file)
     own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
     if lines := [*_of_seeds(own, stated), *_of_tasks(own, tasks)]:
         raise ParamsError(params.report(file, lines))
-    common = merge(params.read(root / PARAMS), stated)
+    common = merge(params.read(), stated)
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]
@@ -87,16 +86,16 @@ def load(root: Path, file: Path, seeds: Sequence[int] = (), tasks: Sequence[str]
     )
 
 
-def _path(root: Path, file: Path) -> Path:
-    """Of a study's file, relative to the main workspace."""
+def _path(file: Path) -> Path:
+    """Of a study's file, relative to the workspace."""
     path = file.resolve()
-    if not path.is_relative_to(root.resolve()):
+    if not path.is_relative_to(Path.cwd()):
         raise ParamsError(f"{file} is outside the repository: put it into studies/")
     if not path.is_file():
         raise ParamsError(f"{file} does not exist: name a file of studies/")
     if not _NAME.fullmatch(path.stem):
         raise ParamsError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -")
-    return path.relative_to(root.resolve())
+    return path.relative_to(Path.cwd())
 
 
 def _of_seeds(own: _Own, stated: Mapping[str, Any]) -> Iterator[str]:

@@ -74,14 +74,20 @@ KINDS_OF_PARTS = [place for place in KEYS if place[-1] == "kind"]
 RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absence the study notices
 
 
-def test_the_repository_s_own_parameters_pass() -> None:
+@pytest.fixture(autouse=True)
+def _in_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_repository_s_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
     content = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
-    assert {"recipes", *check(REPOSITORY)} == set(content)
+    assert {"recipes", *check()} == set(content)
 
 
 def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
     write_params(tmp_path, TINY)
-    assert check(tmp_path)["study"].keeps == (0.5,)
+    assert check()["study"].keeps == (0.5,)
 
 
 class TestFoundGood:
@@ -100,38 +106,41 @@ class TestFoundGood:
         monkeypatch.setattr(checking, "CODE", (tmp_path / "code",))
         monkeypatch.setattr(checking, "mistakes", mistakes)
         write_params(tmp_path, tiny())
-        check(tmp_path)
+        check()
         found.clear()
         return found
 
-    def test_while_file_and_code_stand(self, tmp_path: Path, checks: list[Any]) -> None:
-        assert check(tmp_path)["seed"] == tiny()["seed"]
+    def test_while_file_and_code_stand(
+        self, tmp_path: Path, checks: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert check()["seed"] == tiny()["seed"]
         write_params(tmp_path / "elsewhere", tiny())
         assert not checks
-        check(tmp_path / "elsewhere")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        check()
         assert checks
 
     def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
         write_params(tmp_path, tiny(seed=2))
-        check(tmp_path)
+        check()
         assert [content["seed"] for content in checks] == [2]
 
     def test_other_code_checks_anew(self, tmp_path: Path, checks: list[Any]) -> None:
         (tmp_path / "code/part/new.py").write_text("")
-        check(tmp_path)
+        check()
         assert len(checks) == 1
 
     def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
         for _ in range(2):
             write_params(tmp_path, tiny(seed=1))
             with pytest.raises(ParamsError, match="seed: is bad"):
-                check(tmp_path)
+                check()
         assert len(checks) == 2
 
     def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
         write_params(tmp_path, tiny())
         (tmp_path / ".eckart").write_text("a file where a folder should be")
-        assert check(tmp_path)["study"].name == "tiny"
+        assert check()["study"].name == "tiny"
 
 
 def test_a_missing_key_is_one_line() -> None:
@@ -343,7 +352,7 @@ def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
     del params["model"]["base"]
     write_params(tmp_path, params)
     with pytest.raises(ParamsError) as caught:
-        check(tmp_path)
+        check()
     assert set(paths([line.strip() for line in str(caught.value).splitlines()[1:]])) == {
         "study.recipes",
         "seed",
@@ -363,7 +372,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
     if content is not None:
         (tmp_path / "params.yaml").write_text(content)
     with pytest.raises(ParamsError, match=r"params\.yaml"):
-        check(tmp_path)
+        check()
 
 
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [

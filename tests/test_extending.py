@@ -26,7 +26,7 @@ from tasks.check_params import check
 from tests.workspace import run_stage
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
-check(Path())
+check()
 for stage in ("extract", "teacher", "dense", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:

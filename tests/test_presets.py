@@ -14,14 +14,19 @@ from tests.workspace import REPOSITORY, write_params
 STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))
 
 
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
 @pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
 def test_it_validates(file: Path) -> None:
-    for study in load(REPOSITORY, file):
+    for study in load(file):
         assert study.metric in BY_KIND[study.params["data"]["task"]]
 
 
 def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
-    studies = load(REPOSITORY, REPOSITORY / "studies/bert-glue.yaml")
+    studies = load(REPOSITORY / "studies/bert-glue.yaml")
     assert {study.task: study.metric for study in studies} == {
         **dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli"), "accuracy"),
         **dict.fromkeys(("mrpc", "qqp"), "f1"),
@@ -35,7 +40,7 @@ def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
 
 @pytest.mark.parametrize("name", ["bert-glue", "pythia-wikitext", "llama-7b"])
 def test_it_starts_and_without_a_hub_it_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = load(REPOSITORY, REPOSITORY / f"studies/{name}.yaml")[0]
+    study = load(REPOSITORY / f"studies/{name}.yaml")[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

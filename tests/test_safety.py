@@ -369,11 +369,12 @@ class TestSecrets:
 
     @pytest.mark.parametrize(("section", "key"), [("data", "source"), ("model", "base")])
     def test_an_address_with_a_password_is_a_mistake_that_is_not_quoted(
-        self, section: str, key: str, tmp_path: Path
+        self, section: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.chdir(tmp_path)
         write_params(tmp_path, tiny_params(**{section: {key: f"https://user:{SECRET}@example.org/rows.csv"}}))
         with pytest.raises(ParamsError) as caught:
-            check_params.check(tmp_path)
+            check_params.check()
         (line,) = str(caught.value).splitlines()[1:]
         assert line.strip().startswith(f"{section}.{key}: holds a user name or password")
         assert SECRET not in line

@@ -82,7 +82,7 @@ def rollback() -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(check_params.section(Path(), "promotion").model) as models:
+    with versions.connected(check_params.section("promotion").model) as models:
         try:
             models.settle()
             before, after = models.roll_back()
@@ -95,7 +95,7 @@ def rollback() -> str:
 
 
 def _terms() -> Terms:
-    typed = check_params.check(Path())
+    typed = check_params.check()
     return Terms(
         study=typed["study"].name,
         metric=typed["data"].metric,

@@ -39,7 +39,7 @@ def runs(root: Path) -> dict[str, Run]:
 
 def test_an_unknown_candidate_is_backfilled_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "plan", lambda: [planned(name, cached=True) for name in NAMES])
-    outcomes = up_to_date.outcomes(root)
+    outcomes = up_to_date.outcomes()
     assert outcomes
     assert [outcome.stage for outcome in outcomes] == list(NAMES)
     first = runs(root)
@@ -49,7 +49,7 @@ def test_an_unknown_candidate_is_backfilled_once(root: Path, monkeypatch: pytest
     assert first[""].data.params["data.columns.text"] == "text"
     assert first[""].data.metrics["stages.cached"] == len(NAMES)
 
-    up_to_date.outcomes(root)
+    up_to_date.outcomes()
     second = runs(root)
     assert second["svd-0.5"].info.run_id == first["svd-0.5"].info.run_id
     assert second[""].info.run_id != first[""].info.run_id
@@ -58,5 +58,5 @@ def test_an_unknown_candidate_is_backfilled_once(root: Path, monkeypatch: pytest
 @pytest.mark.parametrize("stale", NAMES)
 def test_whatever_is_to_be_run_is_left_to_prefect(root: Path, stale: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "plan", lambda: [planned(name, cached=name != stale) for name in NAMES])
-    assert up_to_date.outcomes(root) is None
+    assert up_to_date.outcomes() is None
     assert not (root / "mlflow.db").exists()

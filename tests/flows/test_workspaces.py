@@ -104,35 +104,35 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     return write
 
 
-def only(root: Path, file: Path, *seeds: list[int]) -> StudyFile:
+def only(file: Path, *seeds: list[int]) -> StudyFile:
     """The study of a file without tasks."""
-    (study,) = load(root, file, *seeds)
+    (study,) = load(file, *seeds)
     return study
 
 
 class TestStudyFiles:
     def test_only_what_is_stated_differs(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = only(tmp_path, write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
+        study = only(write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
         expected = tiny_params(study={"keeps": [0.25]}, teacher={"epochs": 2})
         assert study.content(0) == expected
         assert (study.name, study.path) == ("other", Path("studies/other.yaml"))
 
     def test_a_whole_new_recipe_may_be_added(self, write: Callable[..., Path], tmp_path: Path) -> None:
         mine = {**tiny_params()["recipes"]["svd"], "weighting": {"kind": "inputs"}}
-        study = only(tmp_path, write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
+        study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
         assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
 
     def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path], tmp_path: Path) -> None:
         parts = {"ranks": {"kind": "uniform"}, "weighting": {"kind": "fisher", "axis": "input"}}
-        study = only(tmp_path, write({"recipes": {"kfac": parts}}))
+        study = only(write({"recipes": {"kfac": parts}}))
         assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
         again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}
-        assert only(tmp_path, write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
+        assert only(write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
 
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
         with pytest.raises(ParamsError) as caught:
-            load(tmp_path, file)
+            load(file)
         head, *lines = str(caught.value).splitlines()
         assert head == "studies/other.yaml on top of params.yaml has mistakes:"
         for mistake in (
@@ -155,34 +155,34 @@ class TestStudyFiles:
     )
     def test_seeds_are_checked(self, write: Callable[..., Path], tmp_path: Path, seeds: object, message: str) -> None:
         with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(tmp_path, write({"seeds": seeds}))
+            load(write({"seeds": seeds}))
 
     def test_each_seed_is_a_workspace_with_that_seed(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = only(tmp_path, write({"seeds": [3, 1]}))
+        study = only(write({"seeds": [3, 1]}))
         assert study.seeds == (3, 1)
         assert [study.content(seed)["seed"] for seed in study.seeds] == [3, 1]
         assert "seeds" not in study.content(3)
         assert folder_of(study, 3) == Path("workspaces/other-seed3")
 
     def test_without_seeds_there_is_one_workspace(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert only(tmp_path, write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
-        assert only(tmp_path, write({"seed": 5})).seeds == (5,)
+        assert only(write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
+        assert only(write({"seed": 5})).seeds == (5,)
 
     def test_seeds_of_the_command_line_win(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert only(tmp_path, write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
-        assert only(tmp_path, write({"seed": 5}), [7]).content(7)["seed"] == 7
+        assert only(write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
+        assert only(write({"seed": 5}), [7]).content(7)["seed"] == 7
 
     def test_seed_and_seeds_contradict_each_other(self, write: Callable[..., Path], tmp_path: Path) -> None:
         with pytest.raises(ParamsError, match="seed: stands beside seeds"):
-            load(tmp_path, write({"seed": 5, "seeds": [5]}))
+            load(write({"seed": 5, "seeds": [5]}))
 
     def test_a_file_that_cannot_be_one(self, write: Callable[..., Path], tmp_path: Path) -> None:
         with pytest.raises(ParamsError, match="does not exist"):
-            load(tmp_path, Path("studies/none.yaml"))
+            load(Path("studies/none.yaml"))
         with pytest.raises(ParamsError, match="write letters"):
-            load(tmp_path, write({"seed": 1}, "a b.yaml"))
+            load(write({"seed": 1}, "a b.yaml"))
         with pytest.raises(ParamsError, match="outside the repository"):
-            load(tmp_path / "studies", Path("params.yaml"))
+            load(tmp_path.parent)
 
     def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
         tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
@@ -202,7 +202,7 @@ class TestTasks:
     """Several tasks in one file, each on top of it."""
 
     def test_each_is_merged_on_top_of_the_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        one, two = load(tmp_path, write(FILE))
+        one, two = load(write(FILE))
         expected = tiny_params(teacher={"epochs": 2}, data={"seed": 1}, study={"name": "tiny-one"})
         assert one.content(0) == expected
         assert (two.params["data"]["seed"], two.metric, two.params["teacher"]["epochs"]) == (0, "f1", 2)
@@ -211,7 +211,7 @@ class TestTasks:
         self, write: Callable[..., Path], tmp_path: Path
     ) -> None:
         named = {**FILE, "seeds": [0, 3], "tasks": {"one": {}, "two": {"study": {"name": "mine"}}}}
-        one, two = load(tmp_path, write(named))
+        one, two = load(write(named))
         assert [folder_of(study, 3) for study in (one, two)] == [
             Path("workspaces/other-one-seed3"),
             Path("workspaces/other-two-seed3"),
@@ -221,17 +221,17 @@ class TestTasks:
 
     def test_some_may_be_chosen(self, write: Callable[..., Path], tmp_path: Path) -> None:
         file = write(FILE)
-        assert [study.task for study in load(tmp_path, file, (), ["two"])] == ["two"]
+        assert [study.task for study in load(file, (), ["two"])] == ["two"]
         with pytest.raises(ParamsError, match="there is no three; choose from one, two"):
-            load(tmp_path, file, (), ["two", "three"])
+            load(file, (), ["two", "three"])
         with pytest.raises(ParamsError, match="there is no one; leave out --task"):
-            load(tmp_path, write({"seed": 1}), (), ["one"])
+            load(write({"seed": 1}), (), ["one"])
 
     def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path], tmp_path: Path) -> None:
         """Of all tasks, the chosen ones or not."""
         tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
         with pytest.raises(ParamsError) as caught:
-            load(tmp_path, write({"teacher": {"epoch": 1}, "tasks": tasks}), (), ["three"])
+            load(write({"teacher": {"epoch": 1}, "tasks": tasks}), (), ["three"])
         lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
         assert [line.partition(": ")[0] for line in lines] == [
             "teacher.epoch",
@@ -241,7 +241,7 @@ class TestTasks:
 
     def test_what_a_task_puts_right_is_no_mistake(self, write: Callable[..., Path], tmp_path: Path) -> None:
         task = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
-        (study,) = load(tmp_path, write({"data": {"metric": "perplexity"}, "tasks": {"text": {"data": task}}}))
+        (study,) = load(write({"data": {"metric": "perplexity"}, "tasks": {"text": {"data": task}}}))
         assert study.metric == "perplexity"
 
     @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ class TestTasks:
     )
     def test_tasks_are_checked(self, write: Callable[..., Path], tmp_path: Path, tasks: object, message: str) -> None:
         with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(tmp_path, write({"tasks": tasks}))
+            load(write({"tasks": tasks}))
 
 
 ROW = {"source": "Doe 2024, table 1", "method": "ARS", "keep": 0.5, "units": "percent", "note": "of 3 seeds"}
@@ -282,7 +282,7 @@ class TestPublished:
         text = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
         tasks = {"one": {}, "two": {"data": text}}
         with pytest.raises(ParamsError, match=re.escape(message)):
-            load(tmp_path, write({"tasks": tasks, "published": [{**ROW, **row}]}))
+            load(write({"tasks": tasks, "published": [{**ROW, **row}]}))
 
     @pytest.mark.parametrize(
         ("row", "message"),
@@ -297,13 +297,13 @@ class TestPublished:
         self, write: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(ParamsError, match=re.escape(message)):
-            load(tmp_path, write({"published": [{**ROW, **row}]}))
+            load(write({"published": [{**ROW, **row}]}))
 
     def test_a_study_without_tasks_has_a_score_and_other_benchmarks(
         self, write: Callable[..., Path], tmp_path: Path
     ) -> None:
         rows = [{**ROW, "score": 80}, {**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}]
-        study = only(tmp_path, write({"published": rows}))
+        study = only(write({"published": rows}))
         heads, lines = published.cells(study.published, {None: "accuracy"})
         assert heads == ["method", "keep", "accuracy, %", "BoolQ", "source", "note"]
         assert lines[0] == ["ARS", "0.5", "80", "–", "Doe 2024, table 1", "1"]
