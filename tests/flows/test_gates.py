@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+from dvc.repo import Repo
 from transformers import BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.promotion.gates import (
@@ -32,7 +34,6 @@ from tasks.dataset import SPLITS
 from tasks.kinds import kind_of
 from tasks.metrics import METRICS, MetricName
 from tests import tiny
-from tests.flows.toy import call
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 LABELS = ("negative", "positive")
@@ -153,8 +154,8 @@ def test_digests_are_those_of_dvc(tmp_path: Path) -> None:
         (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "folder" / name).write_text(text)
     (tmp_path / "file").write_text("content")
-    call(tmp_path, "dvc", "init", "-q", "--no-scm")
-    call(tmp_path, "dvc", "add", "-q", "folder", "file")
+    with chdir(tmp_path):
+        Repo.init(no_scm=True).add(["folder", "file"])
     for name in ("folder", "file"):
         assert f"md5: {digest(tmp_path / name)}\n" in (tmp_path / f"{name}.dvc").read_text()
 
