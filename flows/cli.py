@@ -36,6 +36,8 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             sys.exit(settings.shown(str(error)))  # it may quote what a library said of an address
+        except SystemExit as end:  # so may a command's own last words
+            sys.exit(settings.shown(end.code) if isinstance(end.code, str) else end.code)
 
 
 app = typer.Typer(
