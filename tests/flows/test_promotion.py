@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,19 @@ from flows.registry.ask import SmokeFailed
 from flows.registry.versions import Registry
 from tasks.check_params import Promotion
 from tasks.metrics import MetricName
-from tests.flows.servers import prefect_server, until
-from tests.flows.toy import ENVIRONMENT, call, tiny_repository
+from tests.flows.servers import until
+from tests.flows.toy import BARE, Study, call
+from tests.workspace import tiny_params, write_params
 
 MODEL = "tiny-reviews"
 ANYTHING = {"model": MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -0.99}
 
 
 @pytest.fixture(scope="module")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as (places, _):
-        yield places
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Both recipes were run; the study that params.yaml describes is svd's."""
-    root = tiny_repository(tmp_path_factory.mktemp("finished"), promotion=ANYTHING)
-    bring_up_to_date(root)
+    root = study.copied(tmp_path_factory.mktemp("finished") / "workspace")
+    write_params(root, tiny_params(promotion=ANYTHING))
     choose(root, "svd")
     return root
 
@@ -55,12 +49,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workspace(finished: Path, tmp_path: Path) -> Path:
     """A copy that has promoted nothing yet."""
     return Path(shutil.copytree(finished, tmp_path / "workspace", symlinks=True))
-
-
-def bring_up_to_date(root: Path) -> None:
-    with chdir(root):
-        for one in engine.plan():
-            engine.run(one, lambda command: processes.run(command, root, print, {}))
 
 
 def change(root: Path, section: str, **values: object) -> None:
@@ -74,16 +62,17 @@ def change(root: Path, section: str, **values: object) -> None:
 def choose(root: Path, *recipes: str) -> None:
     """Make the study one of these recipes alone."""
     change(root, "study", recipes=list(recipes))
-    bring_up_to_date(root)
+    with chdir(root):
+        for one in engine.plan():
+            engine.run(one, lambda command: processes.run(command, root, print, {}))
 
 
 def start(root: Path, prefect: dict[str, str], *words: str, **variables: str) -> subprocess.Popen[str]:
     """`python -m flows promote` in `root`."""
-    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("MLFLOW_")}
     return subprocess.Popen(
         [sys.executable, "-m", "flows", "promote", *words],
         cwd=root,
-        env=environment | prefect | variables,
+        env=BARE | prefect | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

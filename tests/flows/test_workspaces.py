@@ -1,6 +1,5 @@
-"""Other studies: what a file of studies/ may say, the workspaces made of it, and two seeds of a tiny one, all real."""
+"""Other studies: the workspaces made of their files, and two seeds of a tiny one, all real."""
 
-import copy
 import re
 import shutil
 import signal
@@ -8,14 +7,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlflow import MlflowClient
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
@@ -23,28 +19,16 @@ from typer.testing import CliRunner
 from flows import other_studies, workspaces
 from flows.cli import app
 from flows.options import Options
-from flows.other_studies import check_committed, folder_of, prepare
+from flows.other_studies import check_committed, prepare
 from flows.workspaces import WorkspaceError, carry
 from tasks import study_file
-from tasks.metrics import METRICS, MetricName
-from tasks.params import ParamsError
-from tasks.report import published
 from tasks.report import seeds_table as summary
-from tasks.report.published import Published
-from tasks.study_file import StudyFile, load, merge
-from tests.flows.toy import ENVIRONMENT, call
-from tests.workspace import REVIEWS, tiny_params, tiny_workspace, write_params
+from tasks.study_file import StudyFile
+from tests.flows.toy import ENVIRONMENT, Flows, call, tiny_repository
+from tests.test_seeds_table import made_up
+from tests.workspace import tiny_params
 
 ROOT = Path(__file__).parents[2]
-
-MAPPINGS = st.dictionaries(
-    st.sampled_from("abc"),
-    st.recursive(
-        st.none() | st.integers(0, 3) | st.lists(st.integers(0, 3), max_size=2),
-        lambda inner: st.dictionaries(st.sampled_from(["a", "b", "kind"]), inner, max_size=3),
-        max_leaves=6,
-    ),
-)
 
 
 def read(path: Path) -> Any:
@@ -56,272 +40,15 @@ def commit(root: Path) -> None:
     call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
-class TestMerge:
-    @given(MAPPINGS, MAPPINGS)
-    def test_what_is_stated_holds_and_the_rest_stays(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        before = copy.deepcopy((old, new))
-        both = merge(old, new)
-        assert (old, new) == before
-        assert set(both) == {*old, *new}
-        assert all(both[key] == value for key, value in new.items() if not isinstance(value, dict))
-        assert all(both[key] == value for key, value in old.items() if key not in new)
-        assert merge(both, new) == both
-        assert merge(old, {}) == merge(old, old) == old
-
-    def test_mappings_merge_key_by_key_lists_and_scalars_replace(self) -> None:
-        old = {"data": {"sizes": {"train": 1, "test": 2}}, "keeps": [0.5, 0.3], "seed": 0}
-        new = {"data": {"sizes": {"test": 3}}, "keeps": [0.1], "seed": 4}
-        assert merge(old, new) == {"data": {"sizes": {"train": 1, "test": 3}}, "keeps": [0.1], "seed": 4}
-
-    def test_another_kind_replaces_the_whole_part(self) -> None:
-        old = {"weighting": {"kind": "fisher", "axis": "input"}, "ranks": {"kind": "uniform"}}
-        assert merge(old, {"weighting": {"kind": "none"}}) == {**old, "weighting": {"kind": "none"}}
-
-    @pytest.mark.parametrize("change", [{"axis": "output"}, {"kind": "fisher", "axis": "output"}])
-    def test_the_same_kind_stated_or_not_keeps_the_other_keys(self, change: dict[str, str]) -> None:
-        old = {"weighting": {"kind": "fisher", "axis": "input", "power": 1}}
-        assert merge(old, {"weighting": change}) == {"weighting": {"kind": "fisher", "axis": "output", "power": 1}}
-
-    def test_a_part_can_be_switched_on_and_off(self) -> None:
-        part = {"kind": "pruning", "steps": 3}
-        assert merge({"shaping": None}, {"shaping": part}) == {"shaping": part}
-        assert merge({"shaping": part}, {"shaping": None}) == {"shaping": None}
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Write a study file beside tiny parameters; the working directory is their workspace."""
-    monkeypatch.chdir(tmp_path)
-    write_params(tmp_path, tiny_params())
-    Path("studies").mkdir()
-
-    def write(content: Any, name: str = "other.yaml") -> Path:
-        file = Path("studies", name)
-        with file.open("w") as stream:
-            YAML().dump(content, stream)
-        return file
-
-    return write
-
-
-def only(file: Path, *seeds: list[int]) -> StudyFile:
-    """The study of a file without tasks."""
-    (study,) = load(file, *seeds)
-    return study
-
-
-class TestStudyFiles:
-    def test_only_what_is_stated_differs(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = only(write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
-        expected = tiny_params(study={"keeps": [0.25]}, teacher={"epochs": 2})
-        assert study.content(0) == expected
-        assert (study.name, study.path) == ("other", Path("studies/other.yaml"))
-
-    def test_a_whole_new_recipe_may_be_added(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        mine = {**tiny_params()["recipes"]["svd"], "weighting": {"kind": "inputs"}}
-        study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
-        assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
-
-    def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        parts = {"ranks": {"kind": "uniform"}, "weighting": {"kind": "fisher", "axis": "input"}}
-        study = only(write({"recipes": {"kfac": parts}}))
-        assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
-        again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}
-        assert only(write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
-
-    def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
-        with pytest.raises(ParamsError) as caught:
-            load(file)
-        head, *lines = str(caught.value).splitlines()
-        assert head == "studies/other.yaml on top of params.yaml has mistakes:"
-        for mistake in (
-            "study.keeps.0: is 1.5",
-            "there is no recipe mine",
-            "teacher.epoch: is unknown",
-            "bnechmark: is",
-        ):
-            assert any(mistake in line for line in lines), mistake
-
-    @pytest.mark.parametrize(
-        ("seeds", "message"),
-        [
-            ([], "seeds: is empty"),
-            ([-1], "seeds.0: is -1"),
-            (["one"], 'seeds.0: is "one"'),
-            (3, "seeds: is 3"),
-            ([1, 0, 1], "seeds: has 1 twice"),
-        ],
-    )
-    def test_seeds_are_checked(self, write: Callable[..., Path], tmp_path: Path, seeds: object, message: str) -> None:
-        with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(write({"seeds": seeds}))
-
-    def test_each_seed_is_a_workspace_with_that_seed(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        study = only(write({"seeds": [3, 1]}))
-        assert study.seeds == (3, 1)
-        assert [study.content(seed)["seed"] for seed in study.seeds] == [3, 1]
-        assert "seeds" not in study.content(3)
-        assert folder_of(study, 3) == Path("workspaces/other-seed3")
-
-    def test_without_seeds_there_is_one_workspace(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert only(write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
-        assert only(write({"seed": 5})).seeds == (5,)
-
-    def test_seeds_of_the_command_line_win(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        assert only(write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
-        assert only(write({"seed": 5}), [7]).content(7)["seed"] == 7
-
-    def test_seed_and_seeds_contradict_each_other(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        with pytest.raises(ParamsError, match="seed: stands beside seeds"):
-            load(write({"seed": 5, "seeds": [5]}))
-
-    def test_a_file_that_cannot_be_one(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        with pytest.raises(ParamsError, match="does not exist"):
-            load(Path("studies/none.yaml"))
-        with pytest.raises(ParamsError, match="write letters"):
-            load(write({"seed": 1}, "a b.yaml"))
-        with pytest.raises(ParamsError, match="outside the repository"):
-            load(tmp_path.parent)
-
-    def test_parameters_are_written_as_they_were_read(self, tmp_path: Path) -> None:
-        tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
-        content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-        other_studies._write(content, tmp_path / "params.yaml", "# comment\n")
-        again = read(tmp_path / "params.yaml")
-        assert again == content
-        assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
-        assert list(again) == list(content)
-        assert (tmp_path / "params.yaml").read_text().startswith("# comment\n")
-
-
-FILE = {"teacher": {"epochs": 2}, "tasks": {"one": {"data": {"seed": 1}}, "two": {"data": {"metric": "f1"}}}}
-
-
-class TestTasks:
-    """Several tasks in one file, each on top of it."""
-
-    def test_each_is_merged_on_top_of_the_file(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        one, two = load(write(FILE))
-        expected = tiny_params(teacher={"epochs": 2}, data={"seed": 1}, study={"name": "tiny-one"})
-        assert one.content(0) == expected
-        assert (two.params["data"]["seed"], two.metric, two.params["teacher"]["epochs"]) == (0, "f1", 2)
-
-    def test_each_has_a_workspace_and_an_experiment_of_its_own(
-        self, write: Callable[..., Path], tmp_path: Path
-    ) -> None:
-        named = {**FILE, "seeds": [0, 3], "tasks": {"one": {}, "two": {"study": {"name": "mine"}}}}
-        one, two = load(write(named))
-        assert [folder_of(study, 3) for study in (one, two)] == [
-            Path("workspaces/other-one-seed3"),
-            Path("workspaces/other-two-seed3"),
-        ]
-        assert [study.params["study"]["name"] for study in (one, two)] == ["tiny-one", "mine"]
-        assert one.seeds == two.seeds == (0, 3)
-
-    def test_some_may_be_chosen(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        file = write(FILE)
-        assert [study.task for study in load(file, (), ["two"])] == ["two"]
-        with pytest.raises(ParamsError, match="there is no three; choose from one, two"):
-            load(file, (), ["two", "three"])
-        with pytest.raises(ParamsError, match="there is no one; leave out --task"):
-            load(write({"seed": 1}), (), ["one"])
-
-    def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        """Of all tasks, the chosen ones or not."""
-        tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
-        with pytest.raises(ParamsError) as caught:
-            load(write({"teacher": {"epoch": 1}, "tasks": tasks}), (), ["three"])
-        lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-        assert [line.partition(": ")[0] for line in lines] == [
-            "teacher.epoch",
-            "tasks.one.data.metric",
-            "tasks.two.bnechmark",
-        ]
-
-    def test_what_a_task_puts_right_is_no_mistake(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        task = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
-        (study,) = load(write({"data": {"metric": "perplexity"}, "tasks": {"text": {"data": task}}}))
-        assert study.metric == "perplexity"
-
-    @pytest.mark.parametrize(
-        ("tasks", "message"),
-        [
-            ({"a/b": {}}, "tasks.a/b: becomes the name of a folder"),
-            ({"..": {}}, "tasks...: becomes"),
-            ({}, "tasks: is"),
-            ({"one": None}, "tasks.one: is null"),
-            ({"one": {"seed": 3}}, "tasks.one.seed: all tasks have the same seeds"),
-        ],
-    )
-    def test_tasks_are_checked(self, write: Callable[..., Path], tmp_path: Path, tasks: object, message: str) -> None:
-        with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(write({"tasks": tasks}))
-
-
-ROW = {"source": "Doe 2024, table 1", "method": "ARS", "keep": 0.5, "units": "percent", "note": "of 3 seeds"}
-
-
-class TestPublished:
-    """Numbers of papers: what may stand in a file, and how it is printed."""
-
-    @pytest.mark.parametrize(
-        ("row", "message"),
-        [
-            ({"scores": {"three": 80}}, "published.0.scores.three: there is no task three; write one of one, two"),
-            ({"score": 80}, "published.0.score: does not say of which task"),
-            ({}, "published.0: needs a score or scores"),
-            ({"scores": {"one": 180}}, "published.0.scores.one: is 180, more than 100 percent"),
-            ({"scores": {"one": 80}, "units": "metric"}, "published.0.scores.one: is 80, and accuracy lies between"),
-            ({"scores": {"two": 80}}, "published.0.scores.two: perplexity is no percentage"),
-        ],
-    )
-    def test_what_cannot_stand_beside_a_task(
-        self, write: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
-    ) -> None:
-        text = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
-        tasks = {"one": {}, "two": {"data": text}}
-        with pytest.raises(ParamsError, match=re.escape(message)):
-            load(write({"tasks": tasks, "published": [{**ROW, **row}]}))
-
-    @pytest.mark.parametrize(
-        ("row", "message"),
-        [
-            ({"keep": 48, "score": 80}, "published.0.keep: is 48"),
-            ({"units": "points", "score": 80}, 'published.0.units: is "points"'),
-            ({"score": "80"}, 'published.0.score: is "80"'),
-            ({"score": 80, "page": 3}, "published.0.page: is unknown"),
-        ],
-    )
-    def test_rows_are_typed(
-        self, write: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
-    ) -> None:
-        with pytest.raises(ParamsError, match=re.escape(message)):
-            load(write({"published": [{**ROW, **row}]}))
-
-    def test_a_study_without_tasks_has_a_score_and_other_benchmarks(
-        self, write: Callable[..., Path], tmp_path: Path
-    ) -> None:
-        rows = [{**ROW, "score": 80}, {**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}]
-        study = only(write({"published": rows}))
-        heads, lines = published.cells(study.published, {None: "accuracy"})
-        assert heads == ["method", "keep", "accuracy, %", "BoolQ", "source", "note"]
-        assert lines[0] == ["ARS", "0.5", "80", "–", "Doe 2024, table 1", "1"]
-        assert lines[1] == ["ARS", "–", "–", "61.5", "Doe 2024, table 1", ""]
-
-    def test_means_are_over_the_tasks_that_a_paper_has(self) -> None:
-        rows = [
-            Published(**{**ROW, "scores": {"a": 80.25, "b": 50.0, "c": 99.0}}),
-            Published(**{**ROW, "units": "metric", "scores": {"b": 0.5}}),
-        ]
-        heads, lines = published.cells(rows, {"a": "accuracy", "b": "matthews"})
-        assert heads[2:5] == ["a", "b", "mean"]
-        assert [line[2:5] for line in lines] == [["80.25", "50", "65.12"], ["–", "50", "50.00 of 1"]]
-
-    def test_rows_of_tasks_that_are_not_shown_are_left_out(self) -> None:
-        rows = [Published(**{**ROW, "scores": {"a": 80.0}}), Published(**{**ROW, "scores": {"b": 80.0}})]
-        assert published.beside(rows, {"b": "f1"}) == rows[1:]
-        assert published.beside(rows, {None: "f1"}) == rows
+def test_parameters_are_written_as_they_were_read(tmp_path: Path) -> None:
+    tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
+    content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
+    other_studies._write(content, tmp_path / "params.yaml", "# comment\n")
+    again = read(tmp_path / "params.yaml")
+    assert again == content
+    assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
+    assert list(again) == list(content)
+    assert (tmp_path / "params.yaml").read_text().startswith("# comment\n")
 
 
 MAIN = """\
@@ -335,10 +62,10 @@ sys.exit(seed == 1)
 """In place of flows/__main__.py: fails with seed 1, and takes long with seed 9."""
 
 
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git and DVC repository whose study only notes that it ran; the working directory."""
-    root = tmp_path / "main"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git and DVC repository whose study only notes that it ran."""
+    root = tmp_path_factory.mktemp("made") / "main"
     for folder in ("eckart", "tasks", "flows", "studies", "docs", "data/raw", "models/base"):
         (root / folder).mkdir(parents=True)
         (root / folder / ".gitkeep").touch()
@@ -351,6 +78,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     call(root, "git", "init", "-q", "-b", "main")
     call(root, "dvc", "init", "-q")
     commit(root)
+    return root
+
+
+@pytest.fixture
+def repository(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it; the working directory."""
+    root = Path(shutil.copytree(made, tmp_path / "main", symlinks=True))
     monkeypatch.chdir(root)
     return root
 
@@ -574,203 +308,6 @@ class TestCarry:
         assert self.content(target).keys() == {"a.csv", "deep/b.csv", "linked/c.csv"}
 
 
-def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
-    """Two candidates at each of two keeps; `b` is better at 0.5 and `a` at 0.25."""
-    recovered = {("a", "0.25"): 0.7, ("b", "0.25"): 0.6, ("a", "0.5"): 0.8, ("b", "0.5"): 0.84}
-    return pd.DataFrame(
-        {
-            "seed": seed,
-            "recipe": recipe,
-            "keep": keep,
-            "metric": metric,
-            "dense": 0.8 + 0.1 * seed,
-            "factorized": None if recipe == "a" else 0.5,
-            "recovered": value + 0.02 * seed,
-            "target_parameters": 500,
-            "model_parameters": 1_500_000,
-            "macs_per_token": 3_000,
-            "speedup": 1.5 + seed,
-            "search_steps": 10,
-            "average_rank": 380.0 if recipe == "a" else None,
-            "test_rows": 1000,
-            "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
-            "target_share": 0.5,
-            "model_share": 0.6,
-            "macs_share": 0.75,
-        }
-        for seed in range(seeds)
-        for (recipe, keep), value in recovered.items()
-    )
-
-
-def finished(root: Path, rows: pd.DataFrame) -> None:
-    """Fill `root` with what `collect` reads of a study that found `rows`."""
-    relative = ["seed", "test_rows", "retained", *(f"{a}_share" for a in ("target", "model", "macs"))]
-    for folder in ("reports", "data/importance"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
-    dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
-    dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
-    dense["zero_shot"] = {}
-    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
-    (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
-
-
-def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> str:
-    """The page of a study without tasks that found `rows`."""
-    study = StudyFile(Path("studies/two.yaml"), params, (0, 1))
-    return summary.page([study], {None: rows}, "two", command)[1]
-
-
-class TestSummary:
-    def test_mean_and_sample_standard_deviation(self) -> None:
-        heads, lines = summary.cells(made_up())
-        row = dict(zip(heads, lines[0], strict=True))
-        assert row["dense, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
-        assert row["recovered, %"] == "85.0 ± 1.4"
-        assert row["retained, %"] == "100.3 ± 6.7"  # of 105 and 95.6
-        assert row["factorized, %"] == "50.0 ± 0.0"
-        plain = {head: cell.replace("\N{NO-BREAK SPACE}", " ") for head, cell in row.items()}
-        assert plain["targets"] == "50.0 %"
-        assert plain["model parameters"] == "1.50 M (60.0 %)"
-        assert plain["MACs per token"] == "3.00 k (75.0 %)"
-        assert plain["speedup"] == "2.00 ×"
-        assert plain["search steps"] == "10"
-        assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
-
-    def test_larger_keeps_first_then_what_recovers_best(self) -> None:
-        _, lines = summary.cells(made_up())
-        assert [line[:2] for line in lines] == [["b", "0.5"], ["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
-
-    def test_what_was_not_measured_is_no_number(self) -> None:
-        heads, lines = summary.cells(made_up())
-        assert dict(zip(heads, lines[1], strict=True))["factorized, %"] == "–"
-
-    def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
-        rows = made_up(seeds=1).assign(**{"zero_shot.piqa.acc": 0.6, "dense.zero_shot.piqa.acc": 0.75})
-        heads, lines = summary.zero_shot(rows)
-        assert heads == ["recipe", "keep", "piqa acc"]
-        assert lines[0] == ["dense", "–", "75.0"]
-        assert {line[2] for line in lines[1:]} == {"60.0"}
-        assert len(lines) == 1 + len(rows)
-
-    def test_one_seed_has_no_spread(self) -> None:
-        heads, lines = summary.cells(made_up(seeds=1))
-        assert dict(zip(heads, lines[0], strict=True))["recovered, %"] == "84.0"
-        assert "±" not in summary.to_text(*summary.cells(made_up(seeds=1)))
-
-    def test_a_correlation_is_no_percentage(self) -> None:
-        heads, lines = summary.cells(made_up("matthews"))
-        assert dict(zip(heads, lines[0], strict=True))["recovered"] == "0.850 ± 0.014"
-
-    def test_a_perplexity_is_better_the_lower_it_is(self) -> None:
-        rows = made_up("perplexity")
-        heads, lines = summary.cells(rows)
-        assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
-        assert dict(zip(heads, lines[1], strict=True))["retained, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
-        data = {"task": "language_modeling", "metric": "perplexity"}
-        text = page_of(rows, tiny_params(data=data))
-        assert "- Metric: perplexity (lower is better) on 1,000 test rows; retained is dense ÷ recovered.\n" in text
-        assert "retained is recovered ÷ dense" in page_of(made_up(), tiny_params())
-
-    def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
-        rows = made_up("perplexity")
-        rows["dense"], rows["recovered"], rows["factorized"] = 20 + rows.seed, 1000.0 + rows.seed, 1e5 * (1 + rows.seed)
-        heads, lines = summary.cells(rows)
-        row = dict(zip(heads, lines[0], strict=True))
-        assert (row["dense"], row["recovered"]) == ("20.50 ± 0.71", "1,000 ± 1")  # √½
-        assert row["factorized"] == "1.5e5 ± 7.1e4"
-
-    def test_what_is_retained_is_read_in_the_metric_s_direction(self, tmp_path: Path) -> None:
-        finished(tmp_path, made_up("perplexity", seeds=1))
-        rows = summary.collect({0: tmp_path})
-        assert rows.retained.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
-        finished(tmp_path, made_up("rouge1", seeds=1))
-        rows = summary.collect({0: tmp_path})
-        assert rows.retained.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
-
-    def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
-        command = "python -m flows study studies/two.yaml"
-        text = page_of(made_up(), tiny_params(), command)
-        assert text == page_of(made_up(), tiny_params(), command)
-        for part in (
-            command,
-            "Seeds: 0, 1;",
-            "1,000 test rows",
-            REVIEWS,
-            "models/base/tiny",
-            "core",
-            "[two.csv](two.csv)",
-        ):
-            assert part in text
-        assert str(Path.cwd()) not in text
-        summary.write(tmp_path / "new/two.md", made_up(), text)
-        assert (tmp_path / "new/two.md").read_text() == text
-        assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
-
-    def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
-        """Words that pandas would read as missing values, and keeps as they are written."""
-        tables = made_up(seeds=1)
-        tables["recipe"] = ["none", "NA", "null", "nan"]
-        tables["keep"] = ["0.50", "0.5", "1", "1.0"]
-        finished(tmp_path, tables)
-        rows = summary.collect({0: tmp_path, 5: tmp_path})
-        assert list(rows.recipe) == ["none", "NA", "null", "nan"] * 2
-        assert list(rows.keep) == ["0.50", "0.5", "1", "1.0"] * 2
-        assert list(rows.seed) == [0] * 4 + [5] * 4
-        assert set(rows.model_share) == {0.5}
-
-
-OF_TASKS: published.TaskMetrics = {"one": "accuracy", "two": "matthews"}
-
-
-class TestSeveralTasks:
-    """One table of all tasks, and a page."""
-
-    @staticmethod
-    def rows() -> pd.DataFrame:
-        """`two` is 10 points worse than `one`, everywhere."""
-        two = made_up("matthews")
-        two[["dense", "recovered"]] -= 0.1
-        return summary.joined({"one": made_up(), "two": two})
-
-    def test_points_and_their_mean_with_the_dense_model_first(self) -> None:
-        heads, lines = summary.combined(self.rows(), OF_TASKS)
-        assert heads == ["recipe", "keep", "one, accuracy", "two, Matthews correlation", "mean"]
-        assert lines[0] == ["dense", "–", "85.0 ± 7.1", "75.0 ± 7.1", "80.0 ± 7.1"]
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "80.0 ± 1.4"]
-        assert [line[:2] for line in lines[2:]] == [["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
-
-    def test_the_mean_is_over_the_seeds_that_all_tasks_have(self) -> None:
-        rows = self.rows()
-        _, lines = summary.combined(rows[(rows.task == "one") | (rows.seed == 1)], OF_TASKS)
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "76.0", "81.0"]
-
-    def test_a_task_that_failed_is_a_dash_and_so_is_the_mean(self) -> None:
-        _, lines = summary.combined(self.rows(), {**OF_TASKS, "three": "f1"})
-        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "–", "–"]
-
-    def test_a_perplexity_is_printed_as_it_is_and_has_no_mean(self) -> None:
-        rows = summary.joined({"one": made_up(), "text": made_up("perplexity")})
-        heads, lines = summary.combined(rows, {"one": "accuracy", "text": "perplexity"})
-        assert heads[2:] == ["one, accuracy", "text, perplexity"]
-        assert lines[0][2:] == ["85.0 ± 7.1", "0.850 ± 0.071"]
-
-    def test_the_page_has_all_tables_and_what_is_published(self, tmp_path: Path) -> None:
-        cited = (Published(**{**ROW, "scores": {"one": 80.0}}),)
-        studies = [
-            StudyFile(Path("studies/two.yaml"), tiny_params(data={"metric": metric}), (0, 1), str(task), cited)
-            for task, metric in OF_TASKS.items()
-        ]
-        rows, text = summary.page(studies, {"one": made_up(), "two": made_up("matthews")}, "two", "made by")
-        heads = [line for line in text.splitlines() if line.startswith("#")]
-        assert heads == ["# two", "## Published", "## one", "## two"]
-        assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in re.sub(" +", " ", text)
-        assert "\n1. of 3 seeds\n" in text
-        assert list(rows.columns[:3]) == ["task", "seed", "recipe"]
-        assert list(rows.task) == ["one"] * 8 + ["two"] * 8
-
-
 class TestCommand:
     @pytest.fixture(autouse=True)
     def stubbed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -822,17 +359,11 @@ TABLE = "docs/results/two.md"
 
 def study_repository(root: Path) -> Path:
     """A clone of the code with tiny parameters and a study, committed; its svd.py says where it is."""
-    for name in ("eckart", "tasks", "flows"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
-        shutil.copy(ROOT / name, root / name)
+    tiny_repository(root)
     with (root / "eckart/svd.py").open("a") as code:
         code.write("\nprint('svd of', __file__, flush=True)\n")
-    tiny_workspace(root)
     (root / "studies").mkdir()
     (root / "studies/two.yaml").write_text(STUDY)
-    call(root, "git", "init", "-q")
-    call(root, "dvc", "init", "-q")
     commit(root)
     return root
 
@@ -843,27 +374,21 @@ def counts(said: str) -> list[dict[str, int]]:
     return [{word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)} for line in lines]
 
 
-def test_two_seeds_end_to_end(tmp_path: Path) -> None:
+def test_two_seeds_end_to_end(flows: Flows, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The real command, twice: what seeds share runs once, the second time nothing runs, and the table has a spread.
 
     Each workspace runs its own code, though the package that is installed is another one.
     """
     root = study_repository(tmp_path / "main")
-    environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
 
-    def study(*options: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "flows", "study", *options],
-            cwd=root,
-            env={**environment, "PREFECT_HOME": str(tmp_path / "prefect")},
-            capture_output=True,
-            text=True,
-            timeout=1800,
-        )
+    def study(*options: str) -> str:
+        """What the command prints, and the processes that it starts."""
+        done = flows(root, "study", *options)
+        said = "".join([done.output, *capfd.readouterr()])
+        assert done.exit_code == 0, said
+        return said
 
-    first = study("studies/two.yaml", "--table", TABLE)
-    said = first.stdout + first.stderr
-    assert first.returncode == 0, said
+    said = study("studies/two.yaml", "--table", TABLE)
     stages = sum(counts(said)[0].values())
     assert counts(said) == [{"executed": stages}, {"restored": 1, "executed": stages - 1}]  # extract knows no seed
     homes = [Path(path) for path in re.findall(r"search@svd-0.5' - svd of (\S+)", said)]
@@ -887,8 +412,7 @@ def test_two_seeds_end_to_end(tmp_path: Path) -> None:
     assert not list(root.glob("workspaces/*/ml*"))
 
     second = study("--params", "studies/two.yaml", "--seed", "1")
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert f"\n{stages} stages in " in second.stdout
-    assert "Nothing was recomputed" in second.stdout
-    assert f" {100 * rows.recovered[1]:.1f} " in second.stdout
+    assert f"\n{stages} stages in " in second
+    assert "Nothing was recomputed" in second
+    assert f" {100 * rows.recovered[1]:.1f} " in second
     assert (root / TABLE).read_text() == table

@@ -1,0 +1,213 @@
+"""The tables of a study with several seeds and tasks, from made-up results."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tasks.metrics import METRICS, MetricName
+from tasks.report import published
+from tasks.report import seeds_table as summary
+from tasks.report.published import Published
+from tasks.study_file import StudyFile
+from tests.test_published import ROW
+from tests.workspace import REVIEWS, tiny_params
+
+
+def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
+    """Two candidates at each of two keeps; `b` is better at 0.5 and `a` at 0.25."""
+    recovered = {("a", "0.25"): 0.7, ("b", "0.25"): 0.6, ("a", "0.5"): 0.8, ("b", "0.5"): 0.84}
+    return pd.DataFrame(
+        {
+            "seed": seed,
+            "recipe": recipe,
+            "keep": keep,
+            "metric": metric,
+            "dense": 0.8 + 0.1 * seed,
+            "factorized": None if recipe == "a" else 0.5,
+            "recovered": value + 0.02 * seed,
+            "target_parameters": 500,
+            "model_parameters": 1_500_000,
+            "macs_per_token": 3_000,
+            "speedup": 1.5 + seed,
+            "search_steps": 10,
+            "average_rank": 380.0 if recipe == "a" else None,
+            "test_rows": 1000,
+            "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
+            "target_share": 0.5,
+            "model_share": 0.6,
+            "macs_share": 0.75,
+        }
+        for seed in range(seeds)
+        for (recipe, keep), value in recovered.items()
+    )
+
+
+def finished(root: Path, rows: pd.DataFrame) -> None:
+    """Fill `root` with what `collect` reads of a study that found `rows`."""
+    relative = ["seed", "test_rows", "retained", *(f"{a}_share" for a in ("target", "model", "macs"))]
+    for folder in ("reports", "data/importance"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
+    dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
+    dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
+    dense["zero_shot"] = {}
+    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
+    (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
+
+
+def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> str:
+    """The page of a study without tasks that found `rows`."""
+    study = StudyFile(Path("studies/two.yaml"), params, (0, 1))
+    return summary.page([study], {None: rows}, "two", command)[1]
+
+
+class TestSummary:
+    def test_mean_and_sample_standard_deviation(self) -> None:
+        heads, lines = summary.cells(made_up())
+        row = dict(zip(heads, lines[0], strict=True))
+        assert row["dense, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
+        assert row["recovered, %"] == "85.0 ± 1.4"
+        assert row["retained, %"] == "100.3 ± 6.7"  # of 105 and 95.6
+        assert row["factorized, %"] == "50.0 ± 0.0"
+        plain = {head: cell.replace("\N{NO-BREAK SPACE}", " ") for head, cell in row.items()}
+        assert plain["targets"] == "50.0 %"
+        assert plain["model parameters"] == "1.50 M (60.0 %)"
+        assert plain["MACs per token"] == "3.00 k (75.0 %)"
+        assert plain["speedup"] == "2.00 ×"
+        assert plain["search steps"] == "10"
+        assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
+
+    def test_larger_keeps_first_then_what_recovers_best(self) -> None:
+        _, lines = summary.cells(made_up())
+        assert [line[:2] for line in lines] == [["b", "0.5"], ["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
+
+    def test_what_was_not_measured_is_no_number(self) -> None:
+        heads, lines = summary.cells(made_up())
+        assert dict(zip(heads, lines[1], strict=True))["factorized, %"] == "–"
+
+    def test_zero_shot_tasks_have_a_table_with_the_dense_model(self) -> None:
+        rows = made_up(seeds=1).assign(**{"zero_shot.piqa.acc": 0.6, "dense.zero_shot.piqa.acc": 0.75})
+        heads, lines = summary.zero_shot(rows)
+        assert heads == ["recipe", "keep", "piqa acc"]
+        assert lines[0] == ["dense", "–", "75.0"]
+        assert {line[2] for line in lines[1:]} == {"60.0"}
+        assert len(lines) == 1 + len(rows)
+
+    def test_one_seed_has_no_spread(self) -> None:
+        heads, lines = summary.cells(made_up(seeds=1))
+        assert dict(zip(heads, lines[0], strict=True))["recovered, %"] == "84.0"
+        assert "±" not in summary.to_text(*summary.cells(made_up(seeds=1)))
+
+    def test_a_correlation_is_no_percentage(self) -> None:
+        heads, lines = summary.cells(made_up("matthews"))
+        assert dict(zip(heads, lines[0], strict=True))["recovered"] == "0.850 ± 0.014"
+
+    def test_a_perplexity_is_better_the_lower_it_is(self) -> None:
+        rows = made_up("perplexity")
+        heads, lines = summary.cells(rows)
+        assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
+        assert dict(zip(heads, lines[1], strict=True))["retained, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
+        data = {"task": "language_modeling", "metric": "perplexity"}
+        text = page_of(rows, tiny_params(data=data))
+        assert "- Metric: perplexity (lower is better) on 1,000 test rows; retained is dense ÷ recovered.\n" in text
+        assert "retained is recovered ÷ dense" in page_of(made_up(), tiny_params())
+
+    def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
+        rows = made_up("perplexity")
+        rows["dense"], rows["recovered"], rows["factorized"] = 20 + rows.seed, 1000.0 + rows.seed, 1e5 * (1 + rows.seed)
+        heads, lines = summary.cells(rows)
+        row = dict(zip(heads, lines[0], strict=True))
+        assert (row["dense"], row["recovered"]) == ("20.50 ± 0.71", "1,000 ± 1")  # √½
+        assert row["factorized"] == "1.5e5 ± 7.1e4"
+
+    def test_what_is_retained_is_read_in_the_metric_s_direction(self, tmp_path: Path) -> None:
+        finished(tmp_path, made_up("perplexity", seeds=1))
+        rows = summary.collect({0: tmp_path})
+        assert rows.retained.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
+        finished(tmp_path, made_up("rouge1", seeds=1))
+        rows = summary.collect({0: tmp_path})
+        assert rows.retained.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
+
+    def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
+        command = "python -m flows study studies/two.yaml"
+        text = page_of(made_up(), tiny_params(), command)
+        assert text == page_of(made_up(), tiny_params(), command)
+        for part in (
+            command,
+            "Seeds: 0, 1;",
+            "1,000 test rows",
+            REVIEWS,
+            "models/base/tiny",
+            "core",
+            "[two.csv](two.csv)",
+        ):
+            assert part in text
+        assert str(Path.cwd()) not in text
+        summary.write(tmp_path / "new/two.md", made_up(), text)
+        assert (tmp_path / "new/two.md").read_text() == text
+        assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
+
+    def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
+        """Words that pandas would read as missing values, and keeps as they are written."""
+        tables = made_up(seeds=1)
+        tables["recipe"] = ["none", "NA", "null", "nan"]
+        tables["keep"] = ["0.50", "0.5", "1", "1.0"]
+        finished(tmp_path, tables)
+        rows = summary.collect({0: tmp_path, 5: tmp_path})
+        assert list(rows.recipe) == ["none", "NA", "null", "nan"] * 2
+        assert list(rows.keep) == ["0.50", "0.5", "1", "1.0"] * 2
+        assert list(rows.seed) == [0] * 4 + [5] * 4
+        assert set(rows.model_share) == {0.5}
+
+
+OF_TASKS: published.TaskMetrics = {"one": "accuracy", "two": "matthews"}
+
+
+class TestSeveralTasks:
+    """One table of all tasks, and a page."""
+
+    @staticmethod
+    def rows() -> pd.DataFrame:
+        """`two` is 10 points worse than `one`, everywhere."""
+        two = made_up("matthews")
+        two[["dense", "recovered"]] -= 0.1
+        return summary.joined({"one": made_up(), "two": two})
+
+    def test_points_and_their_mean_with_the_dense_model_first(self) -> None:
+        heads, lines = summary.combined(self.rows(), OF_TASKS)
+        assert heads == ["recipe", "keep", "one, accuracy", "two, Matthews correlation", "mean"]
+        assert lines[0] == ["dense", "–", "85.0 ± 7.1", "75.0 ± 7.1", "80.0 ± 7.1"]
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "80.0 ± 1.4"]
+        assert [line[:2] for line in lines[2:]] == [["a", "0.5"], ["a", "0.25"], ["b", "0.25"]]
+
+    def test_the_mean_is_over_the_seeds_that_all_tasks_have(self) -> None:
+        rows = self.rows()
+        _, lines = summary.combined(rows[(rows.task == "one") | (rows.seed == 1)], OF_TASKS)
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "76.0", "81.0"]
+
+    def test_a_task_that_failed_is_a_dash_and_so_is_the_mean(self) -> None:
+        _, lines = summary.combined(self.rows(), {**OF_TASKS, "three": "f1"})
+        assert lines[1] == ["b", "0.5", "85.0 ± 1.4", "75.0 ± 1.4", "–", "–"]
+
+    def test_a_perplexity_is_printed_as_it_is_and_has_no_mean(self) -> None:
+        rows = summary.joined({"one": made_up(), "text": made_up("perplexity")})
+        heads, lines = summary.combined(rows, {"one": "accuracy", "text": "perplexity"})
+        assert heads[2:] == ["one, accuracy", "text, perplexity"]
+        assert lines[0][2:] == ["85.0 ± 7.1", "0.850 ± 0.071"]
+
+    def test_the_page_has_all_tables_and_what_is_published(self, tmp_path: Path) -> None:
+        cited = (Published(**{**ROW, "scores": {"one": 80.0}}),)
+        studies = [
+            StudyFile(Path("studies/two.yaml"), tiny_params(data={"metric": metric}), (0, 1), str(task), cited)
+            for task, metric in OF_TASKS.items()
+        ]
+        rows, text = summary.page(studies, {"one": made_up(), "two": made_up("matthews")}, "two", "made by")
+        heads = [line for line in text.splitlines() if line.startswith("#")]
+        assert heads == ["# two", "## Published", "## one", "## two"]
+        assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in re.sub(" +", " ", text)
+        assert "\n1. of 3 seeds\n" in text
+        assert list(rows.columns[:3]) == ["task", "seed", "recipe"]
+        assert list(rows.task) == ["one"] * 8 + ["two"] * 8
