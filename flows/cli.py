@@ -93,7 +93,8 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 
 def _end_without_prefect(error: Exception) -> NoReturn:
-    print(f"Prefect's server is gone ({error}). What is finished is kept: start it and run again.", file=sys.stderr)
+    cause = settings.shown(str(error))
+    print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
     sys.stderr.flush()
     os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
 
