@@ -11,7 +11,7 @@ run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
 test: $(READY)  ## all tests
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 deps: $(READY)  ## write into dvc.yaml which code each stage can run
 	$(BIN)/python -m tasks.dependencies

@@ -36,6 +36,8 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             sys.exit(settings.shown(str(error)))  # it may quote what a library said of an address
+        except SystemExit as end:  # so may a command's own last words
+            sys.exit(settings.shown(end.code) if isinstance(end.code, str) else end.code)
 
 
 app = typer.Typer(
@@ -91,7 +93,8 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 
 def _end_without_prefect(error: Exception) -> NoReturn:
-    print(f"Prefect's server is gone ({error}). What is finished is kept: start it and run again.", file=sys.stderr)
+    cause = settings.shown(str(error))
+    print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
     sys.stderr.flush()
     os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
 

@@ -133,8 +133,9 @@ class Workers:
 
     def _hear(self, event: tuple[float, tuple[str, str, dict[str, str]]]) -> None:
         _, (key, line, curves) = event
-        if key in self._heard:  # else it is another flow's
-            self._heard[key].put((line, curves))
+        heard = self._heard.get(key)
+        if heard is not None:  # else it is another flow's, or over
+            heard.put((line, curves))
 
     def _place(self, alone: bool) -> dict[str, Any]:
         """Stages that measure go to one worker, the first by name, for as long as it lives."""

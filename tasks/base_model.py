@@ -50,7 +50,9 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             found = AutoConfig.from_pretrained(source, **options)
             _check_code(found)
-            check_weights(source, found, params.revision)
+            # All of one commit, should the hub's newest change meanwhile.
+            options["revision"] = getattr(found, "_commit_hash", None) or params.revision
+            check_weights(source, found, options["revision"])
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved

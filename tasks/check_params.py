@@ -187,9 +187,16 @@ def _unshared(
     trainer: params.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
 ) -> Iterator[str]:
     """Steps whose rows several processes cannot share."""
-    sizes = {f"recipes.{name}.recovery": recipe.recovery.batch_size for name, recipe in recipes.items() if recipe}
-    teacher = _at(content, "teacher", "batch_size")
-    for path, size in {**sizes, "teacher": teacher}.items():
+    from eckart.methods import train_together
+
+    sizes = {"teacher": _at(content, "teacher", "batch_size")}
+    for name, recipe in recipes.items():
+        for stage in (("shaping", "ranks"), ("recovery",)) if recipe else ():
+            if train_together(getattr(recipe, part) for part in stage):
+                sizes |= {
+                    f"recipes.{name}.{part}": getattr(getattr(recipe, part), "batch_size", None) for part in stage
+                }
+    for path, size in sizes.items():
         if isinstance(size, int) and size % trainer.processes:
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
@@ -221,9 +228,10 @@ def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
     for name, recipe in recipes.items():
-        for kind in recipe.weighting.evidence if recipe else ():
-            if kind not in evidence:
-                yield f"importance.evidence: lacks {kind}, which recipes.{name}.weighting reads; add it"
+        for part in ("shaping", "weighting", "ranks", "residual", "recovery") if recipe else ():
+            for kind in getattr(getattr(recipe, part), "evidence", ()):
+                if kind not in evidence:
+                    yield f"importance.evidence: lacks {kind}, which recipes.{name}.{part} reads; add it"
 
 
 def _at(content: Mapping[str, Any], section: str, key: str) -> Any:

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from tasks.errors import EckartError
-from tasks.params import ParamsError, Threads, Trainer, section
+from tasks.params import Threads, Trainer, section
 
 
 class StageError(EckartError):
@@ -131,7 +131,7 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
         quiet()
         work()
-    except (StageError, ParamsError) as error:
+    except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:
         if os.strerror(errno.ENOSPC) in str(error):  # libraries wrap it in errors of their own

@@ -430,3 +430,8 @@ class TestProcesses:
     def test_a_step_has_rows_for_each(self) -> None:
         params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
         assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
+
+    def test_a_step_of_shaping_has_them_too(self) -> None:
+        lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]
+        params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
+        assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]

@@ -180,7 +180,7 @@ class TestStages:
             run_stage("extract")
 
     def test_from_text_to_a_comparison(self, workspace: Path) -> None:
-        for stage in ("extract", "teacher", "importance"):
+        for stage in ("extract", "teacher", "dense", "importance"):
             run_stage(stage)
         for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):
             for recipe in ("svd", "kfac"):
@@ -198,7 +198,7 @@ class TestStages:
         settings = params()
         settings["recipes"]["svd"]["recovery"]["steps"] = 0
         write_params(workspace, settings)
-        for stage in ("extract", "teacher", "importance"):
+        for stage in ("extract", "teacher", "dense", "importance"):
             run_stage(stage)
         for stage in ("search", "factorize", "finetune", "evaluate"):
             run_stage(stage, "svd", "0.5")

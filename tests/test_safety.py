@@ -25,9 +25,11 @@ from rich.console import Console
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 from eckart.training_rules import Rule
 from flows import settings, ui
+from flows.cli import app
 from flows.tracking.mirror import Mirror
 from tasks import check_params
 from tasks.base_model import load_base
@@ -346,6 +348,12 @@ class TestSecrets:
         monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
         assert settings.shown(text).startswith(expected)
         assert settings.shown(settings.shown(text)) == settings.shown(text)
+
+    def test_no_last_words_of_a_command_hold_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", SECRET)
+        done = CliRunner().invoke(app, ["study", "some.yaml", "--table", f"{SECRET}.txt"])
+        assert done.exit_code == 1
+        assert "***.txt: write a name that ends with .md" in done.output
 
     def test_no_log_record_holds_one(self, caplog: pytest.LogCaptureFixture) -> None:
         """Of any library, in its arguments or in its exception."""

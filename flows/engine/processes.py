@@ -34,7 +34,6 @@ _PRELOAD = [
 ]
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
 _running: set[int] = set()  # process groups
 _stopping = threading.Event()
 _turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
@@ -125,6 +124,7 @@ def _module(command: str) -> list[str] | None:
 
 @contextmanager
 def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+    _context.set_forkserver_preload(_PRELOAD)  # heeded when the server starts, with the first stage
     reader, writer = _context.Pipe(duplex=False)
     process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
     process.start()

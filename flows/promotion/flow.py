@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
-from flows import engine
+from flows import engine, settings
 from flows.engine import Outcome
 from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
@@ -65,6 +65,7 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
         RegistryError: the registry failed; what was begun is finished or undone by the next promotion.
         ParamsError: params.yaml has mistakes.
     """
+    settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
             decision = _promote(_terms(), again)

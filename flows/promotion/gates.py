@@ -198,10 +198,11 @@ def _same_files(files: Path, candidate: Recorded) -> Gate:
 def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
     """The files are the same to the byte; this shows that what runs them is, too.
 
-    On another processor sums are rounded otherwise, which may move a row whose two likeliest classes are even. A row
-    moves an accuracy by 1 ÷ rows, and an F1 by about twice that. It moves an exact match, a ROUGE or an F1 of answers,
-    which are means over the rows, by 1 ÷ rows at most, even where one other token changes all that is generated after
-    it; and an accuracy of tokens by less. A correlation has no rows on an edge, and moves by far less.
+    Sums are rounded otherwise on another processor, and on some where memory is aligned otherwise. That may move a row
+    whose two likeliest classes are even. A row moves an accuracy by 1 ÷ rows, and an F1 by about twice that. It moves
+    an exact match, a ROUGE or an F1 of answers, which are means over the rows, by 1 ÷ rows at most, even where one
+    other token changes all that is generated after it; and an accuracy of tokens by less. A correlation has no rows on
+    an edge, and moves by far less.
 
     A perplexity has no rows on an edge and no largest value. It is the exponential of a mean loss, so that what
     rounding adds to the loss multiplies the perplexity: the limit is relative. (choice) A thousandth is far above the

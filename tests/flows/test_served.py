@@ -306,8 +306,15 @@ class TestVersion:
     def test_what_is_stored(self, root: Path) -> None:
         (stored,) = (root / "mlruns").rglob("MLmodel")
         files = [path for path in stored.parent.rglob("*") if path.is_file()]
-        kinds = {"", ".py", ".typed", ".json", ".txt", ".yaml", ".safetensors"}  # no pickle
-        assert {path.suffix for path in files} <= kinds
+        assert {path.suffix for path in files} <= {
+            "",
+            ".py",
+            ".json",
+            ".txt",
+            ".yaml",
+            ".safetensors",
+            ".typed",
+        }  # no pickle
         assert digest(stored.parent / "artifacts/model") == digest(root / "models/finetuned/svd-0.5")
         pinned = (stored.parent / "requirements.txt").read_text().split()
         assert {line.partition("==")[0] for line in pinned} >= {"torch", "transformers", "mlflow"}
