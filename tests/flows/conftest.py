@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
+from mlflow import MlflowClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.engine import processes
 from tests.flows.servers import prefect_server
-from tests.flows.toy import BARE, Flows, Study, tiny_repository
+from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
 
 
 @pytest.fixture(autouse=True)
@@ -76,5 +77,6 @@ def _run(root: Path, folder: Path) -> None:
         timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    MlflowClient(f"sqlite:///{folder / MLFLOW}").search_experiments()
     (folder / "stdout").write_text(done.stdout)
     (folder / "stderr").write_text(done.stderr)

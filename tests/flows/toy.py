@@ -112,9 +112,15 @@ def tiny_repository(root: Path, **changes: Any) -> Path:
     return root
 
 
+MLFLOW = "mlflow.db"
+
+
 @dataclass(frozen=True)
 class Study:
-    """A workspace after `python -m flows run`, and what that printed. Nobody changes it: who wants to, copies it."""
+    """A workspace after `python -m flows run`, and what that printed. Nobody changes it: who wants to, copies it.
+
+    Beside it lies an MLflow database that is empty, for MLflow needs seconds to make one.
+    """
 
     root: Path
     stdout: str
@@ -122,9 +128,9 @@ class Study:
 
     def copied(self, root: Path) -> Path:
         """The workspace with its cache, in which nothing is stale, and with an MLflow of its own that knows nothing."""
-        return Path(
-            shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns("mlflow.db", "mlruns"))
-        )
+        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns("mlflow.db", "mlruns"))
+        shutil.copy(self.root.with_name(MLFLOW), root)
+        return root
 
 
 Flows = Callable[..., Result]
