@@ -3,8 +3,9 @@
 import tasks as tasks  # before torch, whose threads are to wait without spinning
 
 # isort: split
-import atexit
+import gc
 import itertools
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -33,10 +34,16 @@ if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _ENOUGH:
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Measurements of one process do not wait for the stages of another: the lock of the machine is in this folder.
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="eckart-tests-")
-    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+    # After multiprocessing has removed its own folder in there, at -100.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every second file first: xdist's processes begin far apart, and those of flows, the slowest, are neighbours."""
     files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
     items[:] = itertools.chain(*files[::2], *files[1::2])
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: Trainer collects garbage at each training, in a heap full of libraries for long."""
+    gc.freeze()

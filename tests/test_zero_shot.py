@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from lm_eval.tasks import TaskManager
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.stage import StageError
@@ -28,6 +30,15 @@ def model() -> PreTrainedModel:
         sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = LlamaConfig(vocab_size=len(tiny_tokenizer()), max_position_embeddings=64, **sizes)
         return LlamaForCausalLM(config).eval()
+
+
+every_task = cache(TaskManager)
+"""It reads thousands of files."""
+
+
+@pytest.fixture(autouse=True)
+def _one_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", every_task)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from flows import reproduce as module
 from flows.cli import app
 from flows.engine import cached_objects, processes, remote
 from flows.reproduce import CannotReproduce, Reproduction, record
-from tests.flows.toy import Study, call, ran
+from tests.flows.toy import MLFLOW, Study, call, ran
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[2]
@@ -404,6 +404,7 @@ def test_a_real_study_travels(study: Study, tmp_path: Path, monkeypatch: pytest.
     weights = "models/finetuned/svd-0.5/model.safetensors"
     main = study.copied(tmp_path / "main")
     shutil.rmtree(main / ".eckart")  # what a run notes for the next one here
+    (main / MLFLOW).unlink()
     shutil.copy(ROOT / ".dvc/config", main / ".dvc/config")  # with the remote
     monkeypatch.chdir(main)
     call(main, "dvc", "add", "-q", "data/raw", "models/base")
