@@ -7,12 +7,17 @@ its family: the `__init__.py` of ranks/, recovery/, shaping/ or residual/, or we
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 Contradiction = tuple[str, str]
 """The path of a part in its recipe, and what is wrong there and what to write."""
+
+
+Source = Literal["teacher", "base"]
+"""The dense model that a recipe begins with: what has learned the task, or what it was before (the base model with a
+new head), which learns the task while it is compressed."""
 
 
 class Method(BaseModel):

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from eckart import hub
-from eckart.methods import train_together
+from eckart.methods import Source, train_together
 from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
@@ -17,7 +17,7 @@ from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.dataset import load_task
 from tasks.importance_files import load_targets
 from tasks.kinds import kind_of, objective_of
-from tasks.models import TEACHER, load
+from tasks.models import DENSE, TEACHER, load
 from tasks.params import Seed, Trainer, section
 from tasks.stage import candidate_name, explained, output, run_candidate
 from tasks.training import train
@@ -46,7 +46,7 @@ def finetune(recipe: str, keep: str) -> None:
         seed=seed,
         objective=objective,
         teacher=lambda: dense(TEACHER).to(device),  # type: ignore[arg-type]
-        source=lambda: dense(source_model(name, TEACHER)),
+        source=lambda: dense(source_model(name, DENSE[section(f"{part}.source", Source)])),
     )
     with explained(), output(FINETUNED / name) as folder:
         rules = [residual.rule(problem, recovery.steps)] if residual else []

@@ -405,6 +405,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": 1},
         "sequential: factors and residual are W together",
     ),
+    (
+        {"source": "base", "weighting": {"kind": "kfac"}},
+        "source: is base, but kfac reads evidence, which is the teacher's",
+    ),
     ({"weighting": {"kind": "kfac"}, "sequential": 0}, "sequential: is 0; write greater than or equal to 1"),
 ]
 
@@ -420,7 +424,7 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None
             if key:
                 recipe[part][key] = value
             else:
-                recipe[part] = plain(params["recipes"][value][part]) if isinstance(value, str) else value
+                recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
         assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
 
 

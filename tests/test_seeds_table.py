@@ -34,6 +34,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "speedup": 1.5 + seed,
             "search_steps": 10,
             "average_rank": 380.0 if recipe == "a" else None,
+            "shaped": 0.7 if recipe == "a" else None,
             "test_rows": 1000,
             "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
             "target_share": 0.5,
@@ -79,6 +80,7 @@ class TestSummary:
         assert plain["speedup"] == "2.00 ×"
         assert plain["search steps"] == "10"
         assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
+        assert [dict(zip(heads, line, strict=True))["shaped, %"] for line in lines[:2]] == ["–", "70.0 ± 0.0"]
 
     def test_larger_keeps_first_then_what_recovers_best(self) -> None:
         _, lines = summary.cells(made_up())

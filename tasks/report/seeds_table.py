@@ -71,7 +71,15 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     metric = _metric(rows)
     unit = ", %" if metric.share else ""
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered")), "retained, %"]
-    heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "rank after pruning"]
+    heads += [
+        "targets",
+        "model parameters",
+        "MACs per token",
+        "speedup",
+        "search steps",
+        "rank after pruning",
+        f"shaped{unit}",
+    ]
     groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
     groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
     lines = [
@@ -85,6 +93,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
             times(group.speedup.mean()),
             f"{group.search_steps.mean():.0f}",
             _spread(group.average_rank),
+            _scores(group["shaped"], metric),
         ]
         for group in groups
     ]
