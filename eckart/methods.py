@@ -11,6 +11,8 @@ from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from eckart.optimization import Optimization
+
 Contradiction = tuple[str, str]
 """The path of a part in its recipe, and what is wrong there and what to write."""
 
@@ -43,9 +45,14 @@ class Method(BaseModel):
         return ()
 
     @property
+    def trainings(self) -> Mapping[str, Optimization]:
+        """Its trainings in turn, by where in it their settings stand; "" is itself."""
+        return {"": self} if isinstance(self, Optimization) else {}
+
+    @property
     def trains(self) -> bool:
         """Whether it takes training steps."""
-        return False
+        return any(training.steps for training in self.trainings.values())
 
     @property
     def leaves_low_rank(self) -> bool:

@@ -49,11 +49,13 @@ def finetune(recipe: str, keep: str) -> None:
         source=lambda: dense(source_model(name, DENSE[section(f"{part}.source", Source)])),
     )
     with explained(), output(FINETUNED / name) as folder:
-        rules = [residual.rule(problem, recovery.steps)] if residual else []
-        rules = [*rules, *recovery.rules(problem)]
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        options = {**recovery.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
-        train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules)
+        done = 0
+        for training in recovery.trainings.values():
+            rules = [residual.rule(problem, training.steps)] if residual and not done else []
+            rules = [*rules, *training.rules(problem)]
+            options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
+            done += train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules, before=done)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
 

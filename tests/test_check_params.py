@@ -375,6 +375,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
         check()
 
 
+FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"weighting": {"kind": "movement"}}, "weighting: movement reads the scores of pruning"),
     ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting: threshold cuts the singular values of W itself"),
@@ -383,6 +384,14 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"recovery": "lpaf", "residual": "losparse"}, "recovery: mixed_rank runs the dense weight beside the factors"),
     ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps: is 0, but the residual is pruned"),
     ({"residual": "losparse", "residual.start": 0.8}, "residual: start and end are shares of the steps"),
+    (
+        {"residual": "losparse", "residual.window": 43},
+        "residual.window: is 43, but all pruning is done after 42 steps; write at most 42",
+    ),
+    (
+        {"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}},
+        "recovery.then.steps: is 0; write at least 1, or a single training",
+    ),
     ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping: start and end are shares of the steps"),
     ({"ranks": "softlm", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
     ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
@@ -434,6 +443,12 @@ class TestProcesses:
     def test_a_step_has_rows_for_each(self) -> None:
         params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
         assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
+
+    def test_each_training_of_a_recovery_has_them(self) -> None:
+        both = {"kind": "in_turn", "first": {**FINETUNE, "batch_size": 4}, "then": {**FINETUNE, "batch_size": 5}}
+        params = tiny(trainer={"processes": 2})
+        params["recipes"]["svd"]["recovery"] = both
+        assert paths(mistakes(params)) == ["recipes.svd.recovery.then.batch_size"]
 
     def test_a_step_of_shaping_has_them_too(self) -> None:
         lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]

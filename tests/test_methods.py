@@ -20,7 +20,7 @@ from tests.workspace import digests, merged, run_stage, tiny_params, tiny_worksp
 KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
 PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": [0.5], "start": 0.25, "end": 0.25, "learning_rate": 1e-3}
-ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25}
+ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25, "window": None}
 DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
 
 # Cut down to seconds; steps of the threshold are those that its rate needs to pass every singular value.
@@ -42,6 +42,7 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning_alone": ("losparse", {"residual": {"low_rank": 0.0}}),
     "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
     "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
+    "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
     "drone_in_order": ("drone", {"sequential": 1}),
     "kfac_in_order": ("kfac", {"sequential": 2}),
     "pruned_in_order": ("lpaf", {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": 1}),
@@ -49,9 +50,17 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "losparse_base": ("losparse", {"source": "base", "residual": {"low_rank": 0.2}}),
     "lpaf_distilled": ("lpaf", {"shaping": FEW, "recovery": DISTILLED}),
 }
+IN_TURN = "losparse_then_distilled"
 NAMES = [*METHODS, *RECOMBINATIONS]
 OF_LOW_RANK = ["drone_tolerance", "softlm", "elements"]
-WITH_ROWS = ["losparse", "kfac_losparse", "pruning_alone", "factors_alone", "losparse_distilled"]
+WITH_ROWS = [
+    "losparse",
+    "kfac_losparse",
+    "pruning_alone",
+    "factors_alone",
+    "losparse_distilled",
+    "losparse_then_distilled",
+]
 PRUNED = ["pruned_base", "lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled", "pruned_in_order"]
 
 
@@ -68,7 +77,10 @@ def recipes() -> dict[str, Any]:
         made[name] = merged(own[origin], changes)
         if changes.get("weighting"):
             made[name]["weighting"] = changes["weighting"]
-    return {name: merged(parts, {"recovery": FEW}) for name, parts in made.items()}
+    quick = {name: merged(parts, {"recovery": FEW}) for name, parts in made.items() if name != IN_TURN}
+    first = quick["losparse"]["recovery"]
+    both = {"kind": "in_turn", "first": first, "then": {**first, **DISTILLED}}
+    return {**quick, IN_TURN: {**made[IN_TURN], "recovery": both}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,6 +188,14 @@ def test_a_recipe_may_begin_with_the_model_that_has_not_learned_the_task(name: s
     factors, untaught = logits(f"models/factorized/{name}"), logits("models/untaught")
     torch.testing.assert_close(factors, untaught, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(untaught, logits("models/teacher"), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", [IN_TURN], indirect=True)
+def test_the_second_training_of_a_recovery_begins_when_the_first_has_pruned(name: str) -> None:
+    curve = points(f"reports/finetune/{name}.jsonl")
+    assert [point["step"] for point in curve] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert ["rows" in point for point in curve] == [True] * 4 + [False] * 4
+    assert ["distill_layers" in point for point in curve] == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize("name", ["pruned_base"], indirect=True)

@@ -253,7 +253,13 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery = params["recipes"][name]["recovery"]
-        way = f"{recovery['steps']} steps of {recovery['batch_size']} rows at a rate of {recovery['learning_rate']:g}"
+        trainings = (
+            [recovery] if "steps" in recovery else [part for part in recovery.values() if isinstance(part, dict)]
+        )
+        way = ", then ".join(
+            f"{one['steps']} steps of {one['batch_size']} rows at a rate of {one['learning_rate']:g}"
+            for one in trainings
+        )
         ways.setdefault(way, []).append(name)
     return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
 
