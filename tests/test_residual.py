@@ -211,7 +211,7 @@ def test_a_window_solved_by_hand_and_a_row_that_comes_back():
 
 @given(st.integers(1, 4), st.integers(1, 12), st.floats(0, 0.99), st.integers(0, 2**20))
 def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothing, seed):
-    """Entry by entry: windows that are over count by their means, the last with weight 1 − β, the one before β (1 − β)."""
+    """Entry by entry: windows that are over count by their means: the last 1 − β, the one before β (1 − β) of it."""
     generator = torch.Generator().manual_seed(seed)
     some = layer(torch.randn(3, 4, generator=generator))
     rule = RowPruning(model_of(some), settings(smoothing=smoothing, window=window), budget=12, steps=99)
