@@ -152,6 +152,16 @@ class TestSummary:
         assert (tmp_path / "new/two.md").read_text() == text
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
 
+    def test_the_page_says_each_way_of_recovery(self) -> None:
+        params = tiny_params()
+        once = params["recipes"]["svd"]["recovery"]
+        both = {"kind": "in_turn", "first": once, "then": {**once, "steps": 7, "learning_rate": 1e-3}}
+        params["recipes"]["kfac"]["recovery"] = both
+        way = "2 steps of 8 rows at a rate of 5e-05"
+        assert f"Recovery: {way} (svd); {way}, then 7 steps of 8 rows at a rate of 0.001 (kfac)." in page_of(
+            made_up(), params
+        )
+
     def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
         """Words that pandas would read as missing values, and keeps as they are written."""
         tables = made_up(seeds=1)
