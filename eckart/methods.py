@@ -39,6 +39,9 @@ class Method(BaseModel):
     reads_shaping: ClassVar[bool] = False
     """Whether it reads the scores that shaping gave."""
 
+    asks_frozen: ClassVar[bool] = False
+    """Whether it asks for the model's loss while the weights stay as they are."""
+
     @property
     def evidence(self) -> tuple[str, ...]:
         """The kinds of evidence that it reads from the pass over the calibration data."""

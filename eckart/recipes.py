@@ -43,11 +43,21 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
-        for part in (recipe.weighting, recipe.ranks):
-            if part.evidence:
-                yield "source", f"is base, but {part.kind} reads evidence, which is the teacher's; write teacher"
+        yield from _of_source(recipe)
     if recipe.sequential is not None:
         yield from _of_order(recipe)
+
+
+def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
+    for part in (recipe.weighting, recipe.ranks):
+        if part.evidence:
+            yield "source", f"is base, but {part.kind} reads evidence, which is the teacher's; write teacher"
+    if recipe.ranks.asks_frozen and recipe.shaping is None:
+        yield (
+            "source",
+            f"is base, whose loss {recipe.ranks.kind} would ask before it has learned the task; write teacher, or add "
+            "a shaping",
+        )
 
 
 def _of_order(recipe: Recipe) -> Iterator[Contradiction]:

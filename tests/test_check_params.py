@@ -418,6 +418,8 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"source": "base", "weighting": {"kind": "kfac"}},
         "source: is base, but kfac reads evidence, which is the teacher's",
     ),
+    ({"source": "base", "ranks": "ars"}, "source: is base, whose loss hypernetwork would ask before it has learned"),
+    ({"source": "base", "ranks": "drone_tolerance"}, "source: is base, whose loss tolerance would ask before it has"),
     ({"weighting": {"kind": "kfac"}, "sequential": 0}, "sequential: is 0; write greater than or equal to 1"),
 ]
 
