@@ -7,12 +7,19 @@ its family: the `__init__.py` of ranks/, recovery/, shaping/ or residual/, or we
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from eckart.optimization import Optimization
+
 Contradiction = tuple[str, str]
 """The path of a part in its recipe, and what is wrong there and what to write."""
+
+
+Source = Literal["teacher", "base"]
+"""The dense model that a recipe begins with: what has learned the task, or what it was before (the base model with a
+new head), which learns the task while it is compressed."""
 
 
 class Method(BaseModel):
@@ -32,15 +39,23 @@ class Method(BaseModel):
     reads_shaping: ClassVar[bool] = False
     """Whether it reads the scores that shaping gave."""
 
+    asks_frozen: ClassVar[bool] = False
+    """Whether it asks for the model's loss while the weights stay as they are."""
+
     @property
     def evidence(self) -> tuple[str, ...]:
         """The kinds of evidence that it reads from the pass over the calibration data."""
         return ()
 
     @property
+    def trainings(self) -> Mapping[str, Optimization]:
+        """Its trainings in turn, by where in it their settings stand; "" is itself."""
+        return {"": self} if isinstance(self, Optimization) else {}
+
+    @property
     def trains(self) -> bool:
         """Whether it takes training steps."""
-        return False
+        return any(training.steps for training in self.trainings.values())
 
     @property
     def leaves_low_rank(self) -> bool:

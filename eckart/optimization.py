@@ -21,10 +21,6 @@ class Optimization(BaseModel):
     warmup: float = Field(ge=0, lt=1)
     weight_decay: float = Field(ge=0)
 
-    @property
-    def trains(self) -> bool:
-        return self.steps > 0
-
     def options(self) -> dict[str, Any]:
         """These settings alone, as keyword arguments."""
         return {"schedule": self.schedule, **{name: getattr(self, name) for name in Optimization.model_fields}}

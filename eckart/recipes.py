@@ -1,4 +1,4 @@
-"""Recipes: shaping + weighting + rank search + residual + recovery, frozen values that stand in full in params.yaml.
+"""Recipes: source + shaping + weighting + rank search + residual + recovery, frozen values of params.yaml.
 
 There are no defaults here: every hyperparameter is written where the user sees it and DVC tracks it.
 """
@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eckart.methods import Contradiction, Method
+from eckart.methods import Contradiction, Method, Source
 from eckart.ranks import RankSearch
 from eckart.recovery import Recovery
 from eckart.residual import Residual
@@ -23,6 +23,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    source: Source
     shaping: Shaping | None
     weighting: Weighting
     ranks: RankSearch
@@ -41,8 +42,22 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     """Parts that make no sense together: the path of one of them, and what is wrong and what to write."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
+    if recipe.source == "base":
+        yield from _of_source(recipe)
     if recipe.sequential is not None:
         yield from _of_order(recipe)
+
+
+def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
+    for part in (recipe.weighting, recipe.ranks):
+        if part.evidence:
+            yield "source", f"is base, but {part.kind} reads evidence, which is the teacher's; write teacher"
+    if recipe.ranks.asks_frozen and recipe.shaping is None:
+        yield (
+            "source",
+            f"is base, whose loss {recipe.ranks.kind} would ask before it has learned the task; write teacher, or add "
+            "a shaping",
+        )
 
 
 def _of_order(recipe: Recipe) -> Iterator[Contradiction]:

@@ -38,6 +38,8 @@ class Target(BaseModel):
     its tokens are those of all its calls."""
     mask: str | None = MASKS[0]
     """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
+    sampled: bool = True
+    """Whether its rows can be told apart by sample and token; there is no evidence of one that is not."""
 
     @property
     def parameters(self) -> int:
@@ -81,10 +83,11 @@ def find_targets(
     exclude: Sequence[str] = (),
     heads: bool = False,
     embeddings: bool = False,
+    unsampled: bool = False,
 ) -> Targets:
     """Find the targets of `model`.
 
-    A linear map is a target if its forward runs for `batch` on what belongs to the samples, nothing but its forward
+    A linear map is a target if its forward runs for `batch` on what belongs to its samples, nothing but its forward
     uses its weight, its weight belongs to it alone, its name matches a pattern of `include` and none of `exclude`, and
     it is no head (a module outside `model.base_model`), unless `heads`.
 
@@ -93,6 +96,7 @@ def find_targets(
             `decoder_attention_mask`, unless its decoder reads the encoder's tokens.
         include, exclude: shell patterns over module names, such as `*.attention.*`.
         embeddings: whether embeddings may be targets.
+        unsampled: whether maps may be that read what belongs to no sample of the batch, and so have no evidence.
 
     Raises:
         ValueError: no linear map is a target (the message gives the reason for each), or the batch does not say which
@@ -107,7 +111,9 @@ def find_targets(
     with eval_mode(model), torch.no_grad():
         probe = _Probe(model, maps, batch)
         reasons = _unseen_reasons(model, maps, include, exclude, heads)
-        reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
+        reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.unusable(name))}
+        mixed = {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
+        reasons |= {} if unsampled else mixed
         wanted = [name for name in probe.order if name not in reasons]
         reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in wanted})
 
@@ -123,6 +129,7 @@ def find_targets(
                 input_of=first_reader.setdefault((columns, probe.reads(name)), name),
                 repeated=probe.repeated(name),
                 mask=probe.mask(name),
+                sampled=name not in mixed,
             )
         )
     excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
@@ -238,13 +245,17 @@ class _Probe:
         """The mask whose tokens it sees."""
         return next((mask for mask in self._changed if self._change(name, mask)), None)
 
-    def reason(self, name: str) -> str | None:
-        """Why its rows cannot be told apart by sample and token, if so."""
-        rows = self._rows.get(name, [])
-        if not rows:
+    def unusable(self, name: str) -> str | None:
+        """Why it cannot be a target whatever is asked of it, if so."""
+        if not self._rows.get(name):
             return "its forward ran 0 times for one batch"
         if any(x.is_nested for x in self._inputs[name]):
             return "it reads a nested tensor, whose rows no mask of the batch describes"
+        return None
+
+    def reason(self, name: str) -> str | None:
+        """Why its rows cannot be told apart by sample and token, if so."""
+        rows = self._rows[name]
         if self._doubled.get(name) != [2 * count for count in rows]:
             return "not all that it reads belongs to the samples of a batch"
         if name not in self._by_sample:

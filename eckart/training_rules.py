@@ -7,6 +7,7 @@ model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `aft
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,6 +29,10 @@ class Rule:
 
     def before_forward(self, step: int) -> None:
         """Set up the model for this step."""
+
+    def recomputation(self) -> AbstractContextManager[None]:
+        """What holds the model as it is now, for a part of this forward that is computed again on the way back."""
+        return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
         """What is added to the task loss `outputs.loss`."""

@@ -143,4 +143,9 @@ def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> ErrorNorm
     """
     if lacking := [kind for kind in weighting.evidence if kind not in evidence]:
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.evidence")
+    if weighting.evidence and not target.sampled:
+        raise ValueError(
+            f"weighting {weighting.kind} reads evidence, and there is none of what reads more than samples: set "
+            "targets.unsampled to false"
+        )
     return weighting.norm(target, evidence)

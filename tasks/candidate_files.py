@@ -39,13 +39,14 @@ class Decision(BaseModel):
     steps: int
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None
-    """Mean numerical rank of the weights that shaping left, or null where nothing was shaped."""
+    """Mean numerical rank of the weights that shaping left, in their own precision; null where nothing was shaped."""
 
 
-def source_model(name: str, teacher: Path) -> Path:
-    """The dense model whose weights candidate `name` factorizes."""
+def source_model(name: str, begun_with: Path) -> Path:
+    """The dense model whose weights candidate `name` factorizes: the one that its recipe begins with, or what shaping
+    or search made of it."""
     shaped = RANKS / name / SHAPED
-    return shaped if shaped.exists() else teacher
+    return shaped if shaped.exists() else begun_with
 
 
 def decision_file(name: str) -> Path:

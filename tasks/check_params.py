@@ -192,9 +192,12 @@ def _unshared(
     sizes = {"teacher": _at(content, "teacher", "batch_size")}
     for name, recipe in recipes.items():
         for stage in (("shaping", "ranks"), ("recovery",)) if recipe else ():
-            if train_together(getattr(recipe, part) for part in stage):
+            parts = {part: method for part in stage if (method := getattr(recipe, part)) is not None}
+            if train_together(parts.values()):
                 sizes |= {
-                    f"recipes.{name}.{part}": getattr(getattr(recipe, part), "batch_size", None) for part in stage
+                    ".".join(filter(None, ("recipes", name, part, place))): training.batch_size
+                    for part, method in parts.items()
+                    for place, training in method.trainings.items()
                 }
     for path, size in sizes.items():
         if isinstance(size, int) and size % trainer.processes:

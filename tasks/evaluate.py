@@ -1,4 +1,4 @@
-"""Evaluate: score a candidate before and after recovery, and measure it → reports/evaluate/RECIPE-KEEP.json."""
+"""Evaluate: score a candidate after each step, and measure it → reports/evaluate/RECIPE-KEEP.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from eckart.budget import allowance, cost
 from eckart.layers import factorized, residual_rows
 from eckart.targets import Target
-from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED
+from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision
 from tasks.dataset import load_split, load_task
 from tasks.importance_files import load_targets
 from tasks.kinds import kind_of
@@ -22,7 +22,7 @@ from tasks.zero_shot import zero_shot
 
 
 def evaluate(recipe: str, keep: str) -> None:
-    """Score the factorized and the recovered model on the test split; measure the latter, and hold it to its budget."""
+    """Score the shaped, the factorized and the recovered model on the test split; hold the last to its budget."""
     name, task, targets = candidate_name(recipe, keep), load_task(), load_targets().targets
     kind = kind_of(task)
     settings, device_map = section("evaluate", Evaluate), section("model", Model).device_map
@@ -32,6 +32,10 @@ def evaluate(recipe: str, keep: str) -> None:
         say(f"{step}: {task.metric} {result.metric:.4f}")
         return result
 
+    shaped = None
+    if load_decision(name).average_rank is not None:
+        model, tokenizer = load(RANKS / name / SHAPED, kind.auto, device_map=device_map)
+        shaped = scored(model, "shaped")
     model, tokenizer = load(FACTORIZED / name, kind.auto, device_map=device_map)
     before = None if residual_rows(model) else scored(model, "factorized")
     model, tokenizer = load(FINETUNED / name, kind.auto, device_map=device_map)
@@ -39,6 +43,7 @@ def evaluate(recipe: str, keep: str) -> None:
     sizes = _sizes(model, targets)
     same = before if _same_weights(FACTORIZED / name, FINETUNED / name) else None
     result = Evaluation(
+        shaped=shaped,
         factorized=before,
         recovered=same or scored(model, "recovered"),
         size=size(model, FINETUNED / name, task.max_length),

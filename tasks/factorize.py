@@ -11,6 +11,7 @@ from eckart.evidence import load_evidence
 from eckart.factorization import factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.losses import Batch
+from eckart.methods import Source
 from eckart.residual import Residual
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
@@ -19,7 +20,7 @@ from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of
 from tasks.kinds.kind import TaskKind
-from tasks.models import TEACHER, load, place
+from tasks.models import DENSE, load, place
 from tasks.params import Count, Importance, Model, section
 from tasks.stage import candidate_name, explained, output, run_candidate, say
 
@@ -33,7 +34,8 @@ def factorize(recipe: str, keep: str) -> None:
     layers_at_once = section(f"recipes.{recipe}.sequential", Count | None)
     device_map = section("model", Model).device_map if layers_at_once else None
     kind = kind_of(load_task())
-    model, tokenizer = load(source_model(name, TEACHER), kind.auto, device_map=device_map)
+    begun_with = DENSE[section(f"recipes.{recipe}.source", Source)]
+    model, tokenizer = load(source_model(name, begun_with), kind.auto, device_map=device_map)
     with explained():
         if layers_at_once:
             _in_order(model, tokenizer, kind, recipe, name, layers_at_once)

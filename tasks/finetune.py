@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from eckart import hub
-from eckart.methods import train_together
+from eckart.methods import Source, train_together
 from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
@@ -17,7 +17,7 @@ from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.dataset import load_task
 from tasks.importance_files import load_targets
 from tasks.kinds import kind_of, objective_of
-from tasks.models import TEACHER, load
+from tasks.models import DENSE, TEACHER, load
 from tasks.params import Seed, Trainer, section
 from tasks.stage import candidate_name, explained, output, run_candidate
 from tasks.training import train
@@ -46,14 +46,16 @@ def finetune(recipe: str, keep: str) -> None:
         seed=seed,
         objective=objective,
         teacher=lambda: dense(TEACHER).to(device),  # type: ignore[arg-type]
-        source=lambda: dense(source_model(name, TEACHER)),
+        source=lambda: dense(source_model(name, DENSE[section(f"{part}.source", Source)])),
     )
     with explained(), output(FINETUNED / name) as folder:
-        rules = [residual.rule(problem, recovery.steps)] if residual else []
-        rules = [*rules, *recovery.rules(problem)]
         data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
-        options = {**recovery.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
-        train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules)
+        done = 0
+        for training in recovery.trainings.values():
+            rules = [residual.rule(problem, training.steps)] if residual and not done else []
+            rules = [*rules, *training.rules(problem)]
+            options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
+            done += train(model, collate, data, CURVES / f"{name}.jsonl", **options, rules=rules, before=done)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
 

@@ -27,7 +27,7 @@ def importance() -> None:
         batch = next(batches(data.select(range(1)), collate, 1, device))
         found = find_targets(model, batch, **patterns.model_dump())
         say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
-        todo = passes(found.targets, params.layers_at_once)
+        todo = passes([target for target in found.targets if target.sampled], params.layers_at_once)
         for number, each in enumerate(todo, 1):
             every = _progress(batches(data, collate, params.batch_size, device), len(data), f"{number}/{len(todo)}")
             save_evidence(  # and let it go before the next pass

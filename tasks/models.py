@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,10 @@ from tasks.records import Size
 from tasks.stage import StageError
 
 TEACHER = Path("models/teacher")
+UNTAUGHT = Path("models/untaught")
+"""The base model with a head for the task, before it has learned it."""
+DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
+"""A recipe's source → where that model lies."""
 
 
 def load(

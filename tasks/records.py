@@ -62,6 +62,8 @@ class Evaluation(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    shaped: Score | None
+    """Of the dense model that shaping left, where there was any: what is lost before anything is factorized."""
     factorized: Score | None
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score

@@ -19,13 +19,13 @@ from eckart import hub
 from eckart.budget import NoRank, Rank, allowance, total
 from eckart.evidence import load_evidence, save_evidence
 from eckart.losses import Batch, Loss
-from eckart.methods import train_together
+from eckart.methods import Source, train_together
 from eckart.optimization import Optimization
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from eckart.shaping.outcome import average_rank, share_left
+from eckart.shaping.outcome import average_rank, empty_rows, share_left
 from eckart.training_rules import Rule
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
@@ -34,7 +34,7 @@ from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of, objective_of
 from tasks.kinds.kind import Collate
-from tasks.models import TEACHER, load
+from tasks.models import DENSE, load
 from tasks.params import Importance, Seed, Trainer, section
 from tasks.stage import StageError, candidate_name, explained, leads, output, run_candidate, say
 from tasks.training import train
@@ -49,7 +49,7 @@ def search(recipe: str, keep: str) -> None:
     seed, task = section("seed", Seed), load_task()
     set_seed(seed)
     kind = kind_of(task)
-    model, tokenizer = load(TEACHER, kind.auto)
+    model, tokenizer = load(DENSE[section(f"{part}.source", Source)], kind.auto)
     collate, objective = kind.collate(tokenizer, model), objective_of(task)
     training = _Training(model, tokenizer, collate, SEARCH_CURVES / f"{name}.jsonl", seed, objective.training_loss)
     problem = SearchProblem(
@@ -66,10 +66,11 @@ def search(recipe: str, keep: str) -> None:
     with explained(), output(RANKS / name) as folder:
         rank_left = None
         if shaping:
-            problem = _shape(problem, shaping, folder)
+            problem = _shape(problem, shaping, float(keep), folder)
             rank_left = average_rank(model, problem.targets)
             left = share_left(model.get_submodule(target.name) for target in problem.targets)
-            say(f"{left:.0%} of the weights are left, of rank {rank_left:.1f} on average")
+            empty = empty_rows(model, problem.targets)
+            say(f"{left:.0%} of the weights are left, of rank {rank_left:.1f} on average; {empty} rows are empty")
         found = _find(problem, method, bool(residual))
         decision = Decision(
             recipe=recipe,
@@ -133,9 +134,9 @@ def _calibration(
     return list(batches(some, collate, section("importance", Importance).batch_size, device))
 
 
-def _shape(problem: SearchProblem, shaping: Shaping, folder: Path) -> SearchProblem:
-    """Shape the model; the scores that this gives join the evidence."""
-    scores = shaping.shape(problem)
+def _shape(problem: SearchProblem, shaping: Shaping, keep: float, folder: Path) -> SearchProblem:
+    """Shape the model for the whole `keep`, sparse rows included; the scores that this gives join the evidence."""
+    scores = shaping.shape(replace(problem, keep=keep))
     save_evidence(scores, folder / SCORES)
     return replace(problem, evidence={**problem.evidence, **scores})
 

@@ -1,4 +1,7 @@
-"""Teacher: fine-tune the base model on the task → models/teacher and its training curve."""
+"""Teacher: fine-tune the base model on the task → models/teacher and its training curve.
+
+Beside it stands models/untaught: the same model before that training, which some recipes begin with.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tasks.batches import encoded
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.kinds.kind import loss_of_training
-from tasks.models import TEACHER, check_length
+from tasks.models import TEACHER, UNTAUGHT, check_length
 from tasks.params import Model, Seed, Trainer, Training, section
 from tasks.records import TEACHER_CURVE
 from tasks.stage import output, run
@@ -30,6 +33,9 @@ def teacher() -> None:
     data = encoded("train", tokenizer)
     options = settings.model_dump(exclude={"epochs"}) | section("trainer", Trainer).options()
     steps = math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size))
+    with output(UNTAUGHT) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     with output(TEACHER) as folder:
         train(
             model,

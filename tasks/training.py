@@ -6,6 +6,8 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +88,11 @@ def train(
         "seed": seed,
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
-        "activation_checkpointing": checkpoint_activations,
     }
-    checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, settings)
+    if checkpoint_activations:  # not by the Trainer's arguments: they are saved, and rules cannot be
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_contexts, rules)})
+    identity = {**settings, "checkpoint_activations": checkpoint_activations}
+    checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
     trainer = _RuleTrainer(
         model,
         _arguments(checkpoints.folder, settings),
@@ -132,6 +136,19 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; DataParallel would copy what rules hold
     return arguments
+
+
+def _contexts(rules: Sequence[Rule]) -> tuple[Any, Any]:
+    """What a part of a forward runs in, and what it runs in when it is computed again on the way back."""
+    return nullcontext(), _together([rule.recomputation() for rule in rules])
+
+
+@contextmanager
+def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:

@@ -311,9 +311,9 @@ def test_a_step_of_distillation(case):
 
 def test_a_step_of_pruning(case):
     model = copy.deepcopy(case.model)
-    rule = WeightPruning(model, case.targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": 1}))
+    rule = WeightPruning(model, case.targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": 1}), 0.5)
     train(model, rule, case.batch)
-    assert rule.measures()["remaining"] == pytest.approx(RECIPES["lpaf"].shaping.remaining, abs=0.01)
+    assert rule.measures()["remaining"] == pytest.approx(0.5, abs=0.01)
     assert set(rule.evidence()["movement"]) == {f"{target.name}.output" for target in case.targets}
 
 

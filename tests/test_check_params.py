@@ -375,6 +375,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
         check()
 
 
+FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"weighting": {"kind": "movement"}}, "weighting: movement reads the scores of pruning"),
     ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting: threshold cuts the singular values of W itself"),
@@ -383,6 +384,14 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"recovery": "lpaf", "residual": "losparse"}, "recovery: mixed_rank runs the dense weight beside the factors"),
     ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps: is 0, but the residual is pruned"),
     ({"residual": "losparse", "residual.start": 0.8}, "residual: start and end are shares of the steps"),
+    (
+        {"residual": "losparse", "residual.window": 43},
+        "residual.window: is 43, but all pruning is done after 42 steps; write at most 42",
+    ),
+    (
+        {"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}},
+        "recovery.then.steps: is 0; write at least 1, or a single training",
+    ),
     ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping: start and end are shares of the steps"),
     ({"ranks": "softlm", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
     ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
@@ -405,6 +414,12 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": 1},
         "sequential: factors and residual are W together",
     ),
+    (
+        {"source": "base", "weighting": {"kind": "kfac"}},
+        "source: is base, but kfac reads evidence, which is the teacher's",
+    ),
+    ({"source": "base", "ranks": "ars"}, "source: is base, whose loss hypernetwork would ask before it has learned"),
+    ({"source": "base", "ranks": "drone_tolerance"}, "source: is base, whose loss tolerance would ask before it has"),
     ({"weighting": {"kind": "kfac"}, "sequential": 0}, "sequential: is 0; write greater than or equal to 1"),
 ]
 
@@ -420,7 +435,7 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None
             if key:
                 recipe[part][key] = value
             else:
-                recipe[part] = plain(params["recipes"][value][part]) if isinstance(value, str) else value
+                recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
         assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
 
 
@@ -430,6 +445,12 @@ class TestProcesses:
     def test_a_step_has_rows_for_each(self) -> None:
         params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
         assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
+
+    def test_each_training_of_a_recovery_has_them(self) -> None:
+        both = {"kind": "in_turn", "first": {**FINETUNE, "batch_size": 4}, "then": {**FINETUNE, "batch_size": 5}}
+        params = tiny(trainer={"processes": 2})
+        params["recipes"]["svd"]["recovery"] = both
+        assert paths(mistakes(params)) == ["recipes.svd.recovery.then.batch_size"]
 
     def test_a_step_of_shaping_has_them_too(self) -> None:
         lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]

@@ -102,11 +102,13 @@ def make_candidate(
     average_rank: float | None = None,
     recovered: str | None = None,
     factorized: float | None = None,
+    shaped: float | None = None,
 ) -> None:
     """The first target stays dense; the others have rank 1 or 2 in turn.
 
     With `rows` they have so many sparse rows beside, and the factorized model has no score; `searched` and `recovered`
-    are curves; `factorized` is the metric before recovery, by default 0.1 lower.
+    are curves; `factorized` is the metric before recovery, by default 0.1 lower; `shaped` that of the dense weights
+    before they were factorized.
     """
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
@@ -118,6 +120,7 @@ def make_candidate(
     write(f"models/ranks/{name}/ranks.json", decision)
     write(f"reports/search/{name}.jsonl", searched)
     scores = {
+        "shaped": None if shaped is None else score(shaped),
         "factorized": None if rows else score(metric - 0.1 if factorized is None else factorized),
         "recovered": score(metric),
     }
@@ -176,11 +179,11 @@ def test_csv_has_the_numbers_of_the_files(workspace: Path) -> None:
     # One dense target of 100 and ranks 2, 1, 2 of 20 each: 200. Metrics: 0.6 + 0.01 recipe + 0.1 keep.
     assert Path("reports/comparison.csv").read_text().splitlines() == [
         "recipe,keep,metric,dense,factorized,recovered,"
-        "target_parameters,model_parameters,macs_per_token,bytes,speedup,search_steps,average_rank",
-        "svd,0.5,accuracy,0.8,0.55,0.65,200,700,2100,2800,1.5,0,",
-        "svd,0.25,accuracy,0.8,0.525,0.625,200,700,2100,2800,1.5,0,",
-        "kfac,0.5,accuracy,0.8,0.56,0.66,200,700,2100,2800,1.5,0,",
-        "kfac,0.25,accuracy,0.8,0.535,0.635,200,700,2100,2800,1.5,0,",
+        "target_parameters,model_parameters,macs_per_token,bytes,speedup,search_steps,average_rank,shaped",
+        "svd,0.5,accuracy,0.8,0.55,0.65,200,700,2100,2800,1.5,0,,",
+        "svd,0.25,accuracy,0.8,0.525,0.625,200,700,2100,2800,1.5,0,,",
+        "kfac,0.5,accuracy,0.8,0.56,0.66,200,700,2100,2800,1.5,0,,",
+        "kfac,0.25,accuracy,0.8,0.535,0.635,200,700,2100,2800,1.5,0,,",
     ]
 
 
@@ -191,8 +194,8 @@ def test_csv_of_a_candidate_with_a_residual_and_of_one_that_trained_first(worksp
     compare.compare()
     # Three rows of 10 beside each of the three factorized targets: 90 more than the factors' 200.
     assert Path("reports/comparison.csv").read_text().splitlines()[1:] == [
-        "losparse,0.5,accuracy,0.8,,0.7,290,700,2100,2800,1.5,0,",
-        "ars,0.5,accuracy,0.8,0.6,0.7,200,700,2100,2800,1.5,6,",
+        "losparse,0.5,accuracy,0.8,,0.7,290,700,2100,2800,1.5,0,,",
+        "ars,0.5,accuracy,0.8,0.6,0.7,200,700,2100,2800,1.5,6,,",
     ]
 
 
@@ -219,6 +222,20 @@ def test_tables_have_steps_before_factorization_where_some_were_taken(workspace:
     assert '<th scope="col">steps before factorization</th>' in page()
     assert '<th scope="row">ars-0.5</th><td>1,200</td><td>0.600</td>' in page()
     assert columns_of(page()) == {10}
+
+
+def test_tables_have_the_score_after_shaping_where_something_was_shaped(workspace: Path) -> None:
+    """What pruning cost, and what the factorization after it."""
+    make_study(["svd", "lpaf"], [0.5], bert_like(1))
+    compare.compare()
+    assert "shaped" not in compare.TEXT.read_text()
+    make_candidate("lpaf", 0.5, bert_like(1), 0.7, average_rank=6.0, shaped=0.75)
+    compare.compare()
+    assert re.search(r"^ *lpaf-0.5 +0.750 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *svd-0.5 +– +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert '<th scope="row">lpaf-0.5</th><td>0.750</td><td>0.600</td>' in page()
+    assert columns_of(page()) == {10}
+    assert Path("reports/comparison.csv").read_text().splitlines()[2].endswith(",0,6.0,0.75")
 
 
 def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspace: Path) -> None:

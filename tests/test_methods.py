@@ -19,8 +19,8 @@ from tests.workspace import digests, merged, run_stage, tiny_params, tiny_worksp
 
 KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
-PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": 0.5, "start": 0.25, "end": 0.25, "learning_rate": 1e-3}
-ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25}
+PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": [0.5], "start": 0.25, "end": 0.25, "learning_rate": 1e-3}
+ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25, "window": None}
 DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
 
 # Cut down to seconds; steps of the threshold are those that its rate needs to pass every singular value.
@@ -42,15 +42,26 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning_alone": ("losparse", {"residual": {"low_rank": 0.0}}),
     "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
     "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
+    "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
     "drone_in_order": ("drone", {"sequential": 1}),
     "kfac_in_order": ("kfac", {"sequential": 2}),
     "pruned_in_order": ("lpaf", {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": 1}),
+    "pruned_base": ("lpaf", {"source": "base", "shaping": {**FEW, "learning_rate": 1e-12}}),
+    "losparse_base": ("losparse", {"source": "base", "residual": {"low_rank": 0.2}}),
     "lpaf_distilled": ("lpaf", {"shaping": FEW, "recovery": DISTILLED}),
 }
+IN_TURN = "losparse_then_distilled"
 NAMES = [*METHODS, *RECOMBINATIONS]
 OF_LOW_RANK = ["drone_tolerance", "softlm", "elements"]
-WITH_ROWS = ["losparse", "kfac_losparse", "pruning_alone", "factors_alone", "losparse_distilled"]
-PRUNED = ["lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled", "pruned_in_order"]
+WITH_ROWS = [
+    "losparse",
+    "kfac_losparse",
+    "pruning_alone",
+    "factors_alone",
+    "losparse_distilled",
+    "losparse_then_distilled",
+]
+PRUNED = ["pruned_base", "lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled", "pruned_in_order"]
 
 
 def recipes() -> dict[str, Any]:
@@ -66,7 +77,10 @@ def recipes() -> dict[str, Any]:
         made[name] = merged(own[origin], changes)
         if changes.get("weighting"):
             made[name]["weighting"] = changes["weighting"]
-    return {name: merged(parts, {"recovery": FEW}) for name, parts in made.items()}
+    quick = {name: merged(parts, {"recovery": FEW}) for name, parts in made.items() if name != IN_TURN}
+    first = quick["losparse"]["recovery"]
+    both = {"kind": "in_turn", "first": first, "then": {**first, **DISTILLED}}
+    return {**quick, IN_TURN: {**made[IN_TURN], "recovery": both}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,6 +181,34 @@ def test_factorizing_what_has_low_rank_loses_nothing(name: str) -> None:
 def test_before_recovery_a_residual_leaves_nothing_out(name: str) -> None:
     """Law 11."""
     torch.testing.assert_close(logits(f"models/factorized/{name}"), logits("models/teacher"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["losparse_base"], indirect=True)
+def test_a_recipe_may_begin_with_the_model_that_has_not_learned_the_task(name: str) -> None:
+    factors, untaught = logits(f"models/factorized/{name}"), logits("models/untaught")
+    torch.testing.assert_close(factors, untaught, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(untaught, logits("models/teacher"), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", [IN_TURN], indirect=True)
+def test_the_second_training_of_a_recovery_begins_when_the_first_has_pruned(name: str) -> None:
+    curve = points(f"reports/finetune/{name}.jsonl")
+    assert [point["step"] for point in curve] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert ["rows" in point for point in curve] == [True] * 4 + [False] * 4
+    assert ["distill_layers" in point for point in curve] == [False] * 4 + [True] * 4
+
+
+@pytest.mark.parametrize("name", ["pruned_base"], indirect=True)
+def test_shaping_may_begin_with_it_too(name: str) -> None:
+    """It has trained at a rate at which nothing moves."""
+    untaught, shaped = (load_file(f"models/{at}/model.safetensors") for at in ("untaught", f"ranks/{name}/shaped"))
+    for target in read("data/importance/targets.json")["targets"]:
+        before, after = (weights[f"{target['name']}.weight"] for weights in (untaught, shaped))
+        torch.testing.assert_close(after, torch.where(after != 0, before, 0))
+
+
+def test_what_shaping_left_is_scored_before_it_is_factorized(name: str) -> None:
+    assert (read(f"reports/evaluate/{name}.json")["shaped"] is not None) == has(name, "shaping", "pruning")
 
 
 def test_a_factorized_model_is_scored_unless_it_is_not_small_yet(name: str) -> None:

@@ -430,10 +430,17 @@ def sources(tmp_path, monkeypatch) -> SimpleNamespace:
     return SimpleNamespace(folder=tmp_path / "model", weights=weights)
 
 
-def trained(sources: SimpleNamespace, kill: int | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def trained(
+    sources: SimpleNamespace, kill: int | None = None, seed: int = 0, again: bool = False, **changes: Any
+) -> PreTrainedModel:
+    """
+    Args:
+        again: whether activations within layers are computed again on the way back.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(sources.folder)
     rule = MixedRankRule(model, sources.weights, settings(steps=6, **changes), classification=True, seed=seed)
-    train(model, collate(), rows(), CURVE, **rule.settings.options(), seed=0, rules=[rule, Kill(kill)])
+    options = {**rule.settings.options(), "seed": 0, "checkpoint_activations": again}
+    train(model, collate(), rows(), CURVE, **options, rules=[rule, Kill(kill)])
     return model
 
 
@@ -453,6 +460,19 @@ def test_a_killed_training_goes_on_to_the_same_bytes(sources, capsys):
     assert snapshot(trained(sources)) == whole
     assert CURVE.read_text() == curve
     assert "goes on from step" in capsys.readouterr().out
+
+
+def test_what_is_computed_again_runs_at_the_rank_of_its_pass(sources):
+    """Each pass has a z of its own, and both are there before the first is computed again."""
+    whole = trained(sources).state_dict()
+    torch.testing.assert_close(dict(trained(sources, again=True).state_dict()), dict(whole))
+
+
+def test_a_killed_training_that_computes_again_goes_on(sources):
+    whole = snapshot(trained(sources, again=True))
+    with pytest.raises(Killed):
+        trained(sources, kill=3, again=True)
+    assert snapshot(trained(sources, again=True)) == whole
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_others(sources):

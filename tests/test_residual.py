@@ -32,8 +32,9 @@ BATCH = tiny.collate(tiny.samples(8))
 FAMILIES = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
-def settings(**changes: float) -> SparseRows:
-    return SparseRows(**{"kind": "sparse_rows", "low_rank": 0.1, "smoothing": 0.5, "start": 0.0, "end": 0.0, **changes})
+def settings(**changes: Any) -> SparseRows:
+    values = {"low_rank": 0.1, "smoothing": 0.5, "start": 0.0, "end": 0.0, "window": None, **changes}
+    return SparseRows(**{"kind": "sparse_rows", **values})
 
 
 def layer(residual: Tensor, rank: int = 0) -> LowRankLinear:
@@ -178,6 +179,57 @@ def test_smoothed_rows_are_means_of_smoothed_entries(count, columns, steps, smoo
         rule.after_backward(number)
         smoothed = smoothing * smoothed + (1 - smoothing) * (some.residual.detach() * some.residual.grad).abs()
     torch.testing.assert_close(rule.state()["map0"], smoothed.mean(dim=1))
+
+
+def test_a_window_solved_by_hand_and_a_row_that_comes_back():
+    """Two rows of one entry, 1 and 2; the rate is 0.1, β is 1/2, windows are of two steps, and there is room for one.
+
+    Gradients are 1 until the first row, pruned after the first window, is drawn far away from zero.
+    """
+    model = model_of(layer(torch.tensor([[1.0], [2.0]])))
+    rule = RowPruning(model, settings(window=2, end=0.125), budget=1, steps=8)
+    residual, left, scores = model["map0"].residual, [], []
+    for number, gradient in enumerate([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [30.0, 0.0], [0.0, 0.0]]):
+        residual.grad = torch.tensor(gradient).unsqueeze(1)
+        rule.after_backward(number)
+        with torch.no_grad():
+            residual -= 0.1 * residual.grad
+        residual.grad = None  # as the loop clears it before the rule is asked again
+        rule.after_update(number)
+        left.append(residual.flatten().tolist())
+        scores.append(rule.state()["map0"])
+    assert left[1] == pytest.approx([0.8, 1.8])
+    assert left[2] == pytest.approx([0.0, 1.7])
+    assert left[3] == pytest.approx([-3.0, 1.7])  # nothing is pruned within a window
+    assert left[4] == pytest.approx([-3.0, 0.0])
+    # scores: the mean of 0.9 and 0.8, of 1.9 and 1.8; then of 0.7 and 90, of 1.7 and 0
+    first = torch.tensor([0.85, 1.85]) / 2
+    assert not torch.stack(scores[:2]).any()
+    torch.testing.assert_close(torch.stack(scores[2:4]), first.expand(2, 2))
+    torch.testing.assert_close(scores[4], first / 2 + torch.tensor([45.35, 0.85]) / 2)
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.floats(0, 0.99), st.integers(0, 2**20))
+def test_scores_of_windows_are_smoothed_means_of_entries(window, steps, smoothing, seed):
+    """Entry by entry: windows that are over count by their means: the last 1 − β, the one before β (1 − β) of it."""
+    generator = torch.Generator().manual_seed(seed)
+    some = layer(torch.randn(3, 4, generator=generator))
+    rule = RowPruning(model_of(some), settings(smoothing=smoothing, window=window), budget=12, steps=99)
+    entries = []
+    for number in range(steps):
+        gradient = torch.randn(3, 4, generator=generator)
+        some.residual.grad = gradient
+        rule.after_backward(number)
+        with torch.no_grad():
+            some.residual -= 0.1 * gradient
+        entries.append((some.residual.detach() * gradient).abs())
+        rule.after_update(number)
+    means = [
+        torch.stack(entries[at : at + window]).mean(0) for at in range(0, steps - 1 - (steps - 1) % window, window)
+    ]
+    weights = [(1 - smoothing) * smoothing**age for age in reversed(range(len(means)))]
+    expected = sum((weight * mean for weight, mean in zip(weights, means, strict=True)), torch.zeros(3, 4))
+    torch.testing.assert_close(rule.state()["map0"], expected.mean(dim=1), rtol=1e-4, atol=1e-6)
 
 
 def test_a_target_that_the_loss_does_not_reach_goes_first():
@@ -442,17 +494,18 @@ def test_finish_prunes_where_training_stopped_before_its_end():
     assert parameters(model, names) <= budget
 
 
-def test_a_resumed_rule_goes_on_as_if_it_had_not_stopped():
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_resumed_rule_goes_on_as_if_it_had_not_stopped(window):
     states = []
     for stop in (False, True):
         model = compress(tiny.bert(), lambda _: 1)
         budget = parameters(model, factorized(model)) // 3
-        rule = RowPruning(model, settings(end=0.2), budget, steps=6)
+        rule = RowPruning(model, settings(end=0.2, window=window), budget, steps=6)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for number in range(6):
             if stop and number == 3:
                 state = rule.state()
-                rule = RowPruning(model, settings(end=0.2), budget, steps=6)
+                rule = RowPruning(model, settings(end=0.2, window=window), budget, steps=6)
                 rule.load_state(state)
             step(model, rule, optimizer, number, model.eval()(**BATCH).loss)
         rule.finish()
@@ -472,12 +525,13 @@ def test_state_is_no_view_of_what_training_changes():
     assert not state["map0"].any()
 
 
-def test_the_training_loop_prunes_and_its_result_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_training_loop_prunes_and_its_result_comes_back(window, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     model = compress(tiny.bert(), lambda index: index % 2)
     names = list(factorized(model))
     budget = parameters(model, names) // 3
-    rule = RowPruning(model, settings(end=0.3), budget, steps=6)
+    rule = RowPruning(model, settings(end=0.3, window=window), budget, steps=6)
     some = tiny.samples(16)
     data = Dataset.from_dict({"input_ids": [ids.tolist() for ids, _ in some], "labels": [label for _, label in some]})
     options = {"steps": 6, "batch_size": 4, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0}
@@ -485,6 +539,7 @@ def test_the_training_loop_prunes_and_its_result_comes_back(tmp_path: Path, monk
     left = [json.loads(line)["rows"] for line in Path("curve.jsonl").read_text().splitlines()]
     assert left == sorted(left, reverse=True)
     assert left[0] == 1 > 0.5 > left[-1]
+    assert all(rows.scores.any() for rows in rule.targets.values())
     assert parameters(model, names) <= budget
     save(model, tmp_path / "model")
     loaded = load(tmp_path / "model")

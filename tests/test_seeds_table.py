@@ -34,6 +34,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "speedup": 1.5 + seed,
             "search_steps": 10,
             "average_rank": 380.0 if recipe == "a" else None,
+            "shaped": 0.7 if recipe == "a" else None,
             "test_rows": 1000,
             "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
             "target_share": 0.5,
@@ -79,6 +80,7 @@ class TestSummary:
         assert plain["speedup"] == "2.00 ×"
         assert plain["search steps"] == "10"
         assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
+        assert [dict(zip(heads, line, strict=True))["shaped, %"] for line in lines[:2]] == ["–", "70.0 ± 0.0"]
 
     def test_larger_keeps_first_then_what_recovers_best(self) -> None:
         _, lines = summary.cells(made_up())
@@ -149,6 +151,16 @@ class TestSummary:
         summary.write(tmp_path / "new/two.md", made_up(), text)
         assert (tmp_path / "new/two.md").read_text() == text
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
+
+    def test_the_page_says_each_way_of_recovery(self) -> None:
+        params = tiny_params()
+        once = params["recipes"]["svd"]["recovery"]
+        both = {"kind": "in_turn", "first": once, "then": {**once, "steps": 7, "learning_rate": 1e-3}}
+        params["recipes"]["kfac"]["recovery"] = both
+        way = "2 steps of 8 rows at a rate of 5e-05"
+        assert f"Recovery: {way} (svd); {way}, then 7 steps of 8 rows at a rate of 0.001 (kfac)." in page_of(
+            made_up(), params
+        )
 
     def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
         """Words that pandas would read as missing values, and keeps as they are written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from eckart.evidence import load_evidence, save_evidence
-from eckart.shaping.outcome import average_rank
+from eckart.shaping.outcome import average_rank, empty_rows, numerical_rank
 from eckart.shaping.pruning import Pruning, WeightPruning
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
@@ -40,11 +40,16 @@ def settings(**changes: Any) -> Pruning:
         "warmup": 0.0,
         "weight_decay": 0.0,
         "score": "first_order",
-        "remaining": 0.5,
         "start": 0.0,
         "end": 0.0,
     }
-    return Pruning(**{**values, **changes})
+    if isinstance(remaining := changes.pop("remaining", 0.5), float):
+        remaining = (remaining,)
+    return Pruning(**{**values, **changes, "remaining": remaining})
+
+
+def pruning(model: nn.Module, targets: Sequence[Target], some: Pruning) -> WeightPruning:
+    return WeightPruning(model, targets, some, some.share_at(0.5))
 
 
 def target(name: str, rows: int, columns: int) -> Target:
@@ -68,7 +73,7 @@ def scored(rule: WeightPruning, scores: Tensor) -> WeightPruning:
 
 
 def row_scores(weight: Tensor, scores: Tensor) -> Tensor:
-    rule = scored(WeightPruning(*single(weight), settings(remaining=1.0)), scores)
+    rule = scored(pruning(*single(weight), settings(remaining=1.0)), scores)
     return rule.evidence()["movement"]["map.output"]
 
 
@@ -81,7 +86,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 def pruned(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCH, **changes: Any) -> WeightPruning:
     """The rule after SGD steps on one batch, as the loop calls it."""
-    rule = WeightPruning(model, find_targets(model, BATCH).targets, settings(**changes))
+    rule = pruning(model, find_targets(model, BATCH).targets, settings(**changes))
     optimizer = torch.optim.SGD(model.parameters(), rule.pruning.learning_rate)
     for step in range(rule.pruning.steps):
         rule.before_forward(step)
@@ -104,7 +109,7 @@ def test_first_order_scores_of_two_steps_by_hand(conv1d, score):
     Row 0: (1, 2) has gradient 3, then (0.7, 1.7) has 2.4; row 1: (−1, 0.5) has −0.5, then (−0.95, 0.55) has −0.4.
     """
     model, targets = single(torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), conv1d)
-    rule = WeightPruning(model, targets, settings(steps=2, start=1.0, score=score))
+    rule = pruning(model, targets, settings(steps=2, start=1.0, score=score))
     optimizer = torch.optim.SGD([model["map"].weight], 0.1)
     for step in range(2):
         (model["map"](torch.ones(1, 2)).square().sum() / 2).backward()
@@ -130,7 +135,7 @@ def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypat
     copied = copy.deepcopy(model).train()
     copied(**tiny_tokenizer().pad(data[:], return_tensors="pt")).loss.backward()
     assert torch.nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]) > 2
-    rule = WeightPruning(model, bert_targets(model), settings(steps=1))
+    rule = pruning(model, bert_targets(model), settings(steps=1))
     train(model, collate(), data, Path("curve.jsonl"), **rule.pruning.options(), seed=0, rules=[rule])
     for name, scores in rule.state().items():
         weight = copied.get_submodule(name).weight
@@ -140,7 +145,7 @@ def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypat
 def test_zero_order_keeps_the_largest_magnitudes():
     weight = torch.tensor([[3.0, -5.0, 0.5], [-1.0, 2.0, -4.0]])
     model, targets = single(weight)
-    rule = WeightPruning(model, targets, settings(steps=1, score="zero_order"))
+    rule = pruning(model, targets, settings(steps=1, score="zero_order"))
     rule.after_backward(0)
     rule.after_update(0)
     assert weight_of(model["map"]).tolist() == [[3, -5, 0], [0, 0, -4]]
@@ -149,7 +154,7 @@ def test_zero_order_keeps_the_largest_magnitudes():
 
 def test_a_target_that_no_gradient_reaches_scores_zero():
     model, targets = single(torch.ones(2, 3))
-    rule = WeightPruning(model, targets, settings(steps=1))
+    rule = pruning(model, targets, settings(steps=1))
     rule.after_backward(0)
     rule.after_update(0)
     assert rule.measures() == {"remaining": 0.5}
@@ -159,7 +164,7 @@ def test_a_target_that_no_gradient_reaches_scores_zero():
 def test_scores_of_half_precision_do_not_round_away():
     """After a first score of 1 each step adds 2⁻¹⁰, which 1 in bfloat16 does not feel."""
     model, targets = single(torch.full((1, 2), -1.0))
-    rule = WeightPruning(model.bfloat16(), targets, settings())
+    rule = pruning(model.bfloat16(), targets, settings())
     for step, gradient in enumerate([1.0, *[2.0**-10] * 4]):
         model["map"].weight.grad = torch.full((1, 2), gradient, dtype=torch.bfloat16)
         rule.after_backward(step)
@@ -190,12 +195,12 @@ def test_exactly_the_share_of_the_best_scores_stays(rows, columns, distinct, rem
     count = round(remaining * weight.numel())
     if not count:
         with pytest.raises(ValueError, match=r"raise shaping\.remaining"):
-            WeightPruning(*single(weight), settings(remaining=remaining))
+            pruning(*single(weight), settings(remaining=remaining))
         return
     left = []
     for conv1d in (False, True):
         model, targets = single(weight, conv1d)
-        rule = scored(WeightPruning(model, targets, settings(steps=1, remaining=remaining)), scores)
+        rule = scored(pruning(model, targets, settings(steps=1, remaining=remaining)), scores)
         rule.after_update(0)
         left.append(weight_of(model["map"]))
     assert torch.equal(left[0], left[1])
@@ -212,7 +217,7 @@ def test_the_share_follows_the_cubic_schedule():
     """
     generator = torch.Generator().manual_seed(0)
     model, targets = single(torch.rand(10, 10, generator=generator) + 1)
-    rule = WeightPruning(model, targets, settings(steps=10, remaining=0.2, start=0.3, end=0.2, score="zero_order"))
+    rule = pruning(model, targets, settings(steps=10, remaining=0.2, start=0.3, end=0.2, score="zero_order"))
     shares = []
     for step in range(10):
         rule.after_update(step)
@@ -225,7 +230,7 @@ def test_the_share_follows_the_cubic_schedule():
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_the_final_share_is_exact_whatever_the_schedule(steps, start, end):
     model, targets = single(torch.arange(1, 31.0).view(5, 6))
-    rule = WeightPruning(model, targets, settings(steps=steps, remaining=0.3, start=start, end=end, score="zero_order"))
+    rule = pruning(model, targets, settings(steps=steps, remaining=0.3, start=start, end=end, score="zero_order"))
     for step in range(steps):
         rule.after_update(step)
     assert rule.measures() == {"remaining": 0.3}
@@ -234,7 +239,7 @@ def test_the_final_share_is_exact_whatever_the_schedule(steps, start, end):
 def test_a_zeroed_weight_may_come_back():
     """The mask is discarded: an update revives it, and its score decides."""
     model, targets = single(torch.tensor([[1.0, 2.0]]))
-    rule = WeightPruning(model, targets, settings(steps=2, end=1.0, score="zero_order"))
+    rule = pruning(model, targets, settings(steps=2, end=1.0, score="zero_order"))
     rule.after_update(0)
     assert weight_of(model["map"]).tolist() == [[0, 2]]
     weight_of(model["map"]).copy_(torch.tensor([[3.0, 2.0]]))
@@ -259,7 +264,7 @@ def test_a_target_that_is_not_in_the_list_is_not_pruned():
     model = tiny.bert()
     first, *others = find_targets(model, BATCH).targets
     before = {other.name: weight_of(model.get_submodule(other.name)).clone() for other in others}
-    rule = WeightPruning(model, [first], settings(steps=1))
+    rule = pruning(model, [first], settings(steps=1))
     model(**BATCH).loss.backward()
     rule.after_backward(0)
     rule.after_update(0)
@@ -278,7 +283,7 @@ def test_emptied_rows_lower_the_rank():
     for scores in (by_row, torch.rand(12, 12, generator=generator)):
         model, targets = single(weight)
         assert average_rank(model, targets) == 12
-        scored(WeightPruning(model, targets, settings(steps=1)), scores).after_update(0)
+        scored(pruning(model, targets, settings(steps=1)), scores).after_update(0)
         ranks.append(average_rank(model, targets))
     assert ranks == [6, 12]
 
@@ -290,12 +295,40 @@ def test_the_average_rank_is_over_targets():
     assert average_rank(model, [target("a", 3, 4), target("b", 5, 5)]) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_adds_no_rank(dtype):
+    """A product of rank 50, computed and stored in a type, has 50 singular values; a drawn matrix has all of them."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).to(dtype) for shape in ((384, 50), (50, 384)))
+    assert numerical_rank(left @ right) == 50
+    assert numerical_rank(torch.randn(48, 384, generator=generator).to(dtype)) == 48
+    assert numerical_rank(torch.zeros(3, 4, dtype=dtype)) == 0
+
+
+@given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-30, 1e30))
+def test_the_scale_of_a_weight_decides_no_rank(rank, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(12, rank, generator=generator), torch.randn(rank, 20, generator=generator)
+    assert numerical_rank(left.double() @ right.double() * scale) == rank
+
+
+def test_empty_rows_are_those_of_a_target():
+    model, targets = single(torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
+    assert empty_rows(model, targets) == 2
+
+
+def test_each_keep_has_the_least_share_that_is_not_below_it():
+    some = settings(remaining=(0.5, 0.25, 0.1))
+    shares = {0.6: 0.5, 0.5: 0.5, 0.33: 0.5, 0.25: 0.25, 0.2: 0.25, 0.1: 0.1, 0.05: 0.1}
+    assert {keep: some.share_at(keep) for keep in shares} == shares
+
+
 def test_what_cannot_prune_is_refused():
     model, targets = single(torch.ones(2, 3))
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         settings(steps=0)
     with pytest.raises(ValueError, match=r"map no weight: raise shaping\.remaining"):
-        WeightPruning(model, targets, settings(remaining=0.01))
+        pruning(model, targets, settings(remaining=0.01))
 
 
 # --- evidence --------------------------------------------------------------------------------------------------------
@@ -333,7 +366,7 @@ def test_row_scores_are_positive_and_sum_to_one(rows, columns, scale, seed):
 
 
 def test_zero_order_rows_score_by_their_magnitudes():
-    rule = WeightPruning(*single(torch.tensor([[3.0, -1.0], [0.0, 12.0]])), settings(score="zero_order"))
+    rule = pruning(*single(torch.tensor([[3.0, -1.0], [0.0, 12.0]])), settings(score="zero_order"))
     torch.testing.assert_close(rule.evidence()["movement"]["map.output"], torch.tensor([0.25, 0.75]))
 
 
@@ -405,7 +438,7 @@ def bert_targets(model: PreTrainedModel) -> tuple[Target, ...]:
 def trained(kill: int | None, score: str, left_out: int = 0) -> bytes:
     """The weights and the scores that training leaves."""
     model = bert()
-    rule = WeightPruning(model, bert_targets(model)[left_out:], settings(steps=6, score=score))
+    rule = pruning(model, bert_targets(model)[left_out:], settings(steps=6, score=score))
     data, curve = rows(), Path("curve.jsonl")
     train(model, collate(), data, curve, **rule.pruning.options(), seed=0, rules=[rule, Kill(kill)])
     assert rule.measures()["remaining"] == pytest.approx(0.5, abs=1e-3)

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
+from eckart.evidence import collect
 from eckart.layers import factorize_target
+from eckart.svd import decompose
 from eckart.targets import Targets, find_targets, is_embedding, is_linear, weight_of
+from eckart.weighting import Inputs, Plain, weigh
 from tests import tiny
 from tests.architectures import FAMILIES
 
@@ -329,6 +332,23 @@ def test_a_map_that_also_reads_what_belongs_to_no_sample_is_excluded():
     """Its gradient cannot be told apart by sample."""
     result = changed(lambda block, x: plain(block, x) + block.up_proj(torch.ones(1, 16)).sum())
     assert result.excluded[NAME] == "not all that it reads belongs to the samples of a batch"
+
+
+def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without_evidence():
+    model = FAMILIES["deberta-v3"].build().eval()
+    result = found(model, unsampled=True)
+    mixed = [target for target in result.targets if not target.sampled]
+    assert {target.name.rpartition(".")[2] for target in mixed} == {"query_proj", "key_proj"}
+    assert {target.name for target in mixed} == set(found(model).excluded) - set(result.excluded)
+    evidence = collect(model, [BATCH], [target for target in result.targets if target.sampled])
+    with pytest.raises(ValueError, match=r"set targets\.unsampled to false"):
+        weigh(Inputs(kind="inputs"), mixed[0], evidence)
+    before = model(**BATCH).logits
+    for target in result.targets:
+        weight = weight_of(model.get_submodule(target.name))
+        parts = decompose(weight, weigh(Plain(kind="none"), target, evidence))
+        factorize_target(model, target.name, *parts.truncate(min(weight.shape)))
+    torch.testing.assert_close(model(**BATCH).logits, before, rtol=1e-4, atol=1e-4)
 
 
 def test_a_map_that_reads_tokens_and_something_else_is_excluded():

@@ -49,6 +49,7 @@ class Hypernetwork(Optimization, Method):
     """Learn one mask a target with the weights frozen."""
 
     alone = True
+    asks_frozen = True
     schedule = "constant"  # section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "

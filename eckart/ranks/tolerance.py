@@ -49,6 +49,8 @@ _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 class Tolerance(Method):
     """Walk the model in order; `increase` is the allowed relative increase of the loss, or null to meet keep."""
 
+    asks_frozen = True
+
     kind: Literal["tolerance"]
     increase: float | None = Field(gt=0)
     grid: int = Field(ge=1)

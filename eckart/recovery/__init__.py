@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from eckart.recovery.finetune import Finetune
+from eckart.recovery.in_turn import InTurn
 from eckart.recovery.mixed_rank import MixedRank
 
-Recovery = Annotated[Finetune | MixedRank, Field(discriminator="kind")]
+Recovery = Annotated[Finetune | MixedRank | InTurn, Field(discriminator="kind")]

@@ -5,7 +5,8 @@ Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
 import torch
@@ -133,6 +134,10 @@ class MixedRankRule(Rule):
         self.p = schedules.linear(step, self.until, self.settings.initial)
         self._draw()
 
+    def recomputation(self) -> AbstractContextManager[None]:
+        """The z of this pass: by the way back the other pass has drawn its own."""
+        return self._with(self._drawn())
+
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
         """What makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
 
@@ -166,8 +171,23 @@ class MixedRankRule(Rule):
     def _draw(self) -> None:
         """One z ~ Bernoulli(p) a target."""
         draws = torch.rand(len(self.layers), generator=self.generator).tolist()
-        for layer, draw in zip(self.layers.values(), draws, strict=True):
-            layer.dense = draw < self.p
+        self._set([draw < self.p for draw in draws])
+
+    def _drawn(self) -> list[bool]:
+        return [layer.dense for layer in self.layers.values()]
+
+    def _set(self, drawn: Sequence[bool]) -> None:
+        for layer, dense in zip(self.layers.values(), drawn, strict=True):
+            layer.dense = dense
+
+    @contextmanager
+    def _with(self, drawn: Sequence[bool]) -> Iterator[None]:
+        now = self._drawn()
+        self._set(drawn)
+        try:
+            yield
+        finally:
+            self._set(now)
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
         """D of two logits `(predictions, classes)`, their mean.

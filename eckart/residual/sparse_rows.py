@@ -27,6 +27,8 @@ from eckart.problem import Problem
 from eckart.schedules import cubic, exceeding, steps_in
 from eckart.training_rules import Rule
 
+_MEAN = ".mean"  # of a target in a rule's state
+
 
 class SparseRows(Method):
     """S = W − left right at first, pruned by whole rows while recovery trains.
@@ -35,6 +37,10 @@ class SparseRows(Method):
         prunes S to nothing (the paper's ablation Low-rank 2).
     smoothing: β of eq. 3.
     start, end: shares of the steps before pruning starts and after it has ended.
+    window: None is algorithm 1 as printed: scores are taken before the update, smoothed and obeyed at every step. A
+        number is the authors' code: scores are taken after the update, averaged over so many steps, then smoothed, and
+        rows go after each window, and at every step once the schedule has ended. Between, rows that went train like
+        others, so they have scores and may come back.
     """
 
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
@@ -44,6 +50,7 @@ class SparseRows(Method):
     smoothing: float = Field(ge=0, lt=1)
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
+    window: int | None = Field(ge=1)
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:
@@ -56,6 +63,12 @@ class SparseRows(Method):
         if not recipe.recovery.trains:
             yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
         yield from exceeding("residual", self.start, self.end)
+        steps = next((training.steps for training in recipe.recovery.trainings.values()), 0)
+        if self.window is not None and self.window > (most := steps - _cool_down(self, steps)):
+            yield (
+                "residual.window",
+                f"is {self.window}, but all pruning is done after {most} steps; write at most {most}",
+            )
 
     def rule(self, problem: Problem, steps: int) -> RowPruning:
         """What prunes the rows in a training of `steps` steps, until the factorized targets meet their budget."""
@@ -64,13 +77,24 @@ class SparseRows(Method):
         return RowPruning(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
 
 
+def _cool_down(settings: SparseRows, steps: int) -> int:
+    """Steps after pruning has ended; the last step meets the budget in any case."""
+    return max(1, steps_in(settings.end, steps))
+
+
 @dataclass
 class _Rows:
-    """A target's layer with the smoothed scores of its rows `(out,)` and which of them are kept `(out,)`."""
+    """A target's layer with the smoothed scores of its rows `(out,)` and which of them are kept `(out,)`.
+
+    mean: of the scores since the window began `(out,)`.
+    gradient: of the residual `(out, in)`, between the backward pass and the update that takes it.
+    """
 
     layer: LowRankLinear
     scores: Tensor
     kept: Tensor
+    mean: Tensor
+    gradient: Tensor | None = None
 
     @property
     def dense(self) -> int:
@@ -117,8 +141,9 @@ class RowPruning(Rule):
         self.settings = settings
         self.model = model
         self.smoothing = settings.smoothing
+        self.window = settings.window
         self.steps = steps
-        self.end = max(1, steps_in(settings.end, steps))  # the last step meets the budget in any case
+        self.end = _cool_down(settings, steps)
         self.start = min(steps_in(settings.start, steps), steps - self.end)
         layers = low_rank_layers(model)
         self.targets = dict(_whole(layers))
@@ -141,11 +166,11 @@ class RowPruning(Rule):
         Smoothing starts from 0 (choice; the paper is silent): the scores are then too small by 1 − β^t, all of them.
         """
         for rows in self.targets.values():
-            weight = rows.layer.get_parameter("residual")
-            rows.scores = self.smoothing * rows.scores.to(weight.device)
-            if weight.grad is not None:  # the loss may not reach it
-                sensitivity = (weight.detach().float() * weight.grad.float()).abs()
-                rows.scores += (1 - self.smoothing) * sensitivity.mean(dim=1)
+            gradient = rows.layer.get_parameter("residual").grad
+            if self.window is None:
+                self._smooth(rows, _sensitivity(rows, gradient))
+            else:
+                rows.gradient = gradient
 
     def after_update(self, step: int) -> None:
         """Eq. 9: T after the update, with scores from before it.
@@ -153,7 +178,13 @@ class RowPruning(Rule):
         The optimizer moves pruned rows like others, by gradient and momentum, so they are set to zero again. They do
         not come back: where S is zero so is its sensitivity, and the score fades by β a step; none fades faster.
         t counts from 0 (choice, as in the authors' code).
+
+        With a window a pruned row moves until the next pruning, and what the loss feels of it then is its score.
         """
+        if self.window is not None:
+            self._average(step % self.window)
+            if step % self.window and step < self.steps - self.end:
+                return
         share = cubic(step, self.steps, self.start, self.end, self.room / self.all if self.all else 1.0)
         self._prune(max(self.room, math.floor(share * self.all)))
 
@@ -172,11 +203,30 @@ class RowPruning(Rule):
         return {"rows": kept / sum(len(rows.kept) for rows in self.targets.values())}
 
     def state(self) -> dict[str, Tensor]:
-        return {name: rows.scores.clone() for name, rows in self.targets.items()}
+        scores = {name: rows.scores.clone() for name, rows in self.targets.items()}
+        means = {f"{name}{_MEAN}": rows.mean.clone() for name, rows in self.targets.items() if self.window is not None}
+        return scores | means
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, rows in self.targets.items():
             rows.scores = state[name].clone()
+            rows.mean = state.get(f"{name}{_MEAN}", rows.mean).clone()
+
+    def _smooth(self, rows: _Rows, score: Tensor) -> None:
+        rows.scores = self.smoothing * rows.scores.to(score.device) + (1 - self.smoothing) * score
+
+    def _average(self, done: int) -> None:
+        """Join the scores of this step to those of the `done` steps since the window began.
+
+        As in the authors' code, a window's mean is smoothed at the first step of the next, which prunes by it. The
+        gradients are clipped by now (choice; that code clips none): by one factor for all rows of a step.
+        """
+        for rows in self.targets.values():
+            score, rows.gradient = _sensitivity(rows, rows.gradient), None
+            mean = rows.mean.to(score.device)
+            if not done:
+                self._smooth(rows, mean)
+            rows.mean = (mean * done + score) / (done + 1)
 
     def _prune(self, room: int) -> None:
         """Keep rows in order of score, over all targets, while they fit into `room` parameters; zero the others."""
@@ -191,6 +241,14 @@ class RowPruning(Rule):
             weight.masked_fill_((~rows.kept).unsqueeze(1).to(weight.device), 0)
 
 
+def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
+    """Mean of |S ⊙ ∂L/∂S| over each row `(out,)`, with S as it is now; 0 where the loss does not reach it."""
+    weight = rows.layer.get_parameter("residual").detach()
+    if gradient is None:
+        return torch.zeros(len(weight), device=weight.device)
+    return (weight.float() * gradient.float()).abs().mean(dim=1)
+
+
 def _order(scores: Tensor) -> Tensor:
     """Indices from the highest score to the lowest; of equal ones the first comes first."""
     return scores.argsort(descending=True, stable=True)
@@ -202,7 +260,8 @@ def _whole(layers: Mapping[str, LowRankLinear]) -> Iterator[tuple[str, _Rows]]:
         count = len(layer.left)
         if layer.rows is not None and torch.equal(layer.rows, torch.arange(count, device=layer.rows.device)):
             every = torch.ones(count, dtype=torch.bool, device=layer.rows.device)
-            yield name, _Rows(layer, torch.zeros(count, device=layer.rows.device), every)
+            zeros = torch.zeros(count, device=layer.rows.device)
+            yield name, _Rows(layer, zeros, every, zeros)
 
 
 def _size(layer: LowRankLinear) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eckart.targets import Target, weight_of
 
@@ -17,6 +17,20 @@ def share_left(modules: Iterable[nn.Module]) -> float:
 
 
 def average_rank(model: nn.Module, targets: Sequence[Target]) -> float:
-    """Mean numerical rank of the targets' weights, at the tolerance of float64; pruning lowers it (LPAF, 3.2)."""
-    weights = [weight_of(model.get_submodule(target.name)).cpu().double() for target in targets]
-    return sum(int(torch.linalg.matrix_rank(weight)) for weight in weights) / len(weights)
+    """Mean numerical rank of the targets' weights; pruning lowers it (LPAF, 3.2)."""
+    return sum(numerical_rank(weight_of(model.get_submodule(target.name))) for target in targets) / len(targets)
+
+
+def numerical_rank(weight: Tensor) -> int:
+    """Singular values of `weight` `(out, in)` above ε ‖W‖_F, with ε of the type that it is stored in.
+
+    Rounding moves an entry by ε/2 of it at most, so no singular value by more than ε/2 ‖W‖_F (Weyl): what lies below
+    may be rounding alone. The other half is for how the entries were computed.
+    """
+    values = torch.linalg.svdvals(weight.cpu().double())
+    return int((values > torch.finfo(weight.dtype).eps * values.norm()).sum())
+
+
+def empty_rows(model: nn.Module, targets: Sequence[Target]) -> int:
+    """Rows of the targets' weights `(out, in)` that are all zero, which is how pruning is to lower the rank."""
+    return sum(int((weight_of(model.get_submodule(target.name)) == 0).all(1).sum()) for target in targets)

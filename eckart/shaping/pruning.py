@@ -10,7 +10,7 @@ training that goes somewhere: the paper prunes a pre-trained model while it lear
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,14 +30,17 @@ _FLOOR = 0.01  # least score of a row, relative to the mean row
 
 
 class Pruning(Optimization, Method):
-    """Zero all but the share `remaining` of every target's weights while the model trains."""
+    """Zero all but a share of every target's weights while the model trains.
+
+    remaining: shares; each keep takes the least that is not below it, or where all are, the largest.
+    """
 
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
 
     kind: Literal["pruning"]
     steps: int = Field(ge=1)
     score: Literal["first_order", "sensitivity", "zero_order"]
-    remaining: float = Field(gt=0, le=1)
+    remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)]
     start: float = Field(ge=0, le=1)
     end: float = Field(ge=0, le=1)
 
@@ -46,17 +49,22 @@ class Pruning(Optimization, Method):
 
     def shape(self, problem: SearchProblem) -> Evidence:
         """Prune the model; returns the scores."""
-        rule = WeightPruning(problem.model, problem.targets, self)
+        rule = WeightPruning(problem.model, problem.targets, self, self.share_at(problem.keep))
         problem.train(self, rule)
         return rule.evidence()
 
+    def share_at(self, keep: float) -> float:
+        """The share of the weights that is left where the factors are to have `keep` of the parameters."""
+        return min((share for share in self.remaining if share >= keep), default=max(self.remaining))
+
 
 class _Identity(BaseModel):
-    """Targets too decide what is pruned."""
+    """Targets and share too decide what is pruned."""
 
     model_config = ConfigDict(frozen=True)
 
     pruning: Pruning
+    share: float
     targets: tuple[Target, ...]
 
 
@@ -66,16 +74,20 @@ class WeightPruning(Rule):
     There is no mask: a zeroed weight goes on being updated, and stays if its score is among the best again. That can be
     with signed scores and with magnitudes; a sensitivity never falls, and stands still where the weight is zero.
 
+    Args:
+        share: of each target's weights that is left at the end.
+
     Raises:
         ValueError: a target would be left without weights.
     """
 
-    def __init__(self, model: nn.Module, targets: Sequence[Target], settings: Pruning) -> None:
+    def __init__(self, model: nn.Module, targets: Sequence[Target], settings: Pruning, share: float) -> None:
         for target in targets:
-            if not round(settings.remaining * target.parameters):
+            if not round(share * target.parameters):
                 raise ValueError(f"shaping leaves {target.name} no weight: raise shaping.remaining")
-        self.settings = _Identity(pruning=settings, targets=tuple(targets))
+        self.settings = _Identity(pruning=settings, share=share, targets=tuple(targets))
         self.pruning = settings
+        self.share = share
         self.modules = {target.name: model.get_submodule(target.name) for target in targets}
         self.scores: dict[str, Tensor] = {}
         """Target → first-order scores S `(out, in)`; a target that no gradient has reached is missing."""
@@ -100,7 +112,7 @@ class WeightPruning(Rule):
         """
         steps, settings = self.pruning.steps, self.pruning
         start, end = steps_in(settings.start, steps), steps_in(settings.end, steps)
-        share = cubic(step + 1, steps, start, end, settings.remaining)
+        share = cubic(step + 1, steps, start, end, self.share)
         for name, module in self.modules.items():
             weight = weight_of(module)
             if dropped := weight.numel() - round(share * weight.numel()):

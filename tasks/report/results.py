@@ -69,6 +69,11 @@ class CandidateResults:
         return candidate_name(self.recipe, self.keep)
 
     @property
+    def shaped(self) -> float | None:
+        """The metric of the weights that shaping left, before they are factorized; None where nothing was shaped."""
+        return None if self.evaluation.shaped is None else self.evaluation.shaped.metric
+
+    @property
     def factorized(self) -> float | None:
         """The metric before recovery; None where the model is not smaller yet."""
         return None if self.evaluation.factorized is None else self.evaluation.factorized.metric
@@ -117,6 +122,11 @@ class Results:
     def searches_trained(self) -> bool:
         """Whether any candidate was trained before its factorization."""
         return any(one.decision.steps for one in self.candidates)
+
+    @property
+    def has_shaped(self) -> bool:
+        """Whether the weights of any candidate were shaped."""
+        return any(one.evaluation.shaped for one in self.candidates)
 
     @property
     def measures(self) -> list[str]:
@@ -239,7 +249,7 @@ def _check(results: Results) -> None:
                 f"{EVALUATIONS / one.name}.json measures other targets than {TARGETS} has: "
                 f"run `python -m tasks.evaluate {options}` again"
             )
-        scores = filter(None, (one.evaluation.factorized, one.evaluation.recovered))
+        scores = filter(None, (one.evaluation.shaped, one.evaluation.factorized, one.evaluation.recovered))
         if {score.rows for score in scores} != {results.dense.score.rows}:
             raise StageError(
                 f"{EVALUATIONS / one.name}.json and {DENSE_METRICS} count different test rows: "

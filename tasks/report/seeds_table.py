@@ -71,7 +71,15 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     metric = _metric(rows)
     unit = ", %" if metric.share else ""
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered")), "retained, %"]
-    heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "rank after pruning"]
+    heads += [
+        "targets",
+        "model parameters",
+        "MACs per token",
+        "speedup",
+        "search steps",
+        "rank after pruning",
+        f"shaped{unit}",
+    ]
     groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
     groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
     lines = [
@@ -85,6 +93,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
             times(group.speedup.mean()),
             f"{group.search_steps.mean():.0f}",
             _spread(group.average_rank),
+            _scores(group["shaped"], metric),
         ]
         for group in groups
     ]
@@ -244,7 +253,13 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery = params["recipes"][name]["recovery"]
-        way = f"{recovery['steps']} steps of {recovery['batch_size']} rows at a rate of {recovery['learning_rate']:g}"
+        trainings = (
+            [recovery] if "steps" in recovery else [part for part in recovery.values() if isinstance(part, dict)]
+        )
+        way = ", then ".join(
+            f"{one['steps']} steps of {one['batch_size']} rows at a rate of {one['learning_rate']:g}"
+            for one in trainings
+        )
         ways.setdefault(way, []).append(name)
     return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
 

@@ -28,6 +28,7 @@ COLUMNS = (
     "speedup",
     "search_steps",
     "average_rank",
+    "shaped",
 )
 
 
@@ -50,6 +51,7 @@ class Row:
     name: str
     steps: str
     """Of training before the factorization."""
+    shaped: str
     factorized: str
     recovered: str
     retained: str
@@ -105,6 +107,7 @@ def _values(results: Results, one: CandidateResults) -> Iterable[str | float | N
         one.benchmark.speedup,
         one.decision.steps,
         one.decision.average_rank,
+        one.shaped,
     )
 
 
@@ -116,7 +119,8 @@ def row(results: Results, one: CandidateResults) -> Row:
     return Row(
         name=one.name,
         steps=f"{one.decision.steps:,}",
-        factorized="–" if one.factorized is None else score(one.factorized),
+        shaped=_score(one.shaped),
+        factorized=_score(one.factorized),
         recovered=score(one.recovered),
         retained=_retained(retained),
         best=results.is_best(one),
@@ -152,6 +156,7 @@ def dense_row(results: Results) -> Row:
     return Row(
         name="dense",
         steps="",
+        shaped="",
         factorized="",
         recovered=score(results.dense.score.metric),
         retained=_retained(retained),
@@ -164,6 +169,10 @@ def dense_row(results: Results) -> Row:
     )
 
 
+def _score(metric: float | None) -> str:
+    return "–" if metric is None else score(metric)
+
+
 def _retained(share: float | None) -> str:
     return "–" if share is None else percent(share)
 
@@ -174,13 +183,14 @@ def to_text(results: Results) -> str:
     table.add_column("candidate")
     if results.searches_trained:
         table.add_column("steps before\nfactorization", justify="right")
-    for name in ("factorized", "recovered", "of dense", "targets", "model", "MACs", "speedup"):
+    shaped = ("shaped",) if results.has_shaped else ()
+    for name in (*shaped, "factorized", "recovered", "of dense", "targets", "model", "MACs", "speedup"):
         table.add_column(name, justify="right")
-    _add(table, dense_row(results), results.searches_trained)
+    _add(table, dense_row(results), results)
     for keep in results.keeps:
         table.add_section()
         for one in results.at(keep):
-            _add(table, row(results, one), results.searches_trained)
+            _add(table, row(results, one), results)
     # A fixed width and no markup: the same lines in a terminal, a log and a test.
     console = Console(width=120, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
@@ -188,8 +198,9 @@ def to_text(results: Results) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
-def _add(table: Table, row: Row, with_steps: bool) -> None:
+def _add(table: Table, row: Row, results: Results) -> None:
     star = " *" if row.best else "  "
-    steps = (row.steps,) if with_steps else ()
+    steps = (row.steps,) if results.searches_trained else ()
+    shaped = (row.shaped,) if results.has_shaped else ()
     shares = (row.targets.share, row.model.share, row.macs.share)
-    table.add_row(row.name, *steps, row.factorized, row.recovered + star, row.retained, *shares, row.speedup)
+    table.add_row(row.name, *steps, *shaped, row.factorized, row.recovered + star, row.retained, *shares, row.speedup)

@@ -31,6 +31,7 @@ COLUMNS = [
     "speedup",
     "search_steps",
     "average_rank",
+    "shaped",
 ]
 
 
