@@ -139,7 +139,9 @@ def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep)
     assert method.ranks([target("a", 8, 8)], {"a": torch.ones(8)}, 0.25) == {"a": 1}
 
 
-@pytest.mark.parametrize("bad", [{"kind": "unifrom", "by": "share"}, {"kind": "uniform"}, {"kind": "waterfill", "axis": "input"}, {}])
+@pytest.mark.parametrize(
+    "bad", [{"kind": "unifrom", "by": "share"}, {"kind": "uniform"}, {"kind": "waterfill", "axis": "input"}, {}]
+)
 def test_what_is_not_a_rank_search_is_refused(bad):
     with pytest.raises(ValidationError):
         TypeAdapter(RankSearch).validate_python(bad)
