@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -108,11 +109,11 @@ class _Training:
         if leads():
             self.curve.write_text("")
 
-    def __call__(self, settings: Optimization, rule: Rule) -> None:
+    def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
         self.steps += train(
             self.model,
             self.collate,
-            encoded("train", self.tokenizer),
+            _sample(encoded("train", self.tokenizer), rows, self.seed),
             self.curve,
             **settings.options(),
             seed=self.seed,
@@ -122,6 +123,13 @@ class _Training:
             **section("trainer", Trainer).options(),
         )
         self.model.cpu()
+
+
+def _sample(data: Dataset, rows: int | None, seed: int) -> Dataset:
+    """So many of the rows at random, or all where there are no more."""
+    if rows is None or rows >= len(data):
+        return data
+    return data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].tolist())
 
 
 def _calibration(

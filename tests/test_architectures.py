@@ -222,7 +222,7 @@ def assert_comes_back(model: PreTrainedModel, kind: Kind, batch: Batch, folder: 
 
 @pytest.mark.parametrize(
     "method",
-    [Uniform(kind="uniform"), Waterfill(kind="waterfill")],
+    [Uniform(kind="uniform", by="share"), Waterfill(kind="waterfill")],
     ids=lambda method: method.kind,
 )
 @pytest.mark.parametrize("weighting", WEIGHTINGS.values(), ids=WEIGHTINGS)
@@ -269,7 +269,7 @@ def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
 
 
 def test_a_step_of_mixed_rank_recovery(case, tmp_path):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 0.5}), True, seed=0)
     train(model, rule, case.batch)
@@ -278,7 +278,7 @@ def test_a_step_of_mixed_rank_recovery(case, tmp_path):
 
 
 def test_the_dense_weights_of_mixed_rank_are_those_of_the_model(case):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
     weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 1.0}), True, seed=0)
     rule.before_forward(0)
@@ -302,7 +302,7 @@ def test_a_step_of_sparse_rows(case, tmp_path):
 
 
 def test_a_step_of_distillation(case):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform"))
+    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
     terms = {"layers": 0.0 if case.family.kind == "seq2seq" else 1.0, "logits": 1.0, "temperature": 2.0}
     rule = DistillationRule(case.model, Distillation(**terms), True)
     train(model, rule, case.batch)

@@ -64,7 +64,11 @@ def make_study(
     """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
     kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
     params = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
-    part = {"weighting": {"kind": "none"}, "ranks": {"kind": "uniform"}, "recovery": {"kind": "finetune", "steps": 60}}
+    part = {
+        "weighting": {"kind": "none"},
+        "ranks": {"kind": "uniform", "by": "share"},
+        "recovery": {"kind": "finetune", "steps": 60},
+    }
     params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps}
     params["recipes"] = dict.fromkeys(recipes, part)
     write("params.yaml", params)  # JSON is YAML

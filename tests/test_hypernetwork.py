@@ -32,12 +32,14 @@ from tests.workspace import bert, collate, rows
 VALUES: dict[str, Any] = {
     "kind": "hypernetwork",
     "steps": 10,
+    "rows": None,
     "batch_size": 8,
     "learning_rate": 1e-3,
     "warmup": 0.0,
     "weight_decay": 0.0,
     "budget_weight": 16.0,
     "alignment_weight": 10.0,
+    "alignment_values": "normalized",
     "temperature": 0.4,
     "offset": 3.0,
     "hypernetwork": True,
@@ -301,9 +303,10 @@ def test_r_alone_brings_the_masks_below_the_budget(hypernetwork):
     assert allowance(targets, 0.4) - max(map(step, targets)) < total(targets, rule.ranks())
 
 
-def test_the_alignment_solved_by_hand():
+@pytest.mark.parametrize(("values", "norm"), [("normalized", 7 / 3), ("raw", 1)])
+def test_the_alignment_solved_by_hand(values, norm):
     """s = (2, 1, 2/3) of norm 7/3. (0, 1, 0) should be (1, 0, 0); (1, 0, 1) should be (1, 1, 0); leading ones are."""
-    rule = with_gates([(3, 9)] * 3, *[[0, 0, 0]] * 3, keep=0.9, budget_weight=1e-9)
+    rule = with_gates([(3, 9)] * 3, *[[0, 0, 0]] * 3, keep=0.9, budget_weight=1e-9, alignment_values=values)
     s = torch.tensor([2, 1, 2 / 3])
     rule.decompositions = {
         name: Decomposition(left=parts.left, right=parts.right, spectrum=s)
@@ -311,7 +314,7 @@ def test_the_alignment_solved_by_hand():
     }
     masks = masked(rule, [0.0, 1, 0], [1.0, 0, 1], [1.0, 1, 0])
     loss = extra(rule)
-    gaps = (4 + 1) / (49 / 9), (1 + 4 / 9) / (49 / 9)
+    gaps = (4 + 1) / norm**2, (1 + 4 / 9) / norm**2
     assert loss.item() == pytest.approx(10 * sum(gaps) / 3, rel=1e-5)
     assert rule.measures()["R_align"] == pytest.approx(sum(gaps) / 3, rel=1e-5)
 
@@ -320,19 +323,21 @@ def test_the_alignment_solved_by_hand():
     assert pushes == [[1, -1, 0], [0, 1, -1], [0, 0, 0]]
 
 
-def test_the_alignment_does_not_depend_on_the_scale_of_a_target():
-    """The trap: raw singular values weigh it by their square, and drown R."""
+@pytest.mark.parametrize("values", ["normalized", "raw"])
+def test_the_alignment_and_the_scale_of_a_target(values):
+    """Raw, it grows with the square of the scale; normalized, it is at most the 2 of a mask that is all wrong."""
     gaps = []
     for scale in (1e-3, 1.0, 1e4):
         model = Maps((6, 9), (8, 8))
         with torch.no_grad():
             model.a.weight.mul_(scale)
-        rule = searching(model)
-        masked(rule, [0.0, 1, 0, 1, 0, 1], [0.0, 0, 1, 1, 1, 1, 0, 0])
+        rule = searching(model, alignment_values=values)
+        masked(rule, [0.0, 1, 0, 1, 0, 1], [0.0, 0, 0, 0, 0, 0, 0, 0])
         extra(rule)
         gaps.append(rule.measures()["R_align"])
-    assert gaps == pytest.approx([gaps[0]] * 3, rel=1e-4)
-    assert 0 < gaps[0] <= 2
+    expected = {"normalized": [gaps[1]] * 3, "raw": [gaps[1] * 1e-6, gaps[1], gaps[1] * 1e8]}
+    assert gaps == pytest.approx(expected[values], rel=1e-4)
+    assert values == "raw" or 0 < gaps[0] <= 2
 
 
 def test_a_target_without_singular_values_has_no_gap():
@@ -397,9 +402,24 @@ def test_masks_above_and_below_the_budget_meet_it(shift):
     assert rule.ranks() == {"a": 2, "b": 1}
 
 
+@pytest.mark.parametrize(
+    ("shift", "added"),
+    [
+        (0, 1 - 3 / 3),  # the masks keep 1 of a and 2 of b, which are the ranks
+        (-1.5, 1 - 1 / 3),  # they keep 1 of a alone: two of three ranks are the threshold's
+        (9, 1 - (3 + 3) / 3),  # all is on, and from rank 3 on a target is dense
+    ],
+)
+def test_what_the_threshold_adds_by_hand(shift, added):
+    logits = [[2, -1, -2, -3, -4, -5], [1.2, 1, -6, -7, -8, -9]]
+    rule = with_gates(TWO, *([value + shift for value in some] for some in logits), keep=0.5)
+    assert rule.ranks() == {"a": 1, "b": 2}
+    assert rule.measures()["added"] == pytest.approx(added)
+
+
 @given(seed=st.integers(0, 2**20))
 def test_masks_that_meet_the_budget_are_the_ranks(seed):
-    """1ᵀm_l without noise, as the paper has it."""
+    """1ᵀm_l without noise, as the paper has it; the threshold adds nothing to them."""
     shapes = [(12, 12), (8, 30), (20, 16)]
     logits = [
         torch.randn(min(shape), generator=torch.Generator().manual_seed(seed + n)) for n, shape in enumerate(shapes)
@@ -409,7 +429,9 @@ def test_masks_that_meet_the_budget_are_the_ranks(seed):
     assume(all(counts.values()))
     ranks = {some.name: counts[some.name] if counts[some.name] <= largest_rank(some) else None for some in targets}
     keep = total(targets, ranks) / sum(some.parameters for some in targets)
-    assert with_gates(shapes, *(values.tolist() for values in logits), keep=keep).ranks() == ranks
+    rule = with_gates(shapes, *(values.tolist() for values in logits), keep=keep)
+    assert rule.ranks() == ranks
+    assert rule.measures()["added"] == 0
 
 
 def test_equal_confidence_is_shared_out_among_targets():
@@ -513,7 +535,8 @@ def test_what_is_no_share_is_refused(keep):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": 0.0}, {"selection": "rank"}, {"steps": 0}, {"alignment_weight": -1.0}, {"beta": 1.0}]
+    "bad",
+    [{"temperature": 0.0}, {"selection": "rank"}, {"steps": 0}, {"alignment_weight": -1.0}, {"beta": 1.0}, {"rows": 0}],
 )
 def test_settings_without_a_meaning_are_refused(bad):
     with pytest.raises(ValidationError):
@@ -759,7 +782,7 @@ def test_the_training_loop_trains_the_masks_alone(curve, hypernetwork):
     assert bytes_of(model) == bytes_of(bert())
     assert all(parameter.requires_grad for parameter in model.parameters())
     points = [json.loads(line) for line in curve.read_text().splitlines()]
-    assert all({"R", "R_align", "kept", "task_loss"} <= set(point) for point in points)
+    assert all({"R", "R_align", "kept", "added", "task_loss"} <= set(point) for point in points)
     assert points[-1]["R"] <= points[0]["R"]
     targets = [*rule.masked]
     assert total(targets, rule.ranks()) <= allowance(targets, 0.5)

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.layers import factorized, residual_rows
 from eckart.recipes import captions
+from tasks.training import train
 from tests.workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
 
 KEEP = "0.5"
@@ -38,7 +39,7 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_distilled": ("kfac", {"recovery": DISTILLED}),
     "pruned_ars": ("lpaf", {"shaping": FEW, "ranks": "ars"}),
     "elements": ("ars", {"ranks": {"selection": "elements", **FEW}}),
-    "gates": ("ars", {"ranks": {"hypernetwork": False, **FEW}}),
+    "gates": ("ars", {"ranks": {"hypernetwork": False, "rows": 6, **FEW}}),
     "pruning_alone": ("losparse", {"residual": {"low_rank": 0.0}}),
     "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
     "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
@@ -222,6 +223,20 @@ def test_pruned_weights_are_what_is_factorized(name: str) -> None:
     for target in read("data/importance/targets.json")["targets"]:
         weight = weights[f"{target['name']}.weight"]
         assert int((weight != 0).sum()) == round(0.5 * weight.numel())
+
+
+@pytest.mark.parametrize(("recipe", "seen"), [("ars", 40), ("gates", 6)])
+def test_a_search_sees_the_rows_of_its_sample_alone(recipe: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty are there; the recipe of gates asks for six."""
+    samples = []
+
+    def recording(model: Any, collate: Any, data: Any, *arguments: Any, **options: Any) -> int:
+        samples.append({tuple(ids) for ids in data["input_ids"]})
+        return train(model, collate, data, *arguments, **options)
+
+    monkeypatch.setattr("tasks.training.train", recording)
+    run_stage("search", recipe, KEEP)
+    assert [len(rows) for rows in samples] == [seen]
 
 
 @pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])

@@ -17,9 +17,10 @@ from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import ByFormula
 from eckart.targets import Target
 
-UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform"})
+UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "share"})
+ONE_RANK: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "rank"})
 WATERFILL: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill"})
-METHODS = pytest.mark.parametrize("method", [UNIFORM, WATERFILL], ids=lambda method: method.kind)
+METHODS = pytest.mark.parametrize("method", [UNIFORM, ONE_RANK, WATERFILL], ids=["share", "rank", "waterfill"])
 
 Problem = tuple[list[Target], dict[str, Tensor]]
 keeps = st.floats(0.05, 1)
@@ -72,7 +73,7 @@ def choices(some: Target) -> list[Rank]:
     return [*range(1, largest_rank(some) + 1), None]
 
 
-# --- laws of both ----------------------------------------------------------------------------------------------------
+# --- laws of all -----------------------------------------------------------------------------------------------------
 
 
 @METHODS
@@ -138,7 +139,9 @@ def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep)
     assert method.ranks([target("a", 8, 8)], {"a": torch.ones(8)}, 0.25) == {"a": 1}
 
 
-@pytest.mark.parametrize("bad", [{"kind": "unifrom"}, {"kind": "waterfill", "axis": "input"}, {}])
+@pytest.mark.parametrize(
+    "bad", [{"kind": "unifrom", "by": "share"}, {"kind": "uniform"}, {"kind": "waterfill", "axis": "input"}, {}]
+)
 def test_what_is_not_a_rank_search_is_refused(bad):
     with pytest.raises(ValidationError):
         TypeAdapter(RankSearch).validate_python(bad)
@@ -162,6 +165,58 @@ def test_uniform_keeps_its_share_of_every_target_within_one_rank(problem, keep):
 def test_uniform_solved_by_hand(keep, rank):
     """6 × 6: a rank costs 12 of 36, and three are no smaller than the whole."""
     assert UNIFORM.ranks([target("a", 6, 6)], {}, keep) == {"a": rank}
+
+
+@given(problems(), keeps)
+def test_by_rank_every_target_has_the_same_rank_or_is_smaller_dense(problem, keep):
+    ranks = solve(ONE_RANK, problem, keep)
+    shared = {rank for rank in ranks.values() if rank is not None}
+    assert len(shared) <= 1
+    for some in problem[0]:
+        if ranks[some.name] is None:
+            assert all(largest_rank(some) < rank for rank in shared)
+
+
+@given(problems(), keeps)
+def test_by_rank_one_more_for_all_would_exceed_the_budget(problem, keep):
+    targets, _ = problem
+    ranks = solve(ONE_RANK, problem, keep)
+    shared = {rank for rank in ranks.values() if rank is not None}
+    for rank in shared:  # none where all are dense
+        more = sum(min((rank + 1) * step(some), some.parameters) for some in targets)
+        assert more > allowance(targets, keep)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        (80, {"square": 1, "wide": 1}),
+        (159, {"square": 1, "wide": 1}),
+        (160, {"square": 2, "wide": 2}),
+        # at rank 5 the square one would cost 100, as much as dense
+        (6 * 60 + 100, {"square": None, "wide": 6}),
+        (600, {"square": None, "wide": None}),
+    ],
+)
+def test_by_rank_solved_by_hand(parameters, expected):
+    """10 × 10 and 10 × 50: 20 and 60 a rank, 100 and 500 dense."""
+    targets = [target("square", 10, 10), target("wide", 10, 50)]
+    assert ONE_RANK.ranks(targets, {}, parameters / 600) == expected
+
+
+BERT_LAYER = [*[target(f"attention{n}", 768, 768) for n in range(4)], target("in", 3072, 768), target("out", 768, 3072)]
+
+
+@pytest.mark.parametrize(("keep", "rank"), [(0.33, 168), (0.495, 253), (0.508, 260), (0.254, 130), (0.098, 50)])
+def test_by_rank_gives_the_ranks_of_the_papers(keep, rank):
+    """33 and 22 % of 768 (ARS, table A2), and 260, 130 and 50 (LPAF), at the parameters that these keep of BERT."""
+    assert set(ONE_RANK.ranks(BERT_LAYER, {}, keep).values()) == {rank}
+
+
+def test_by_rank_what_a_rank_would_enlarge_stays_dense():
+    """LPAF's 390 for three quarters of BERT: 390 · (768 + 768) is more than 768 · 768."""
+    ranks = ONE_RANK.ranks(BERT_LAYER, {}, 0.757)
+    assert {name: rank for name, rank in ranks.items() if rank is not None} == {"in": 390, "out": 390}
 
 
 def test_uniform_names_the_target_that_has_no_rank():

@@ -45,7 +45,7 @@ class TestMerge:
         assert merge(old, new) == {"data": {"sizes": {"train": 1, "test": 3}}, "keeps": [0.1], "seed": 4}
 
     def test_another_kind_replaces_the_whole_part(self) -> None:
-        old = {"weighting": {"kind": "fisher", "axis": "input"}, "ranks": {"kind": "uniform"}}
+        old = {"weighting": {"kind": "fisher", "axis": "input"}, "ranks": {"kind": "uniform", "by": "share"}}
         assert merge(old, {"weighting": {"kind": "none"}}) == {**old, "weighting": {"kind": "none"}}
 
     @pytest.mark.parametrize("change", [{"axis": "output"}, {"kind": "fisher", "axis": "output"}])
@@ -94,7 +94,7 @@ class TestStudyFiles:
         assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
 
     def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path]) -> None:
-        parts = {"ranks": {"kind": "uniform"}, "weighting": {"kind": "fisher", "axis": "input"}}
+        parts = {"ranks": {"kind": "uniform", "by": "share"}, "weighting": {"kind": "fisher", "axis": "input"}}
         study = only(write({"recipes": {"kfac": parts}}))
         assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
         again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}

@@ -12,12 +12,13 @@ The rank of a target is the number of ones in its mask, without noise. What is o
 - T counts min(dense, factorized) of each target, for at full rank the factors are larger than the dense weight, which
   then stays. Its gradient is that of the factors at any rank (choice): past break-even min has none, and masks that
   start there would never be pushed down.
-- The singular values in R_align have norm 1 (choice): raw ones differ between targets and weightings by orders of
-  magnitude, and γ with them.
+- The singular values in R_align can have norm 1, so that γ means the same to all targets, models and weightings; the
+  paper has them raw.
 - R stops pushing at the budget and the noise, whose median is above 0, goes at the end, so the masks keep about what
   they may and not exactly. One threshold on o_l + b over all targets makes it exact (choice): the least confident
   components go where there are too many, and those that are nearest to being kept come back where there are too few,
-  so that recipes of the same keep compare. A component past break-even is free: it makes its target dense.
+  so that recipes of the same keep compare. A component past break-even is free: it makes its target dense. How many
+  ranks that adds is a measure of the search; it falls with its steps.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ class Hypernetwork(Optimization, Method):
         "R_align": "How far the masks are from keeping the largest singular values of their targets; 0 where they all "
         "do.",
         **KEPT,
+        "added": "Ranks that the final threshold would add to those of the masks without noise, ÷ the ranks it leaves; "
+        "below 0 it takes some away. The nearer to 0, the more the ranks are the search’s own.",
     }
 
     kind: Literal["hypernetwork"]
     steps: int = Field(ge=1)
+    rows: int | None = Field(ge=1)
     budget_weight: float = Field(gt=0)
     alignment_weight: float = Field(ge=0)
+    alignment_values: Literal["raw", "normalized"]
     temperature: float = Field(gt=0)
     offset: float
     hypernetwork: bool
@@ -75,7 +80,7 @@ class Hypernetwork(Optimization, Method):
     def search(self, problem: SearchProblem) -> Found:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
-        problem.train(self, rule)
+        problem.train(self, rule, self.rows)
         shaped = rule.shaped_weights()
         if shaped is None:
             return Found(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
@@ -218,15 +223,24 @@ class HypernetworkSearch(Rule):
         return counted + (slope - slope.detach())
 
     def _gap(self, target: Target, mask: Tensor) -> Tensor:
-        """R_align = ‖m ⊙ s − m′ ⊙ s‖² with m′ as many leading ones, and s of norm 1."""
+        """R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7) with m′ as many leading ones, and s raw or of norm 1."""
         s = self.decompositions[target.name].spectrum.to(mask)
-        s = s / s.norm().clamp(min=torch.finfo(s.dtype).tiny)
+        if self.method.alignment_values == "normalized":
+            s = s / s.norm().clamp(min=torch.finfo(s.dtype).tiny)
         leading = torch.arange(len(mask), device=mask.device) < mask.detach().sum()
         return ((mask - leading.to(mask)) * s).square().sum()
 
     def measures(self) -> dict[str, float]:
-        """R, the mean R_align, and the share of parameters that the last masks keep."""
-        return {name: float(value) for name, value in self._measured.items()}
+        """R, the mean R_align, the share of parameters that the last masks keep, and what the threshold would add."""
+        return {**{name: float(value) for name, value in self._measured.items()}, "added": self._added()}
+
+    @torch.no_grad()
+    def _added(self) -> float:
+        """Ranks that the final threshold adds to those of the masks without noise, ÷ the ranks it leaves."""
+        most = [largest_rank(target) + 1 for target in self.masked]  # from there on a target is dense
+        own = [int((logits + self.method.offset > 0).sum()) for logits in self.network()]
+        left = [len(chosen) for _, chosen in self._chosen()]
+        return 1 - sum(map(min, own, most)) / sum(map(min, left, most))
 
     def state(self) -> dict[str, Tensor]:
         """The network with its z, and where its noise stands."""

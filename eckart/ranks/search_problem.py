@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -28,18 +28,26 @@ KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized
 """The caption of a measure that several searches have."""
 
 
+class Train(Protocol):
+    """Runs the one training loop on the task and leaves the model on the CPU.
+
+    rows: of the training split, at random, that it sees at most; None is all.
+    """
+
+    def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
+
+
 @dataclass(frozen=True)
 class SearchProblem(Problem):
     """The model is dense.
 
     evidence: what `weighting` reads, of the dense model.
-    train: runs the one training loop on the task, with these settings and this rule, and leaves the model on the CPU.
     calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
     """
 
     weighting: Weighting
     evidence: Evidence
-    train: Callable[[Optimization, Rule], None]
+    train: Train
     calibration: Callable[[int], Sequence[Batch]]
 
     def spectra(self) -> Spectra:
