@@ -76,8 +76,9 @@ def recipes() -> dict[str, Any]:
         if changes.get("ranks") == "ars":
             changes = {**changes, "ranks": made["ars"]["ranks"]}
         made[name] = merged(own[origin], changes)
-        if changes.get("weighting"):
-            made[name]["weighting"] = changes["weighting"]
+        for part in ("weighting", "ranks"):
+            if "kind" in changes.get(part, {}):  # of another kind, which has other settings
+                made[name][part] = changes[part]
     quick = {name: merged(parts, {"recovery": FEW}) for name, parts in made.items() if name != IN_TURN}
     first = quick["losparse"]["recovery"]
     both = {"kind": "in_turn", "first": first, "then": {**first, **DISTILLED}}
