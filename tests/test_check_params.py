@@ -392,6 +392,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"},
         "residual: hypernetwork leaves weights of low rank",
     ),
+    (
+        {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform"}}},
+        "ranks.weighting: movement reads the scores of pruning",
+    ),
     ({"sequential": 1}, "sequential: weighting none has no evidence to gather anew"),
     (
         {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": 1},
