@@ -116,6 +116,7 @@ class TargetPatterns(Section):
     exclude: tuple[str, ...]
     heads: bool
     embeddings: bool
+    products: bool
 
 
 class Importance(Section):

@@ -428,6 +428,16 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None
         assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
 
 
+def test_products_are_refused_with_what_knows_none() -> None:
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours["targets"]["products"] = True
+    ours["study"]["recipes"] = ["svd", "kfac", "drone_tolerance"]
+    assert mistakes(ours) == []
+    for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
+        ours["study"]["recipes"] = [name]
+        assert f"{kind} of recipes.{name}" in only(ours, "targets.products")
+
+
 class TestProcesses:
     """What several processes cannot train together is found before anything runs."""
 

@@ -38,6 +38,10 @@ class Borrowed(Method):
     def trains(self) -> bool:
         return self.ranks.trains
 
+    @property
+    def products(self) -> bool:
+        return self.weighting.products and self.ranks.products
+
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.recovery)
         for part in (self.weighting, self.ranks):
