@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from eckart.targets import Product, Target, Targets, eval_mode
 
-_SAME = 0.01  # change of the answers that is rounding, ÷ their change where one map alone is mixed
+_SAME = 0.02  # change that is rounding, ÷ the change where one map alone is mixed: wrong ones are near 1
+_BEHIND = 3  # maps: a value map may run first, which reads what query and key read
 
 
 def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Targets) -> Targets:
@@ -34,7 +35,7 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Ta
     """
     targets = {target.name: target for target in found.targets}
     with eval_mode(model), torch.no_grad():
-        probe = _Probe(model, batch)
+        probe = _Probe(model, batch, found.targets)
         for one, other in combinations(found.targets, 2):
             beside = one.name.rpartition(".")[0] == other.name.rpartition(".")[0]
             if not beside or one.out_features != other.out_features or not {one.name, other.name} <= set(targets):
@@ -53,44 +54,52 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Ta
 
 
 class _Probe:
-    """What a model answers where the outputs of some maps are mixed within heads."""
+    """What a model makes of two maps whose outputs are mixed within heads: its answers, and what maps behind them read.
 
-    def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    Answers may be two numbers, which a wrong mixture can leave as they are by chance; what the next maps read are many.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor], targets: Sequence[Target]) -> None:
         self.model = model
         self.batch = batch
-        self.answers = self._answers({})
+        self.order = [target.name for target in targets]
         self.width = 0
         """Of the heads that were found last."""
 
     def heads(self, one: Target, other: Target) -> int | None:
         """How many heads of largest width the two are a product of; None if of none."""
-        if not self._is_product(one, other, 1):
+        behind = self.order.index(other.name) + 1
+        read = self.order[behind : behind + _BEHIND]
+        unmixed = self._made({}, read)
+
+        def is_product(width: int) -> bool:
+            mixed, back = _mixtures(one.out_features // width, width)
+            alone, both = ({one.name: mixed}, {one.name: mixed, other.name: back})
+            changes = [float((self._made(mixtures, read) - unmixed).norm()) for mixtures in (alone, both)]
+            return changes[1] <= _SAME * changes[0] and changes[0] > 0
+
+        if not is_product(1):
             return None
         for width in dict.fromkeys((self.width, *range(one.out_features, 1, -1))):
-            if width and one.out_features % width == 0 and self._is_product(one, other, width):
+            if width and one.out_features % width == 0 and is_product(width):
                 self.width = width
                 return one.out_features // width
         return None
 
-    def _is_product(self, one: Target, other: Target, width: int) -> bool:
-        mixed, back = _mixtures(one.out_features // width, width)
-        alone = self._changed({one.name: mixed})
-        return alone > 0 and self._changed({one.name: mixed, other.name: back}) <= _SAME * alone
-
-    def _changed(self, mixtures: Mapping[str, Tensor]) -> float:
-        return float((self._answers(mixtures) - self.answers).norm())
-
-    def _answers(self, mixtures: Mapping[str, Tensor]) -> Tensor:
-        """All numbers that the model gives, where each map's outputs are mixed by `(heads, d, d)`."""
+    def _made(self, mixtures: Mapping[str, Tensor], read: Sequence[str]) -> Tensor:
+        """All numbers that the maps `read` read and the model answers, where outputs are mixed by `(heads, d, d)`."""
+        seen: list[Tensor] = []
+        module = self.model.get_submodule
         hooks = [
-            self.model.get_submodule(name).register_forward_hook(partial(_mix, mixture))
-            for name, mixture in mixtures.items()
+            *(module(name).register_forward_hook(partial(_mix, mixture)) for name, mixture in mixtures.items()),
+            *(module(name).register_forward_pre_hook(lambda _, args: seen.append(args[0])) for name in read),
         ]
         try:
-            return torch.cat([values.flatten().double() for values in _floats(self.model(**self.batch))])
+            seen += _floats(self.model(**self.batch))
         finally:
             for hook in hooks:
                 hook.remove()
+        return torch.cat([values.flatten().double().cpu() for values in seen])
 
 
 def _mix(mixture: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tensor:

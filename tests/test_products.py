@@ -12,7 +12,13 @@ import torch
 from pydantic import TypeAdapter
 from ruamel.yaml import YAML
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.budget import cost, largest_rank, total
@@ -81,6 +87,22 @@ def test_products_are_the_queries_and_keys_of_attention_that_does_nothing_else_w
         assert one.other.name == one.name.replace("query", "key").replace("q_", "k_").replace(".q", ".k")
     assert sum(one.parameters for one in after.targets) == sum(one.parameters for one in before.targets)
     assert Targets.model_validate_json(after.model_dump_json()) == after
+
+
+def test_heads_are_as_wide_as_the_model_has_them_though_it_answers_two_numbers_only() -> None:
+    config = BertConfig(
+        vocab_size=tiny.VOCABULARY,
+        num_labels=2,
+        hidden_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=24,
+        max_position_embeddings=32,
+    )
+    model = tiny.drawn(BertForSequenceClassification, config)
+    for batch in tiny.batches(tiny.samples(4), 1):
+        del batch["labels"]
+        assert [one.heads for one in products(found(model, batch))] == [12] * 6
 
 
 def test_rotated_queries_and_keys_are_no_product() -> None:
