@@ -20,8 +20,8 @@ class NoRank(ValueError):
 
 
 def step(target: Target) -> int:
-    """Parameters that one more rank costs: a column of `left` and a row of `right`."""
-    return target.out_features + target.in_features
+    """Parameters that one more rank costs."""
+    return target.step
 
 
 def cost(target: Target, rank: Rank) -> int:

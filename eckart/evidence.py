@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.targets import MASKS, Target, eval_mode, is_embedding, weight_of
+from eckart.targets import MASKS, Product, Target, eval_mode, is_embedding, weight_of
 
 EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 EVIDENCE_KINDS: tuple[EvidenceKind, ...] = get_args(EvidenceKind)
@@ -40,6 +40,7 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
 
     inputs            Target.input_of            (in, in)   (in,) for an embedding: its diagonal, and there is no more
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs
+    input_sums        Target.input_of            (in,)      (1/N) Σ of the inputs of a Product, gathered with inputs
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
@@ -180,7 +181,9 @@ class _Collector:
     """Accumulates statistics from hooks: inputs on the way forward, everything else on the way back."""
 
     def __init__(self, model: nn.Module, targets: tuple[Target, ...], kinds: frozenset[str]) -> None:
-        self.modules = {target: model.get_submodule(target.name) for target in targets}
+        maps = [each for target in targets for each in target.maps]
+        self.modules = {target: model.get_submodule(target.name) for target in maps}
+        self.of_products = {each.input_of for target in targets if isinstance(target, Product) for each in target.maps}
         self.kinds = kinds
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
@@ -189,6 +192,8 @@ class _Collector:
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in EVIDENCE_KINDS if kind in kinds}
         if "inputs" in kinds:
             self.sums["tokens"] = {}
+        if "inputs" in kinds and self.of_products:
+            self.sums["input_sums"] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -219,6 +224,8 @@ class _Collector:
             tokens = moment.new_tensor(x.shape[0] * x.shape[1]) if real is None else real.sum()
             self._add("inputs", target.name, moment.to(precision))
             self._add("tokens", target.name, tokens.to(precision))
+            if target.name in self.of_products:
+                self._add("input_sums", target.name, x.sum((0, 1)).to(precision))
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # parameters are frozen, so the first targets start the graph

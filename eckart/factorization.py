@@ -23,17 +23,18 @@ whose second term, and no other, depends on Ŵ₂. Deeper, with biases or nonlin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.budget import Ranks
+from eckart.decomposition import decompose_target, factorize_product
 from eckart.evidence import Evidence, collect, passes
 from eckart.layers import factorize_target
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.svd import decompose
-from eckart.targets import Target, weight_of
-from eckart.weighting import Weighting, weigh
+from eckart.targets import Product, Target, weight_of
+from eckart.weighting import Weighting
 
 
 def factorize_at_once(
@@ -57,11 +58,11 @@ def factorize_at_once(
         rank = ranks[target.name]
         if rank is None:
             continue
+        left, right = decompose_target(model, target, weighting, evidence).truncate(rank)
+        if isinstance(target, Product):
+            factorize_product(model, target, left, right)
+            continue
         weight = weight_of(model.get_submodule(target.name))
-        try:
-            left, right = decompose(weight, weigh(weighting, target, evidence)).truncate(rank)
-        except ValueError as error:
-            raise ValueError(f"{target.name}: {error}") from error
         factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
 
 
@@ -103,6 +104,11 @@ def factorize_in_order(
 def _among_themselves(targets: Iterable[Target]) -> list[Target]:
     """The same targets, whose first reader of a tensor is the first of these: others may be factorized, or dense."""
     first: dict[str, str] = {}
-    return [
-        target.model_copy(update={"input_of": first.setdefault(target.input_of, target.name)}) for target in targets
-    ]
+
+    def renamed(target: Target) -> Target:
+        update: dict[str, Any] = {"input_of": first.setdefault(target.input_of, target.name)}
+        if isinstance(target, Product):
+            update["other"] = renamed(target.other)
+        return target.model_copy(update=update)
+
+    return [renamed(target) for target in targets]

@@ -1,10 +1,10 @@
-"""The layer that takes a factorized target's place."""
+"""The layers that take a factorized target's place."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding, linear, pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -76,6 +76,34 @@ class LowRankEmbedding(LowRankLinear):
         return columns if bias is None else columns + bias
 
 
+class HeadRows(nn.Module):
+    """The first outputs of each head, and zeros at the others.
+
+    x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`.
+    For maps whose outputs meet in inner products alone (eckart/products.py), to which zeros add nothing.
+    """
+
+    def __init__(self, in_features: int, out_features: int, heads: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.width = out_features // heads
+        self.factor = nn.Parameter(torch.empty(heads * rank, in_features))
+        self.bias = nn.Parameter(torch.empty(heads * rank)) if bias else None
+
+    @property
+    def rank(self) -> int:
+        return len(self.factor) // self.heads
+
+    @property
+    def weight(self) -> Tensor:
+        """As that of a LowRankLinear."""
+        return self.factor.new_empty((self.heads * self.width, self.factor.shape[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.factor, self.bias).unflatten(-1, (self.heads, self.rank))
+        return pad(y, (0, self.width - self.rank)).flatten(-2)
+
+
 def shape_of(module: nn.Module) -> tuple[int, int]:
     """`(out, in)` of a Linear, a Conv1D or an Embedding."""
     if isinstance(module, Conv1D):
@@ -97,6 +125,15 @@ def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
     return layer.to(weight.dtype)
 
 
+def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
+    """An unfilled layer of `rank` a head with the shape, bias, type and device of a Linear or Conv1D."""
+    out_features, in_features = shape_of(module)
+    weight = module.get_parameter("weight")
+    with torch.device(weight.device):
+        layer = HeadRows(in_features, out_features, heads, rank, bias=getattr(module, "bias", None) is not None)
+    return layer.to(weight.dtype)
+
+
 def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
     """Put `layer` where the module `name` is."""
     parent, _, child = name.rpartition(".")
@@ -111,11 +148,7 @@ def factorize_target(
     Args:
         residual: `(out, in)`, added to their product.
     """
-    module = model.get_submodule(name)
-    if module.get_parameter("weight").is_meta:
-        raise ValueError(
-            f"{name} waits on the CPU or the disk, where it cannot be replaced: use no device map for this"
-        )
+    module = present(model, name)
     layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
     with torch.no_grad():
         layer.left.copy_(left)
@@ -126,6 +159,20 @@ def factorize_target(
             layer.residual.copy_(residual)
     replace(model, name, layer)
     return layer
+
+
+def present(model: PreTrainedModel, name: str) -> nn.Module:
+    """The module `name`, whose weight can be read and replaced.
+
+    Raises:
+        ValueError: a device map left it on the CPU or the disk.
+    """
+    module = model.get_submodule(name)
+    if module.get_parameter("weight").is_meta:
+        raise ValueError(
+            f"{name} waits on the CPU or the disk, where it cannot be replaced: use no device map for this"
+        )
+    return module
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
@@ -165,8 +212,14 @@ def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
 
 
 def factorized(model: nn.Module) -> dict[str, int]:
-    """Name → rank of every factorized target in `model`."""
-    return {name: layer.rank for name, layer in low_rank_layers(model).items()}
+    """Name → rank of every factorized map in `model`; that of a head where it is one of a product."""
+    kinds = LowRankLinear | HeadRows
+    return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, kinds)}
+
+
+def head_counts(model: nn.Module) -> dict[str, int]:
+    """Name → heads of every map of a factorized product in `model`."""
+    return {name: layer.heads for name, layer in model.named_modules() if isinstance(layer, HeadRows)}
 
 
 def residual_rows(model: nn.Module) -> dict[str, int]:

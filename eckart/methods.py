@@ -58,6 +58,11 @@ class Method(BaseModel):
         return any(training.steps for training in self.trainings.values())
 
     @property
+    def products(self) -> bool:
+        """Whether it knows targets that are a product of two maps (eckart/products.py)."""
+        return False
+
+    @property
     def leaves_low_rank(self) -> bool:
         """Whether it itself reduces the dense weights to their ranks."""
         return False

@@ -46,13 +46,47 @@ class Target(BaseModel):
         """Weights of the dense map; the bias stays as it is and is not counted."""
         return self.out_features * self.in_features
 
+    @property
+    def step(self) -> int:
+        """Parameters that one more rank costs: a column of `left` and a row of `right`."""
+        return self.out_features + self.in_features
+
+    @property
+    def maps(self) -> tuple[Target, ...]:
+        """The linear maps that are this target: itself alone, but for a Product."""
+        return (self,)
+
+
+class Product(Target):
+    """Two maps whose outputs meet, head by head, in inner products and in nothing else: query and key of attention.
+
+    What stands here of a target is the first map's. Its rank is that of each head's product: so many outputs of a head
+    are left of either map.
+    """
+
+    heads: int
+    other: Target
+    """The second map, of as many outputs."""
+
+    @property
+    def parameters(self) -> int:
+        return self.out_features * (self.in_features + self.other.in_features)
+
+    @property
+    def step(self) -> int:
+        return self.heads * (self.in_features + self.other.in_features)
+
+    @property
+    def maps(self) -> tuple[Target, ...]:
+        return (self, self.other)
+
 
 class Targets(BaseModel):
     """What probing found: the targets in order of execution, and why each other linear map is none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    targets: tuple[Target, ...]
+    targets: tuple[Product | Target, ...]
     excluded: dict[str, str]
 
 

@@ -36,6 +36,10 @@ class _Weighting(Method):
     def evidence(self) -> tuple[EvidenceKind, ...]:
         return ()
 
+    @property
+    def products(self) -> bool:
+        return not self.reads_shaping
+
 
 class Plain(_Weighting):
     """Every entry of W counts alike: SVD."""

@@ -179,6 +179,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
     if typed["trainer"] and typed["trainer"].processes > 1:
         yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in used}, content)
+    if typed["targets"] and typed["targets"].products:
+        yield from _without_products({name: recipes.get(name) for name in used})
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
 
@@ -227,6 +229,13 @@ def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
         yield f"data.columns.text_pair: is null, but {task} finds answers in it; write the name of the contexts' column"
     if task in _OF_ONE_TEXT and "text_pair" in named:
         yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
+
+
+def _without_products(recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    for name, recipe in recipes.items():
+        for method in recipe.methods if recipe else ():
+            if not method.products:
+                yield f"targets.products: is true, and {method.kind} of recipes.{name} knows no products; write false"
 
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

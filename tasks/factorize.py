@@ -44,7 +44,7 @@ def factorize(recipe: str, keep: str) -> None:
     with output(FACTORIZED / name) as folder:
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)
-    say(f"{len(factorized(model))} targets factorized, {model.num_parameters():,} parameters in all")
+    say(f"{len(factorized(model))} linear maps factorized, {model.num_parameters():,} parameters in all")
 
 
 def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
@@ -70,7 +70,7 @@ def _in_order(
     collate, device = kind.collate(tokenizer, model), place(model)
 
     def calibration() -> Iterator[Batch]:
-        say(f"evidence anew, {len(factorized(model))} targets factorized")
+        say(f"evidence anew, {len(factorized(model))} linear maps factorized")
         return batches(data, collate, settings.batch_size, device)
 
     factorize_in_order(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from eckart.evidence import collect, passes, save_evidence
 from eckart.losses import Batch
+from eckart.products import find_products
 from eckart.targets import find_targets
 from tasks.batches import batches, encoded
 from tasks.dataset import load_task
@@ -25,8 +26,11 @@ def importance() -> None:
     device = place(model)
     with explained(), output(IMPORTANCE) as folder:
         batch = next(batches(data.select(range(1)), collate, 1, device))
-        found = find_targets(model, batch, **patterns.model_dump())
-        say(f"{len(found.targets)} targets, {len(found.excluded)} linear maps excluded")
+        found = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
+        if patterns.products:
+            found = find_products(model, batch, found)
+        products = sum(len(target.maps) > 1 for target in found.targets)
+        say(f"{len(found.targets)} targets, {products} of them products, {len(found.excluded)} linear maps excluded")
         todo = passes([target for target in found.targets if target.sampled], params.layers_at_once)
         for number, each in enumerate(todo, 1):
             every = _progress(batches(data, collate, params.batch_size, device), len(data), f"{number}/{len(todo)}")

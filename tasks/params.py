@@ -117,6 +117,7 @@ class TargetPatterns(Section):
     heads: bool
     embeddings: bool
     unsampled: bool
+    products: bool
 
 
 class Importance(Section):

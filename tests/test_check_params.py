@@ -401,6 +401,10 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"},
         "residual: hypernetwork leaves weights of low rank",
     ),
+    (
+        {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform", "by": "share"}}},
+        "ranks.weighting: movement reads the scores of pruning",
+    ),
     ({"sequential": 1}, "sequential: weighting none has no evidence to gather anew"),
     (
         {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": 1},
@@ -437,6 +441,16 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None
             else:
                 recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
         assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
+
+
+def test_products_are_refused_with_what_knows_none() -> None:
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours["targets"]["products"] = True
+    ours["study"]["recipes"] = ["svd", "kfac", "drone_tolerance"]
+    assert mistakes(ours) == []
+    for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
+        ours["study"]["recipes"] = [name]
+        assert f"{kind} of recipes.{name}" in only(ours, "targets.products")
 
 
 class TestProcesses:

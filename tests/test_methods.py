@@ -13,8 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.layers import factorized, residual_rows
+from eckart.layers import factorized, low_rank_layers, residual_rows
 from eckart.recipes import captions
+from eckart.svd import decompose
+from eckart.targets import weight_of
+from eckart.weighting import ErrorNorm
 from tasks.training import train
 from tests.workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
 
@@ -50,6 +53,10 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "pruned_base": ("lpaf", {"source": "base", "shaping": {**FEW, "learning_rate": 1e-12}}),
     "losparse_base": ("losparse", {"source": "base", "residual": {"low_rank": 0.2}}),
     "lpaf_distilled": ("lpaf", {"shaping": FEW, "recovery": DISTILLED}),
+    "svd_at_drone": (
+        "svd",
+        {"ranks": {"kind": "borrowed", "weighting": {"kind": "inputs"}, "ranks": "drone_tolerance"}},
+    ),
 }
 IN_TURN = "losparse_then_distilled"
 NAMES = [*METHODS, *RECOMBINATIONS]
@@ -79,6 +86,8 @@ def recipes() -> dict[str, Any]:
         for part in ("weighting", "ranks"):
             if "kind" in changes.get(part, {}):  # of another kind, which has other settings
                 made[name][part] = changes[part]
+        if "ranks" in made[name]["ranks"]:
+            made[name]["ranks"] = {**made[name]["ranks"], "ranks": made[made[name]["ranks"]["ranks"]]["ranks"]}
     quick = {name: merged(parts, {"recovery": FEW}) for name, parts in made.items() if name != IN_TURN}
     first = quick["losparse"]["recovery"]
     both = {"kind": "in_turn", "first": first, "then": {**first, **DISTILLED}}
@@ -177,6 +186,19 @@ def test_factorizing_what_has_low_rank_loses_nothing(name: str) -> None:
     torch.testing.assert_close(
         logits(f"models/factorized/{name}"), logits(f"models/ranks/{name}/shaped"), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("name", ["svd_at_drone"], indirect=True)
+def test_borrowed_ranks_are_the_lenders_and_the_factors_the_recipes_own(name: str) -> None:
+    run_stage("search", "drone_tolerance", KEEP)
+    ranks = read(f"models/ranks/{name}/ranks.json")["ranks"]
+    assert ranks == read(f"models/ranks/drone_tolerance-{KEEP}/ranks.json")["ranks"]
+    small = model(f"models/factorized/{name}")
+    for target, layer in low_rank_layers(small).items():
+        left, right = decompose(weight_of(model("models/teacher").get_submodule(target)), ErrorNorm()).truncate(
+            layer.rank
+        )
+        torch.testing.assert_close(layer.dense(), (left @ right).float())
 
 
 @pytest.mark.parametrize("name", WITH_ROWS, indirect=True)

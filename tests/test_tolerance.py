@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import nn
 
+from eckart import decomposition
 from eckart.budget import allowance, cost, largest_rank, total
 from eckart.evidence import collect, mean_loss_times_batch
 from eckart.layers import factorize_target, set_weight
@@ -319,7 +320,7 @@ def test_a_weight_that_is_not_finite_is_named_and_stays():
 
     before = state(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tolerance, "decompose", broken)
+        patch.setattr(decomposition, "decompose", broken)
         with pytest.raises(ValueError, match=r"maps\.b: the weight is not finite"):
             solve(model, 100.0)
     assert same(state(model), before)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from eckart.ranks.borrowed import Borrowed
 from eckart.ranks.hypernetwork import Hypernetwork
 from eckart.ranks.threshold import Threshold
 from eckart.ranks.tolerance import Tolerance
@@ -13,6 +14,8 @@ from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill
 
 RankSearch = Annotated[
-    Uniform | Waterfill | Hypernetwork | Tolerance | Threshold,
+    Uniform | Waterfill | Hypernetwork | Tolerance | Threshold | Borrowed,
     Field(discriminator="kind"),
 ]
+
+Borrowed.model_rebuild(_types_namespace={"RankSearch": RankSearch})  # it holds one of these

@@ -10,13 +10,14 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from eckart.budget import Ranks
+from eckart.decomposition import decompose_target
 from eckart.evidence import Evidence
 from eckart.losses import Batch
 from eckart.methods import Method
 from eckart.optimization import Optimization
 from eckart.problem import Problem
 from eckart.svd import Decomposition, decompose, spectrum
-from eckart.targets import Target, weight_of
+from eckart.targets import Product, Target, weight_of
 from eckart.training_rules import Rule
 from eckart.weighting import ErrorNorm, Weighting, weigh
 
@@ -56,11 +57,16 @@ class SearchProblem(Problem):
         Raises:
             ValueError: a weight or its evidence is not fit; the message names the target.
         """
-        return {target.name: self._of(spectrum, target) for target in self.targets}
+        return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
         """As `spectra`, with the components."""
         return {target.name: self._of(decompose, target) for target in self.targets}
+
+    def _spectrum(self, target: Target) -> Tensor:
+        if isinstance(target, Product):
+            return decompose_target(self.model, target, self.weighting, self.evidence).spectrum
+        return self._of(spectrum, target)
 
     def _of(self, what: Callable[[Tensor, ErrorNorm], T], target: Target) -> T:
         try:
@@ -85,6 +91,10 @@ class Found:
 
 class ByFormula(Method):
     """A search that needs nothing but spectra."""
+
+    @property
+    def products(self) -> bool:
+        return True
 
     def search(self, problem: SearchProblem) -> Found:
         spectra = problem.spectra()

@@ -31,14 +31,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.budget import Rank, Ranks, allowance, largest_rank, total
+from eckart.decomposition import approximate_product, decompose_target
 from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
 from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.ranks.search_problem import Found, SearchProblem
-from eckart.svd import Decomposition, decompose
-from eckart.targets import Target, eval_mode, weight_of
-from eckart.weighting import Weighting, weigh
+from eckart.targets import Product, Target, eval_mode
+from eckart.weighting import Weighting
 
 _WALKS = 8  # over the model, to find the increase that meets keep
 _SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
@@ -56,6 +56,10 @@ class Tolerance(Method):
     grid: int = Field(ge=1)
     rows: int = Field(ge=1)
     times: Literal["macs", "measured"]
+
+    @property
+    def products(self) -> bool:
+        return True
 
     @property
     def leaves_low_rank(self) -> bool:
@@ -147,7 +151,7 @@ def grid_ranks(target: Target, count: int) -> list[int]:
 
 def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
     """Multiply-accumulates of every target's dense module for `batch`, padding included."""
-    rows = {target.name: target.out_features for target in targets}
+    rows = {target.name: target.out_features for target in targets}  # the maps of a product have as many
     counts = dict.fromkeys(rows, 0.0)
 
     def count(name: str, x: Tensor) -> None:
@@ -210,8 +214,8 @@ class _Walks:
         self.model = model
         self.of_samples = loss
         self.targets = tuple(targets)
-        self.modules = {name: model.get_submodule(name) for name in _names(targets)}
-        self.dense = {name: weight_of(module).clone() for name, module in self.modules.items()}
+        self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
+        self.dense = self._weights()
         self.grids = {target.name: grid_ranks(target, grid) for target in targets}
         self.batches = batches
         self.weighting = weighting
@@ -280,23 +284,21 @@ class _Walks:
         grid = self.grids[target.name]
         if not grid:
             return None
-        decomposition = self._decompose(target)
+        decomposition = decompose_target(self.model, target, self.weighting, self._evidence(target))
         for rank in grid:
-            left, right = decomposition.truncate(rank)
-            set_weight(self.modules[target.name], left @ right)
+            self._approximate(target, *decomposition.truncate(rank))
             loss = self._loss()
             if loss < bound:
                 losses[target.name] = loss
                 return rank
-        set_weight(self.modules[target.name], self.dense[target.name])
+            self._put({target.name: self.dense[target.name]})
         return None
 
-    def _decompose(self, target: Target) -> Decomposition:
-        norm = weigh(self.weighting, target, self._evidence(target))
-        try:
-            return decompose(self.dense[target.name], norm)
-        except ValueError as error:
-            raise ValueError(f"{target.name}: {error}") from error
+    def _approximate(self, target: Target, left: Tensor, right: Tensor) -> None:
+        if isinstance(target, Product):
+            approximate_product(self.model, target, left, right)
+        else:
+            set_weight(self.model.get_submodule(target.name), left @ right)
 
     def _evidence(self, target: Target) -> Evidence:
         """The evidence of `target` on the model as it is (section 3.3).
@@ -307,10 +309,11 @@ class _Walks:
         kinds = self.weighting.evidence
         if not kinds:
             return {}
-        shared = kinds == ("inputs",) and not target.repeated
+        shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
         if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
-        wanted = [some for some in self.targets if some.name in (target.input_of, target.name)]
+        names = {name for each in target.maps for name in (each.name, each.input_of)}
+        wanted = [each for some in self.targets for each in some.maps if each.name in names]
         self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.of_samples)
         return self.gathered[1]
 
@@ -327,16 +330,25 @@ class _Walks:
         samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
         return sum(float(self.of_samples(self.model, batch)) for batch in self.batches) / samples
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: weight_of(module).clone() for name, module in self.modules.items()}
+    def _weights(self) -> dict[str, list[Tensor]]:
+        return {name: [values.clone() for values in changed] for name, changed in self.changed.items()}
 
-    def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            set_weight(self.modules[name], weight)
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, values in weights.items():
+            for parameter, value in zip(self.changed[name], values, strict=True):
+                parameter.copy_(value)
 
 
 def _names(targets: Sequence[Target]) -> list[str]:
     return [target.name for target in targets]
+
+
+def _changed_by_approximation(model: PreTrainedModel, target: Target) -> list[Tensor]:
+    """The weight of a map; of a product those of the second map, with its bias."""
+    if not isinstance(target, Product):
+        return [model.get_submodule(target.name).get_parameter("weight").detach()]
+    return [parameter.detach() for parameter in model.get_submodule(target.other.name).parameters()]
 
 
 def _times(
@@ -369,7 +381,7 @@ def _run(
 ) -> None:
     """Call `before` with each target's name and input and `after` with its name and output, in every call."""
     hooks: list[Any] = []
-    for name, module in ((name, model.get_submodule(name)) for name in _names(targets)):
+    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.maps):
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:

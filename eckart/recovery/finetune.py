@@ -20,6 +20,10 @@ class Finetune(Optimization, Method):
     kind: Literal["finetune"]
     distillation: Distillation | None
 
+    @property
+    def products(self) -> bool:
+        return True
+
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
         if self.distillation:
             yield self.distillation.rule(problem)

@@ -1,0 +1,67 @@
+"""Borrowed: the ranks that a search finds under another weighting, for factors under the recipe's own.
+
+So weightings are compared at the same ranks. DRONE's tables compare so (Chen et al., NeurIPS 2021, section 4.2): SVD at
+the ranks that algorithm 2 chose under the inputs.
+
+The search is written out and runs again here, rather than named: what a stage reads must be the same files for all
+recipes, and a name would tie it to the stages of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from eckart.methods import Contradiction, Method, RecipeParts
+from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.weighting import Weighting
+
+if TYPE_CHECKING:
+    from eckart.ranks import RankSearch
+
+
+class Borrowed(Method):
+    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone."""
+
+    alone = True
+
+    kind: Literal["borrowed"]
+    weighting: Weighting
+    ranks: RankSearch
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        return (*self.weighting.evidence, *self.ranks.evidence)
+
+    @property
+    def trains(self) -> bool:
+        return self.ranks.trains
+
+    @property
+    def products(self) -> bool:
+        return self.weighting.products and self.ranks.products
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.recovery)
+        for part in (self.weighting, self.ranks):
+            for path, mistake in part.contradictions(lender):
+                yield path if path.startswith("shaping") else f"ranks.{path}", mistake
+
+    def search(self, problem: SearchProblem) -> Found:
+        before = {name: value.clone() for name, value in problem.model.state_dict().items()}
+        found = self.ranks.search(replace(problem, weighting=self.weighting))
+        if found.changed:
+            problem.model.load_state_dict(before)
+        return Found(found.ranks, problem.spectra())
+
+
+@dataclass(frozen=True)
+class _Lender:
+    """The recipe whose ranks are borrowed."""
+
+    shaping: Method | None
+    weighting: Method
+    ranks: Method
+    residual: Method | None
+    recovery: Method
