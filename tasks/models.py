@@ -17,6 +17,7 @@ from tasks.records import Size
 from tasks.stage import StageError
 
 TEACHER = Path("models/teacher")
+CONTROL = Path("models/control")
 
 
 def load(

@@ -26,10 +26,9 @@ from transformers import (
 from eckart.losses import IGNORED, token_loss
 from eckart.words import first_tokens
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, TaskKind, check_offsets, labelled, outputs_of, scored
+from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, check_offsets, labelled, outputs_of, scored
 from tasks.kinds.sequence import head
 from tasks.metrics import MetricName
-from tasks.records import Score
 
 _IOB = re.compile(r"O|[BIES]-.+")
 
@@ -64,11 +63,22 @@ def _labels(tokens: int, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
-    data = encode(frame, task, tokenizer, "test")
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
+    """A row contributes the tags of its labelled tokens."""
+    data = encode(frame, task, tokenizer, split)
     outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
-    return scored(task, metrics(task, outputs.argmax(-1), labels), loss(outputs, labels), len(data))
+    guesses, where = outputs.argmax(-1), labels != IGNORED
+    tags = {
+        name: [row[here] for row, here in zip(values, where, strict=True)]
+        for name, values in (("label", labels), ("guess", guesses))
+    }
+    return scored(task, metrics(task, guesses, labels), loss(outputs, labels), pd.DataFrame(tags))
 
 
 def answers(

@@ -93,7 +93,7 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 15
+        assert parent.data.metrics["stages.executed"] == 16
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
@@ -101,6 +101,7 @@ class TestAfterTheFirstRun:
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
         dense = json.loads((study.root / "reports/dense.json").read_text())
         assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
+        assert child.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
         curve = [json.loads(line) for line in (study.root / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
