@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict
 from tasks.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
+CONTROL_NAME = "dense + recovery"
+"""What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 

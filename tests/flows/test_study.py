@@ -31,6 +31,11 @@ COLUMNS = [
     "speedup",
     "search_steps",
     "average_rank",
+    "control",
+    "from_dense_low",
+    "from_dense_high",
+    "from_control_low",
+    "from_control_high",
 ]
 
 
@@ -64,7 +69,11 @@ class TestAfterTheFirstRun:
     def test_the_comparison_has_a_row_per_candidate(self, workspace: Path) -> None:
         rows = list(csv.DictReader((workspace / "reports/comparison.csv").open()))
         assert list(rows[0]) == COLUMNS
-        assert [(row["recipe"], row["keep"]) for row in rows] == [("svd", "0.5"), ("kfac", "0.5")]
+        assert [(row["recipe"], row["keep"]) for row in rows] == [
+            ("dense + recovery", "1"),
+            ("svd", "0.5"),
+            ("kfac", "0.5"),
+        ]
         assert (workspace / "reports/comparison.html").read_text().startswith("<!doctype html>")
 
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
