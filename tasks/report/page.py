@@ -32,7 +32,7 @@ def page(results: Results) -> str:
         metric=results.metric,
         summary=summary(results),
         dense=dense_rows(results),
-        legend=legend(),
+        legend=legend("The best at each keep stands out"),
         rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},
         # Markup: matplotlib has escaped every text in them.
         tradeoff=Markup(tradeoff_svg(results)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,9 @@ def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.Dat
     """Of each candidate the intervals of its differences averaged over the seeds, which have the same test rows."""
     task = Task.model_validate_json((next(iter(folders.values())) / SPLITS / "task.json").read_text())
     ones = list(candidates.itertuples(index=False, name=None))
-    drawn = resampled(task, {(seed, *one): rows for seed in folders for one, rows in _scored(folders[seed], ones)})
-    means = {one: np.mean([drawn[seed, *one] for seed in folders], axis=0) for one in (DENSE, *ones)}
+    every = dict.fromkeys((DENSE, CONTROL, *ones))
+    drawn = resampled(task, {(seed, *one): _scored(folders[seed], one) for seed in folders for one in every})
+    means = {one: np.mean([drawn[seed, *one] for seed in folders], axis=0) for one in every}
     lines = []
     for one in ones:
         ends = {name: interval(means[one] - means[other]) for name, other in (("dense", DENSE), ("control", CONTROL))}
@@ -72,12 +73,11 @@ def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.Dat
     return pd.DataFrame(lines)
 
 
-def _scored(folder: Path, candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, pd.DataFrame]]:
-    """What each test row contributed to the dense model, its control and each candidate."""
-    for one in (DENSE, *candidates):
-        name, model = ("dense", _OF_DENSE[one]) if one in _OF_DENSE else (candidate_name(*one), "recovered")
-        rows = read_rows(folder, name, "evaluate")
-        yield one, rows[rows.model == model]
+def _scored(folder: Path, one: Candidate) -> pd.DataFrame:
+    """What each test row contributed to a candidate, the dense model or its control."""
+    name, model = ("dense", _OF_DENSE[one]) if one in _OF_DENSE else (candidate_name(*one), "recovered")
+    rows = read_rows(folder, name, "evaluate")
+    return rows[rows.model == model]
 
 
 def _rows(seed: int, folder: Path) -> pd.DataFrame:
@@ -131,7 +131,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
     """Mean ± spread over the seeds, and the interval of the mean over the test rows."""
     low, high = (group[f"seeds_from_{reference}_{end}"].iloc[0] for end in _ENDS)
-    ends = f"{100 * low:+.1f} to {100 * high:+.1f}" if metric.share else between(low, high, group.recovered.mean())
+    ends = f"{100 * low:+z.1f} to {100 * high:+z.1f}" if metric.share else between(low, high, group.recovered.mean())
     return f"{_scores(group.recovered - group[reference], metric)} ({ends})"
 
 
@@ -150,7 +150,7 @@ def _spread(values: pd.Series[float]) -> str:
     """Mean ± sample standard deviation, to one decimal; of one seed the mean alone."""
     if values.empty or values.isna().any():
         return "–"
-    mean = f"{values.mean():.1f}"
+    mean = f"{values.mean():z.1f}"  # never -0.0
     return f"{mean} ± {values.std(ddof=1):.1f}" if len(values) > 1 else mean
 
 

@@ -32,8 +32,8 @@ def _best_at(results: Results, keep: str) -> Iterator[str]:
         f"At keep {keep}, {_winners(results, ranked)} {results.metric.title} {score(best.recovered)}"
         f"{_retained(results, best)}, {_savings(results, best)}{_rivals(results, ranked)}."
     )
-    against = [_against(results, best, *pair) for pair in ((DENSE, "the dense model"), (CONTROL, "the control"))]
-    yield f"That is {' and '.join(against)}."
+    dense, control = (_verdict(results, best, reference) for reference in (DENSE, CONTROL))
+    yield f"Against the dense model this is {dense}, against the control {control}."
 
 
 def _retained(results: Results, one: CandidateResults) -> str:
@@ -44,15 +44,11 @@ def _retained(results: Results, one: CandidateResults) -> str:
     return f", {dense} of dense and {control} of the control"
 
 
-def _against(results: Results, one: CandidateResults, reference: Scored, name: str) -> str:
+def _verdict(results: Results, one: CandidateResults, reference: Scored) -> str:
     """What the interval of the difference says, and nothing beyond it."""
     found = results.difference(one.after, reference)
-    words = {
-        1: f"a gain over {name}",
-        -1: f"a loss against {name}",
-        0: f"no loss against {name} that these rows can see",
-    }
-    return f"{words[results.gain(one.after, reference)]} ({between(found.low, found.high, one.recovered)})"
+    word = {1: "a gain", -1: "a loss", 0: "no loss that these rows can see"}[results.gain(one.after, reference)]
+    return f"{word} ({between(found.low, found.high, one.recovered)})"
 
 
 def _winners(results: Results, ranked: list[CandidateResults]) -> str:

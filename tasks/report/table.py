@@ -226,10 +226,10 @@ def _compared(results: Results, one: Scored, metric: float, reference: Scored) -
     return Compared("–" if share is None else percent(share), words)
 
 
-def legend() -> str:
-    """What the marks and the intervals of the tables mean."""
+def legend(best: str) -> str:
+    """What the marks and the intervals of the tables mean; `best` says how the best at a keep is marked."""
     return (
-        f"* best at its keep; ≈ these test rows cannot tell it from the best. Differences: {LEVEL:.0%} intervals of "
+        f"{best}; ≈ these test rows cannot tell it from the best. Differences: {LEVEL:.0%} intervals of "
         f"{RESAMPLES:,} paired resamples of the test rows, each on its own; other seeds may differ more."
     )
 
@@ -237,12 +237,12 @@ def legend() -> str:
 def to_text(results: Results) -> str:
     """The table for a terminal."""
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
-    table.add_column("candidate")
+    table.add_column("candidate", no_wrap=True)
     if results.searches_trained:
         table.add_column("steps before\nfactorization", justify="right")
     heads = ("factorized", "recovered", "of dense", "difference", "of control", "difference")
     for name in (*heads, "targets", "model", "MACs", "speedup"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for each in dense_rows(results):
         _add(table, each, results.searches_trained)
     for keep in results.keeps:
@@ -250,11 +250,11 @@ def to_text(results: Results) -> str:
         for one in results.at(keep):
             _add(table, row(results, one), results.searches_trained)
     # A fixed width and no markup: the same lines in a terminal, a log and a test.
-    console = Console(width=160, color_system=None, markup=False, highlight=False)
+    console = Console(width=180, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
     lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
-    return "\n".join([*lines, f"  {legend()}"])
+    return "\n".join([*lines, f"  {legend('* best at its keep')}"])
 
 
 def _add(table: Table, row: Row, with_steps: bool) -> None:

@@ -79,7 +79,7 @@ class TestAfterTheFirstRun:
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout
-        assert "15 executed" in study.stdout
+        assert "16 executed" in study.stdout
 
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
@@ -143,7 +143,7 @@ class TestAfterTheFirstRun:
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
         for file, stages in {
             "eckart/svd.py": {"search", "factorize", "compare"},  # whose page asks the methods for their captions
-            "tasks/training.py": {"teacher", "search", "finetune"},
+            "tasks/training.py": {"teacher", "control", "search", "finetune"},
             "flows/engine/stages.py": set(),
         }.items():
             path = workspace / file
@@ -176,14 +176,14 @@ def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     assert not (tmp_path / "prefect.db").exists()  # no server was started
     assert "flows.up_to_date" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
-    assert re.search(r"^15 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^16 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 
     recipes = YAML(typ="safe").load((root / "params.yaml").read_text())["recipes"]
     recipes["kfac"]["recovery"] |= {"learning_rate": 1.0e30, "steps": 4}
     recipes["svd"]["recovery"]["steps"] = 1
-    change(root, recipes=recipes)
+    change(root, recipes=recipes, study={"control": "svd"})
     third = flows(root, "run")
     assert third.exit_code == 1
     assert "finetune@kfac-0.5: the loss is not finite at step 3: lower the learning rate" in third.output
