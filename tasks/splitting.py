@@ -29,7 +29,10 @@ def split_rows(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split
 
 
 def split_text(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
-    """Running text, in its order: passages are carved, and blocks are drawn once it is tokenized."""
+    """Running text, in its order: passages are carved, and blocks are drawn once it is tokenized.
+
+    Nothing is left out of train where splits are given: lines of a text, empty ones and headings, repeat.
+    """
     parts = _carve(source, params, _passages)
     return {**parts, "calibration": parts["train"]}
 

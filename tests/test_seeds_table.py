@@ -90,7 +90,7 @@ class TestSummary:
         assert row["recovered, %"] == "85.0 ± 1.4"
         assert row["of dense, %"] == "100.3 ± 6.7"  # of 105 and 95.6
         assert row["of control, %"] == "94.4 ± 1.6"  # of 93.3 and 95.6
-        assert row["from dense, % (95%)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
+        assert row["from dense, % (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
         assert row["factorized, %"] == "50.0 ± 0.0"
         plain = {head: cell.replace("\N{NO-BREAK SPACE}", " ") for head, cell in row.items()}
         assert plain["targets"] == "50.0 %"

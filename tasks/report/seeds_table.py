@@ -106,7 +106,9 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     metric = _metric(rows)
     unit = ", %" if metric.share else ""
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered"))]
-    heads += [f"of {name}, %" for name in REFERENCES] + [f"from {name}{unit} ({LEVEL:.0%})" for name in REFERENCES]
+    heads += [f"of {name}, %" for name in REFERENCES] + [
+        f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES
+    ]
     heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "rank after pruning"]
     groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
     groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
@@ -278,7 +280,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
         "Control": f"the dense model with the recovery of {params['study']['control']}.",
         "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
-        f"rows may move that: {LEVEL:.0%} of {RESAMPLES:,} paired resamples, the same for all seeds.",
+        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds.",
         "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),

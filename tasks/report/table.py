@@ -229,7 +229,7 @@ def _compared(results: Results, one: Scored, metric: float, reference: Scored) -
 def legend(best: str) -> str:
     """What the marks and the intervals of the tables mean; `best` says how the best at a keep is marked."""
     return (
-        f"{best}; ≈ these test rows cannot tell it from the best. Differences: {LEVEL:.0%} intervals of "
+        f"{best}; ≈ these test rows cannot tell it from the best. Differences: {100 * LEVEL:.0f} % intervals of "
         f"{RESAMPLES:,} paired resamples of the test rows, each on its own; other seeds may differ more."
     )
 
