@@ -7,8 +7,6 @@ without one for the middles of others. Words beyond `max_length` tokens are neit
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pandas as pd
 import torch
@@ -28,9 +26,7 @@ from eckart.words import first_tokens
 from tasks.dataset import Split, Task
 from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, check_offsets, labelled, outputs_of, scored
 from tasks.kinds.sequence import head
-from tasks.metrics import MetricName
-
-_IOB = re.compile(r"O|[BIES]-.+")
+from tasks.metrics import ENTITY_TAG, MetricName
 
 
 def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
@@ -117,7 +113,7 @@ def metrics(task: Task, guesses: np.ndarray, labels: np.ndarray) -> dict[MetricN
     """
     where = labels != IGNORED
     accuracy = float(accuracy_score(labels[where], guesses[where]))
-    if not all(_IOB.fullmatch(tag) for tag in task.labels):
+    if not all(ENTITY_TAG.fullmatch(tag) for tag in task.labels):
         return {"accuracy": accuracy, "f1": float(f1_score(labels[where], guesses[where], average="macro"))}
     names = np.array(task.labels)
     wanted, found = (

@@ -9,7 +9,6 @@ Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,6 +20,8 @@ from scipy.stats import rankdata
 from seqeval.metrics.sequence_labeling import get_entities
 
 from tasks.dataset import Task
+from tasks.metrics import ENTITY_TAG
+from tasks.stage import StageError
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -72,11 +73,11 @@ def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, n
         models: model → what each row contributed, as the stages wrote it; of all models the same rows.
 
     Raises:
-        ValueError: they have not as many.
+        StageError: they have not as many.
     """
     count, *others = {len(rows) for rows in models.values()}
     if others:
-        raise ValueError("models that were scored on different test rows cannot be compared: run the study again")
+        raise StageError("models that were scored on different test rows cannot be compared: run the study again")
     metrics = {name: metric_of(task, rows) for name, rows in models.items()}
     generator, some = np.random.default_rng(_SEED), max(1, _AT_ONCE // count)
     parts: dict[Model, list[np.ndarray]] = {name: [] for name in models}
@@ -97,15 +98,12 @@ def metric_of(task: Task, rows: pd.DataFrame) -> OnDraws:
         return _of_sums(_with_ones(rows["loss"]), lambda sums: np.exp(np.minimum(_ratio(sums), 700.0)))
     if task.kind not in ("classification", "token_classification"):
         return _of_sums(_with_ones(rows[task.metric]), _ratio)
-    if task.kind == "token_classification" and task.metric == "f1" and all(map(_IOB.fullmatch, task.labels)):
+    if task.kind == "token_classification" and task.metric == "f1" and all(map(ENTITY_TAG.fullmatch, task.labels)):
         return _of_sums(_entities(rows, np.array(task.labels)), lambda sums: _f1(*sums.T))
     binary = task.kind == "classification" and len(task.labels) == 2
     combine = {"accuracy": _accuracy, "matthews": _matthews, "f1": _second_f1 if binary else _macro_f1}[task.metric]
     counts = _class_counts(rows, len(task.labels))
     return _of_sums(counts, lambda sums: combine(*np.moveaxis(sums.reshape(len(sums), 3, -1), 1, 0)))
-
-
-_IOB = re.compile(r"O|[BIES]-.+")  # as tasks/kinds/tokens.py has it
 
 
 def _of_sums(parts: np.ndarray, combine: Callable[[np.ndarray], np.ndarray]) -> OnDraws:
