@@ -36,6 +36,9 @@ class Method(BaseModel):
     alone: ClassVar[bool] = False
     """Whether it works in one process only: it trains parameters that are not the model's, or runs the model twice."""
 
+    for_dense: ClassVar[bool] = False
+    """Whether it trains a dense model as well as a factorized one."""
+
     reads_shaping: ClassVar[bool] = False
     """Whether it reads the scores that shaping gave."""
 

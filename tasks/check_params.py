@@ -162,9 +162,11 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     for name in used if recipes else ():
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(recipes)}"
+    yield from _of_control(_at(content, "study", "control"), recipes)
     for name, recipe in recipes.items():
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
+    yield from _of_splits(typed["data"])
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_KINDS:
         if metric in list(METRICS) and metric not in BY_KIND[task]:
@@ -183,6 +185,21 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         yield from _without_products({name: recipes.get(name) for name in used})
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
+
+
+def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    fitting = ", ".join(str(one) for one, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
+    if isinstance(name, str) and recipes and name not in recipes:
+        yield f"study.control: there is no recipe {name}; write one of {fitting}"
+    elif isinstance(name, str) and (recipe := recipes.get(name)) and not recipe.recovery.for_dense:
+        yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
+
+
+def _of_splits(data: params.Data | None) -> Iterator[str]:
+    if data:
+        yield from _repeated("data.splits", list(data.splits.named().values()))
+        if sum(data.shares.by_split().values()) >= 1:
+            yield "data.shares: leave nothing to train; write shares whose sum is below 1"
 
 
 def _unshared(

@@ -12,7 +12,7 @@ from tasks.metrics import MetricName, TaskKindName
 
 SPLITS = Path("data/splits")
 
-Split = Literal["train", "test", "calibration"]
+Split = Literal["train", "validation", "test", "calibration"]
 
 
 class Task(BaseModel):
@@ -34,7 +34,7 @@ class Task(BaseModel):
     sizes: dict[Split, int]
     """Rows of a split at most; of language modelling, which is cut into rows only when it is tokenized, blocks."""
     seed: int
-    """Of the draw of those blocks."""
+    """Of the lots of those blocks."""
 
 
 def load_task() -> Task:

@@ -1,30 +1,31 @@
-"""Dense: score and measure the teacher as it is → reports/dense.json, with which every candidate is compared."""
+"""Dense: score and measure the teacher as it is, and its control → reports/dense.json, reports/rows/dense.parquet."""
 
 from __future__ import annotations
 
-from tasks.dataset import load_split, load_task
+from tasks.dataset import load_task
 from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, place, size
-from tasks.params import Evaluate, Model, section
+from tasks.models import CONTROL, TEACHER, load, place, size
+from tasks.params import Model, section
 from tasks.records import DENSE_METRICS, DenseReport
-from tasks.stage import run, say
-from tasks.zero_shot import zero_shot
+from tasks.scoring import all_scores, same_weights, write_rows
+from tasks.stage import run
 
 
 def dense() -> None:
-    """Score the teacher on the test split, and measure it, in the way in which candidates are."""
-    settings, task = section("evaluate", Evaluate), load_task()
+    """Score the teacher, and the teacher with a candidate's recovery, in the way in which candidates are."""
+    task, device_map = load_task(), section("model", Model).device_map
     kind = kind_of(task)
-    model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
+    model, tokenizer = load(TEACHER, kind.auto, device_map=device_map)
     place(model)
-    result = DenseReport(
-        score=kind.score(model, tokenizer, load_split("test"), task, settings.batch_size),
-        size=size(model, TEACHER, task.max_length),
-        zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
-    )
-    DENSE_METRICS.parent.mkdir(parents=True, exist_ok=True)
+    scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
+    measured = size(model, TEACHER, task.max_length)
+    if not same_weights(TEACHER, CONTROL):
+        model, tokenizer = load(CONTROL, kind.auto, device_map=device_map)
+        place(model)
+        control, control_rows = all_scores(model, tokenizer, "control")
+    write_rows("dense", {"dense": rows, "control": control_rows})
+    result = DenseReport(**dict(scores), size=measured, control=control)
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
-    say(f"{task.metric} {result.score.metric:.4f} on {result.score.rows} test rows")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import datasets
 import pandas as pd
 
 from tasks.corpora import PACKAGED
-from tasks.dataset import SPLITS, Task
+from tasks.dataset import SPLITS, Split, Task
 from tasks.labels import check
 from tasks.params import Columns, Data, section
 from tasks.splitting import split_rows, split_text
@@ -34,12 +34,12 @@ _NO_ROWS = re.compile(
 
 
 def extract() -> None:
-    """Write train, test and calibration split as Parquet, and what the task is."""
+    """Write train, validation, test and calibration split as Parquet, and what the task is."""
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
-    train, test = load(params)
-    splits = split_text(train, test) if params.task == "language_modeling" else split_rows(train, test, params)
+    split = split_text if params.task == "language_modeling" else split_rows
+    splits = split(load(params), params)
     labels = check(splits, params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
@@ -59,22 +59,21 @@ def extract() -> None:
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
 
 
-def load(params: Data) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """Train and, where the source has one, test split with columns text, text_pair and label.
+def load(params: Data) -> dict[Split, pd.DataFrame]:
+    """Train and those of validation and test that data.splits names, with columns text, text_pair and label.
 
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
     """
     if params.source in PACKAGED:
-        return _columns(PACKAGED[params.source](), params), None
+        return {"train": _columns(PACKAGED[params.source](), params)}
     source = _source(params)
-    wanted = [params.splits.train] + ([params.splits.test] if params.splits.test else [])
-    if absent := [name for name in wanted if name not in source]:
+    wanted = params.splits.named()
+    if absent := [name for name in wanted.values() if name not in source]:
         raise StageError(f"{params.source} has no split {', '.join(absent)}: data.splits may name {', '.join(source)}")
-    if ignored := [name for name in source if name not in wanted]:
+    if ignored := [name for name in source if name not in wanted.values()]:
         say(f"not used: {', '.join(ignored)} (data.splits names what is)")
-    train, *test = [_columns(_frame(source[name], params.columns.label), params) for name in wanted]
-    return train, test[0] if test else None
+    return {split: _columns(_frame(source[name], params.columns.label), params) for split, name in wanted.items()}
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:

@@ -17,7 +17,7 @@ def check(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]
     """Turn labels into class ids or floats; give the names of the classes."""
     for name, frame in splits.items():
         if frame.empty:
-            raise StageError(f"the {name} split of {params.source} is empty: give it more rows")
+            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
     if params.task == "language_modeling":
         return ()
     if params.task == "summarization":

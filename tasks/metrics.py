@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -81,4 +82,6 @@ BY_KIND: Mapping[TaskKindName, tuple[MetricName, ...]] = {
     "summarization": ("rouge1", "rouge2", "rougeL"),
     "language_modeling": ("perplexity",),
 }
+ENTITY_TAG = re.compile(r"O|[BIES]-.+")
+"""Where all tags are such, F1 is that of entities, each right only as a whole."""
 TASK_KINDS: tuple[TaskKindName, ...] = get_args(TaskKindName)

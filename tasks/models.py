@@ -22,6 +22,7 @@ UNTAUGHT = Path("models/untaught")
 """The base model with a head for the task, before it has learned it."""
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 """A recipe's source → where that model lies."""
+CONTROL = Path("models/control")
 
 
 def load(

@@ -25,7 +25,10 @@ PARAMS = Path("params.yaml")
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Given = Literal["train", "validation", "test"]
+"""A split that a source may bring."""
 Share = Annotated[float, Field(gt=0, le=1)]
+PartialShare = Annotated[float, Field(gt=0, lt=1)]
 
 
 def _without_password(address: str) -> str:
@@ -51,6 +54,7 @@ class Study(Section):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")]
     recipes: Annotated[tuple[str, ...], Field(min_length=1)]
     keeps: Annotated[tuple[Share, ...], Field(min_length=1)]
+    control: str
 
 
 class Columns(Section):
@@ -61,11 +65,26 @@ class Columns(Section):
 
 class Splits(Section):
     train: str
+    validation: str | None
     test: str | None
+
+    def named(self) -> dict[Given, str]:
+        """Split → its name in the source; without those that are carved out."""
+        every: dict[Given, str | None] = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {split: name for split, name in every.items() if name is not None}
+
+
+class Shares(Section):
+    validation: PartialShare
+    test: PartialShare
+
+    def by_split(self) -> dict[Literal["validation", "test"], float]:
+        return {"validation": self.validation, "test": self.test}
 
 
 class Sizes(Section):
     train: Count
+    validation: Count
     test: Count
     calibration: Count
 
@@ -75,6 +94,7 @@ class Data(Section):
     config: str | None
     revision: str | None
     splits: Splits
+    shares: Shares
     columns: Columns
     task: TaskKindName
     metric: MetricName

@@ -9,11 +9,19 @@ from pydantic import BaseModel, ConfigDict
 from tasks.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
+CONTROL_NAME = "dense + recovery"
+"""What the control is called in tables, where it stands as a recipe that keeps all."""
+CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 
 
+def rows_file(name: str) -> Path:
+    """Of what each test row contributed to the scores of a candidate, or of `dense` and its control."""
+    return Path(f"reports/rows/{name}.parquet")
+
+
 class Score(BaseModel):
-    """The metric that params.yaml names, and the mean loss, on the test split."""
+    """The metric that params.yaml names, and the mean loss, on a split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,15 +45,25 @@ class Size(BaseModel):
     bytes: int
 
 
-class DenseReport(BaseModel):
-    """Of the teacher: what every candidate is compared with."""
+class Scores(BaseModel):
+    """Of a model that could be shipped."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     score: Score
-    size: Size
+    """On the test split, which reports and gates read."""
+    validation: Score
+    """On the validation split, which whatever chooses reads."""
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
+
+
+class DenseReport(Scores):
+    """Of the teacher: what every candidate is compared with."""
+
+    size: Size
+    control: Scores
+    """Of the teacher with the recovery that candidates get."""
 
 
 class TargetSize(BaseModel):
@@ -67,6 +85,8 @@ class Evaluation(BaseModel):
     factorized: Score | None
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score
+    validation: Score
+    """Of the recovered model, on the validation split, which whatever chooses reads."""
     size: Size
     zero_shot: dict[str, dict[str, float]]
     """Of the recovered model, as of the teacher."""

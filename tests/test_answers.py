@@ -34,7 +34,7 @@ from eckart.targets import find_targets
 from tasks.batches import batches
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.extract import extract
-from tasks.kinds.answers import ANSWERS, encode, metrics, normal, score, windows
+from tasks.kinds.answers import ANSWERS, each_question, encode, metrics, normal, score, windows
 from tasks.stage import StageError
 from tests.workspace import (
     a_task,
@@ -212,7 +212,10 @@ def test_a_model_that_knows_all_is_always_right() -> None:
     every, encoded = windows(data, few, tiny_tokenizer()), encode(data, few, tiny_tokenizer(), "test")
     starts, ends = (np.eye(12)[encoded[f"{which}_positions"]] for which in ("start", "end"))
     golds = [label["text"] for label in data["label"]]
-    assert metrics(texts(every, starts, ends, data["text_pair"].tolist()), golds) == {"exact_match": 1, "f1": 1}
+    assert metrics(each_question(texts(every, starts, ends, data["text_pair"].tolist()), golds)) == {
+        "exact_match": 1,
+        "f1": 1,
+    }
 
 
 # --- metrics
@@ -247,11 +250,12 @@ def test_answers_are_compared_without_what_does_not_matter(answer: str, plain: s
     ],
 )
 def test_metrics_by_hand(guess: str, golds: list[str], exact: float, f1: float) -> None:
-    assert metrics([guess], [golds]) == {"exact_match": exact, "f1": pytest.approx(f1)}
+    assert metrics(each_question([guess], [golds])) == {"exact_match": exact, "f1": pytest.approx(f1)}
 
 
 def test_metrics_are_means_over_questions() -> None:
-    assert metrics(["cat", "cat sat"], [["cat"], ["sat"]]) == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
+    found = metrics(each_question(["cat", "cat sat"], [["cat"], ["sat"]]))
+    assert found == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
 
 
 # --- scores and evidence
@@ -282,7 +286,7 @@ def test_a_score_is_that_of_all_windows_one_by_one() -> None:
         for row in encoded:
             batch = {name: torch.tensor([value]) for name, value in row.items()}
             losses.append(float(model(**batch).loss))  # without padding it is the model's own
-    result = score(model, tiny_tokenizer(), data, task(), 8)
+    result = score(model, tiny_tokenizer(), data, task(), 8).score
     assert result.rows == 60 < len(encoded)
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0 < result.metric == result.metrics["f1"] < 1
@@ -290,7 +294,7 @@ def test_a_score_is_that_of_all_windows_one_by_one() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (score(bert(), tiny_tokenizer(), asked(60), task(), size) for size in (16, batch_size))
+    one, other = (score(bert(), tiny_tokenizer(), asked(60), task(), size).score for size in (16, batch_size))
     assert one.metrics == other.metrics
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 
@@ -391,13 +395,14 @@ def write(rows: list[dict[str, Any]], name: str = "rows") -> str:
 
 def params(source: str, **changes: Any) -> dict[str, Any]:
     data = {"source": source, "columns": COLUMNS, "task": "question_answering", "metric": "exact_match", "stride": 3}
+    data["sizes"] = dict.fromkeys(("train", "validation", "test"), 60)
     return tiny_params(data={**data, **changes})
 
 
 def run(source: str, **changes: Any) -> dict[str, pd.DataFrame]:
     write_params(Path(), params(source, **changes))
     extract()
-    return {name: load_split(name) for name in ("train", "test", "calibration")}
+    return {name: load_split(name) for name in ("train", "validation", "test", "calibration")}
 
 
 def error(source: str, **changes: Any) -> str:
@@ -414,7 +419,7 @@ def as_list(label: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 def check(splits: dict[str, pd.DataFrame]) -> None:
     truth = {(row["question"], row["context"]): row["answers"] for row in squad()}
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 40, "test": 20, "calibration": 16}
+    assert sum(len(splits[name]) for name in ("train", "validation", "test")) == 60
     assert (load_task().labels, load_task().stride) == ((), 3)
     for rows in splits.values():
         for question, context, label in zip(rows["text"], rows["text_pair"], rows["label"], strict=True):
@@ -473,15 +478,17 @@ def test_a_study_goes_from_files_to_scores(workspace: Path) -> None:
     source = write(squad())
     write_base(workspace / "models/base/tiny")
     changed = params(source)
+    changed["study"]["recipes"] = ["kfac"]
     changed["recipes"]["kfac"]["recovery"]["distillation"] = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
     write_params(Path(), changed)
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "teacher", "control", "dense", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):
         run_stage(stage, "kfac", "0.5")
+    run_stage("compare")
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     for step in ("factorized", "recovered"):
-        assert evaluation[step]["rows"] == 20
+        assert evaluation[step]["rows"] == len(load_split("test"))
         assert set(evaluation[step]["metrics"]) == {"exact_match", "f1"}
         assert 0 <= evaluation[step]["metric"] == evaluation[step]["metrics"]["exact_match"] <= 1
     model = BertForQuestionAnswering.from_pretrained("models/finetuned/kfac-0.5")

@@ -34,7 +34,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
-        for stage in ("extract", "teacher", "dense", "importance"):
+        for stage in ("extract", "teacher", "control", "dense", "importance"):
             run_stage(stage)
             after[stage] = digests(Path("models/teacher"))
         for stage in STEPS:
@@ -158,9 +158,25 @@ def test_zero_steps_of_recovery_leave_the_factorized_model(own_workspace: Path) 
     assert before["model.safetensors"] == after["model.safetensors"]
 
 
+def test_zero_steps_of_recovery_leave_the_dense_model_as_its_control(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(recipes={"kfac": {"recovery": {"steps": 0}}}))
+    run_stage("control")
+    run_stage("dense")
+    dense = read("reports/dense.json")
+    assert dense["control"] == {name: dense[name] for name in ("score", "validation", "zero_shot")}
+    assert digests(Path("models/control"))["model.safetensors"] == digests(Path("models/teacher"))["model.safetensors"]
+
+
+def test_the_control_recovers_as_the_candidates_do() -> None:
+    teacher, control = (load_file(f"models/{name}/model.safetensors") for name in ("teacher", "control"))
+    assert any(not torch.equal(value, control[name]) for name, value in teacher.items())
+    points = [json.loads(line) for line in Path("reports/control.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in points] == [1, 2]
+
+
 def test_the_teacher_is_not_touched_by_later_stages(seen: Seen) -> None:
     assert seen["teacher"]
-    assert all(seen[stage] == seen["teacher"] for stage in ("dense", "importance", *STEPS))
+    assert all(seen[stage] == seen["teacher"] for stage in ("control", "dense", "importance", *STEPS))
 
 
 def test_no_weights_are_pickled() -> None:
@@ -175,16 +191,18 @@ def test_nothing_unfinished_is_left() -> None:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-@pytest.mark.parametrize("step", ["factorized", "recovered"])
-def test_scores_are_those_of_the_loaded_model_on_the_test_split(name: str, step: str) -> None:
+@pytest.mark.parametrize("step", ["factorized", "recovered", "validation"])
+def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str) -> None:
     folder = f"models/{'factorized' if step == 'factorized' else 'finetuned'}/{name}"
+    split = "validation" if step == "validation" else "test"
     small, tokenizer = model(folder), AutoTokenizer.from_pretrained(folder)
-    test = pd.read_parquet("data/splits/test.parquet")
+    test = pd.read_parquet(f"data/splits/{split}.parquet")
     with torch.no_grad():
         outputs = torch.cat([small(**tokenizer(text, return_tensors="pt")).logits for text in test["text"]])
     labels = torch.tensor(test["label"].tolist())
     result = read(f"reports/evaluate/{name}.json")[step]
-    assert result["rows"] == len(test) == read("reports/dense.json")["score"]["rows"]
+    dense = read("reports/dense.json")["validation" if step == "validation" else "score"]
+    assert result["rows"] == len(test) == dense["rows"]
     assert result["metric"] == accuracy_score(labels, outputs.argmax(-1))
     assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
 
@@ -240,10 +258,10 @@ def test_zero_epochs_take_the_base_model_as_it_is(own_workspace: Path) -> None:
 
 
 def test_part_of_an_epoch_is_part_of_its_steps(own_workspace: Path) -> None:
-    """40 rows by 8 are 5 steps; 1.5 epochs are 7.5, and the half is taken whole."""
-    write_params(Path(), tiny_params(teacher={"epochs": 1.5}))
+    """32 rows by 8 are 4 steps; 1.6 epochs are 6.4, and the part is taken whole."""
+    write_params(Path(), tiny_params(teacher={"epochs": 1.6}))
     run_stage("teacher")
-    assert json.loads(Path("reports/teacher.jsonl").read_text().splitlines()[-1])["step"] == 8
+    assert json.loads(Path("reports/teacher.jsonl").read_text().splitlines()[-1])["step"] == 7
 
 
 def test_a_keep_that_leaves_no_rank_says_what_to_do(own_workspace: Path) -> None:

@@ -328,6 +328,31 @@ def test_a_recipe_s_name_is_a_word(name: str) -> None:
     only(put(("recipes", name), TINY["recipes"]["svd"]), f"recipes.{name}")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("absent", "there is no recipe absent"), ("mixed", "cannot recover as mixed")]
+)
+def test_the_control_recovers_as_a_recipe_that_a_dense_model_can(name: str, words: str) -> None:
+    params = plain(TINY)
+    mixed = {"kind": "mixed_rank", "initial": 0.5, "until": 0.5, "consistency": 1.0, "consistency_after": False}
+    svd = params["recipes"]["svd"]
+    params["recipes"]["mixed"] = {**svd, "recovery": {**svd["recovery"], **mixed}}
+    params["study"]["control"] = name
+    line = only(params, "study.control")
+    assert words in line
+    assert line.endswith("write one of svd, kfac")
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"shares": {"validation": 0.5, "test": 0.5}}, "data.shares"),
+        ({"splits": {"validation": "test", "test": "test"}}, "data.splits"),
+    ],
+)
+def test_splits_leave_something_to_each(change: dict[str, Any], path: str) -> None:
+    only(merged(TINY, {"data": change}), path)
+
+
 def test_a_recipe_s_name_is_a_string() -> None:
     """The stages look recipes up by the word on their command line: `1` would not be found."""
     params = plain(TINY)

@@ -27,7 +27,7 @@ from tests.workspace import run_stage
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
 check()
-for stage in ("extract", "teacher", "dense", "importance"):
+for stage in ("extract", "teacher", "control", "dense", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:
     for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ WRITERS: dict[str, Callable[[pd.DataFrame, str], Any]] = {
 }
 REGRESSION = {"task": "regression", "metric": "pearson"}
 GIVEN = {"splits": {"test": "test"}}
+SPLIT = ("train", "validation", "test")
+ALL = {"sizes": dict.fromkeys((*SPLIT, "calibration"), 1000)}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,7 @@ def run(source: str, **changes: Any) -> dict[str, pd.DataFrame]:
     """The splits of `source`; `changes` are of the section `data`."""
     write_params(Path(), tiny_params(data={"source": source, **changes}))
     extract()
-    return {name: load_split(name) for name in ("train", "test", "calibration")}
+    return {name: load_split(name) for name in (*SPLIT, "calibration")}
 
 
 def error(source: str, **changes: Any) -> str:
@@ -78,6 +81,10 @@ def sizes(splits: dict[str, pd.DataFrame]) -> tuple[int, ...]:
     return tuple(map(len, splits.values()))
 
 
+def texts(splits: dict[str, pd.DataFrame]) -> set[str]:
+    return {text for name in SPLIT for text in splits[name]["text"]}
+
+
 def pairs(frame: pd.DataFrame) -> set[tuple[Any, ...]]:
     return set(frame.itertuples(index=False, name=None))
 
@@ -89,7 +96,7 @@ def test_every_format_gives_the_same_splits(suffix: str) -> None:
     expected = run(write(frame, "csv"))
     assert all(splits[name].equals(expected[name]) for name in splits)
     assert load_task().labels == ("negative", "positive")
-    assert sizes(splits) == (40, 20, 16)
+    assert sizes(splits) == (32, 8, 12, 16)
 
 
 def test_every_row_keeps_its_text_and_its_label() -> None:
@@ -100,46 +107,77 @@ def test_every_row_keeps_its_text_and_its_label() -> None:
 
 
 def test_quotes_and_commas_and_lines_are_part_of_a_text() -> None:
-    frame = rows(["a", "b"] * 5)
+    frame = rows(["a", "b"] * 15)
     frame.loc[0, "text"] = 'it said "no,\nnever" — été'
-    splits = run(write(frame))
-    assert 'it said "no,\nnever" — été' in {*splits["train"]["text"], *splits["test"]["text"]}
+    splits = run(write(frame), **ALL)
+    assert 'it said "no,\nnever" — été' in texts(splits)
 
 
 def test_a_quote_in_a_tsv_is_a_character() -> None:
-    lines = ["text\tlabel", '"open and never closed\ta', *(f"text {i}\t{'ab'[i % 2]}" for i in range(9))]
-    splits = run(write_bytes("\n".join(lines).encode(), ".tsv"))
-    assert '"open and never closed' in {*splits["train"]["text"], *splits["test"]["text"]}
+    lines = ["text\tlabel", '"open and never closed\ta', *(f"text {i}\t{'ab'[i % 2]}" for i in range(29))]
+    splits = run(write_bytes("\n".join(lines).encode(), ".tsv"), **ALL)
+    assert '"open and never closed' in texts(splits)
 
 
-@pytest.mark.parametrize(
-    ("asked", "given"),
-    [
-        ({"train": 40, "test": 20, "calibration": 16}, (40, 20, 16)),
-        ({"train": 10, "test": 5, "calibration": 3}, (10, 5, 3)),
-        ({"train": 1000, "test": 20, "calibration": 1000}, (40, 20, 40)),
-        ({"train": 1000, "test": 1000, "calibration": 16}, (30, 30, 16)),
-    ],
-)
-def test_sizes_are_at_most_what_was_asked(asked: dict[str, int], given: tuple[int, ...]) -> None:
-    """A test that is carved out leaves half of the rows to train."""
-    assert sizes(run(write(), sizes=asked)) == given
+def test_sizes_are_at_most_what_was_asked() -> None:
+    train, validation, test, calibration = sizes(run(write(), **ALL))
+    assert train + validation + test == len(reviews())
+    assert calibration == train
+    asked = {"train": 10, "validation": 3, "test": 5, "calibration": 4}
+    assert sizes(run(write(), sizes=asked)) == tuple(asked.values())
 
 
-def test_a_carved_test_has_no_text_of_train() -> None:
-    """Not even a text that stands in the source twice, with another label."""
-    frame = pd.concat([reviews(), reviews(), reviews().assign(label="negative")])
-    splits = run(write(frame), sizes={"train": 1000, "test": 1000})
-    assert not set(splits["train"]["text"]) & set(splits["test"]["text"])
-    assert sizes(splits)[:2] == (30, 30)
+def test_a_row_stays_where_it_is_as_data_grow() -> None:
+    """In its split, whatever rows come; and in the sample, unless one of lower lot takes its place."""
+    old, new = (run(write(frame), **ALL) for frame in (reviews().head(40), reviews().sample(frac=1, random_state=0)))
+    assert all(pairs(old[name]) <= pairs(new[name]) for name in SPLIT)
+    some = {"sizes": {"train": 20, "validation": 4, "test": 6, "calibration": 8}}
+    before, after = (run(write(frame), **some) for frame in (reviews().head(40), reviews()))
+    for name in SPLIT:
+        assert len(before[name]) == len(after[name])
+        assert pairs(after[name]) & pairs(old[name]) <= pairs(before[name])
+
+
+def test_shares_are_met_to_binomial_accuracy() -> None:
+    frame = pd.DataFrame({"text": [f"text {number}" for number in range(10_000)], "label": ["a", "b"] * 5_000})
+    found = run(write(frame), shares={"validation": 0.1, "test": 0.3}, sizes=dict.fromkeys(SPLIT, 10_000))
+    for name, share in {"train": 0.6, "validation": 0.1, "test": 0.3}.items():
+        assert abs(len(found[name]) - share * 10_000) < 4 * math.sqrt(10_000 * share * (1 - share))
+
+
+def test_a_split_that_is_given_takes_none_of_train() -> None:
+    write(name="folder/train")
+    write(reviews().assign(text=lambda frame: frame["text"] + " so"), "folder/dev")
+    splits = run("data/raw/folder", splits={"validation": "dev"}, **ALL)
+    assert len(splits["validation"]) == len(splits["train"]) + len(splits["test"]) == 60
+
+
+def test_equal_texts_are_on_one_side() -> None:
+    """Also those with another label."""
+    splits = run(write(pd.concat([reviews(), reviews(), reviews().assign(label="negative")])), **ALL)
+    sides = [set(splits[name]["text"]) for name in SPLIT]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 60
+    assert sum(len(splits[name]) for name in SPLIT) == 180
 
 
 def test_a_pair_is_carved_as_a_pair() -> None:
     """The same first sentence may stand on both sides, the same pair may not."""
-    frame = pd.DataFrame({"text": ["one"] * 8, "other": [f"{i % 4}" + "!" for i in range(8)], "label": ["a", "b"] * 4})
-    splits = run(write(frame), columns={"text_pair": "other"}, sizes={"train": 8, "test": 8})
-    assert sorted(sizes(splits)[:2]) == [2, 2]
-    assert not set(splits["train"]["text_pair"]) & set(splits["test"]["text_pair"])
+    frame = pd.DataFrame({"text": "one", "other": [f"{i % 40}!" for i in range(80)], "label": ["a", "b"] * 40})
+    splits = run(write(frame), columns={"text_pair": "other"}, **ALL)
+    sides = [set(splits[name]["text_pair"]) for name in SPLIT]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+
+
+def test_what_a_given_split_has_is_left_out_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    write(name="folder/train")
+    write(reviews().head(12), "folder/dev")
+    write(pd.concat([reviews().head(2), reviews().tail(5)]), "folder/test")
+    splits = run("data/raw/folder", splits={"validation": "dev", "test": "test"}, **ALL)
+    assert sizes(splits)[:3] == (60 - 12 - 5, 12 - 2, 7)
+    assert not set(splits["train"]["text"]) & {*splits["validation"]["text"], *splits["test"]["text"]}
+    said = capsys.readouterr().out
+    assert "train: 17 rows left out" in said
+    assert "validation: 2 rows left out" in said
 
 
 def test_calibration_is_a_part_of_train() -> None:
@@ -155,7 +193,7 @@ def test_calibration_is_not_the_head_of_train() -> None:
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_splits() -> None:
     found = []
-    for seed in (3, 3, 4):
+    for seed in (3, 3, 5):
         found.append((run(write(), seed=seed), digests(SPLITS)))
     assert found[0][1] == found[1][1]
     assert pairs(found[0][0]["test"]) != pairs(found[2][0]["test"])
@@ -165,7 +203,7 @@ def test_splits_are_those_of_the_names_of_files() -> None:
     write(reviews().head(50), "folder/first")
     write(reviews().tail(10).assign(label="positive"), "folder/second", ".jsonl")
     splits = run("data/raw/folder", splits={"train": "first", "test": "second"})
-    assert sizes(splits) == (40, 10, 16)
+    assert len(splits["test"]) == 10
     assert set(splits["test"]["text"]) == set(reviews().tail(10)["text"])
 
 
@@ -177,8 +215,8 @@ def test_a_test_split_that_is_not_named_is_not_read() -> None:
 
 def test_a_given_test_split_is_sampled_to_its_size() -> None:
     write(name="folder/train")
-    write(name="folder/test")
-    assert sizes(run("data/raw/folder", **GIVEN, sizes={"test": 7})) == (40, 7, 16)
+    write(reviews().head(20), "folder/test")
+    assert len(run("data/raw/folder", **GIVEN, sizes={"test": 7})["test"]) == 7
 
 
 def test_two_files_of_one_split_are_an_error() -> None:
@@ -226,22 +264,22 @@ def test_classes_are_numbered_in_the_order_of_their_names(suffix: str, values: l
 
 @pytest.mark.parametrize("word", ["NA", "None", "null", "nan", "n/a"])
 def test_a_word_that_pandas_takes_for_a_hole_is_a_class(word: str) -> None:
-    run(write(rows([word, "yes"] * 5)))
+    run(write(rows([word, "yes"] * 15)))
     assert set(load_task().labels) == {word, "yes"}
 
 
 def test_a_word_that_pandas_takes_for_a_hole_is_a_text() -> None:
-    frame = rows(["no", "yes"] * 5)
+    frame = rows(["no", "yes"] * 15)
     frame.loc[3, "text"] = "null"
-    splits = run(write(frame))
-    assert "null" in {*splits["train"]["text"], *splits["test"]["text"]}
+    splits = run(write(frame), **ALL)
+    assert "null" in texts(splits)
 
 
 def test_classes_of_a_typed_file_keep_their_names() -> None:
     """As data sets of the hub have them, in the order of their ids: the second is what F1 counts (MRPC's names)."""
     names = ["not_equivalent", "equivalent"]
     features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=names))
-    content = {"text": [f"text {position}" for position in range(10)], "label": [0, 1] * 5}
+    content = {"text": [f"text {position}" for position in range(30)], "label": [0, 1] * 15}
     datasets.Dataset.from_dict(content, features=features).to_parquet("data/raw/rows.parquet")
     splits = run("data/raw/rows.parquet")
     assert load_task().labels == ("not_equivalent", "equivalent")
@@ -270,9 +308,9 @@ def test_the_task_is_what_the_parameters_say() -> None:
 
 def test_a_changed_file_is_read_anew() -> None:
     """The library's own cache must not answer for it."""
-    file = write(rows(["a", "b"] * 5))
+    file = write(rows(["a", "b"] * 15))
     run(file)
-    write(rows(["c", "d"] * 5))
+    write(rows(["c", "d"] * 15))
     run(file)
     assert load_task().labels == ("c", "d")
 
@@ -300,7 +338,9 @@ def test_a_file_has_no_test_split() -> None:
 
 
 def test_too_few_rows_leave_a_split_empty() -> None:
-    assert "the test split" in error(write(rows(["a"])))
+    message = error(write(rows(["a"])))
+    assert "split of data/raw/rows.csv is empty" in message
+    assert "data.shares" in message
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
@@ -342,7 +382,7 @@ def test_empty_cells_are_counted(suffix: str, column: str) -> None:
 def test_an_empty_cell_of_another_column_is_no_mistake() -> None:
     frame = reviews().assign(remark="fine")
     frame.loc[3, "remark"] = None
-    assert sizes(run(write(frame))) == (40, 20, 16)
+    assert sizes(run(write(frame))) == (32, 8, 12, 16)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
@@ -446,6 +486,6 @@ def test_a_data_set_of_the_hub_is_taken_from_its_cache(tmp_path: Path) -> None:
     datasets.load_dataset(str(stand_in))
     (tmp_path / "cache" / "reviews").rename(tmp_path / "cache" / "owner___reviews")
     splits = run("owner/reviews", splits={"train": "train", "test": "validation"})
-    assert sizes(splits) == (40, 12, 16)
+    assert len(splits["test"]) == 12
     assert set(splits["test"]["text"]) == set(reviews().head(12)["text"])
     assert load_task().labels == ("negative", "positive")

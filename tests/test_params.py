@@ -47,8 +47,8 @@ def teacher(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_section_is_typed_and_frozen() -> None:
-    sizes = parse({"train": 3, "test": 2, "calibration": 1}, Sizes, PATH)
-    assert (sizes.train, sizes.test, sizes.calibration) == (3, 2, 1)
+    sizes = parse({"train": 4, "validation": 3, "test": 2, "calibration": 1}, Sizes, PATH)
+    assert (sizes.train, sizes.validation, sizes.test, sizes.calibration) == (4, 3, 2, 1)
     with pytest.raises(ValidationError):
         sizes.train = 4
 

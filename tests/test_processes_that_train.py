@@ -29,7 +29,7 @@ def teacher(root: Path, **changes: object) -> tuple[dict[str, torch.Tensor], lis
     config = root / BASE / "config.json"
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config.write_text(json.dumps({**json.loads(config.read_text()), **rates}))
-    for stage in ("extract", "teacher", "dense"):
+    for stage in ("extract", "teacher", "control", "dense"):
         run_stage(stage)
     curve = [json.loads(line) for line in TEACHER_CURVE.read_text().splitlines()]
     return load_file("models/teacher/model.safetensors"), curve
@@ -59,7 +59,7 @@ def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Pat
     mixed, _ = teacher(workspace, trainer={"precision": "bf16"})
     assert {value.dtype for value in mixed.values()} == {torch.float32}
     loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
-    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8)
+    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8, "test").score
     reported = json.loads(DENSE_METRICS.read_text())["score"]
     assert reported["loss"] == again.loss  # scored as candidates are, not in mixed precision
     assert any(not torch.equal(mixed[name], value) for name, value in plain.items())

@@ -13,7 +13,7 @@ from tasks.report import seeds_table as summary
 from tasks.report.published import Published
 from tasks.study_file import StudyFile
 from tests.test_published import ROW
-from tests.workspace import REVIEWS, tiny_params
+from tests.workspace import REVIEWS, a_task, tiny_params
 
 
 def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
@@ -26,6 +26,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "keep": keep,
             "metric": metric,
             "dense": 0.8 + 0.1 * seed,
+            "control": 0.9,
             "factorized": None if recipe == "a" else 0.5,
             "recovered": value + 0.02 * seed,
             "target_parameters": 500,
@@ -36,7 +37,9 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "average_rank": 380.0 if recipe == "a" else None,
             "shaped": 0.7 if recipe == "a" else None,
             "test_rows": 1000,
-            "retained": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
+            "of_dense": METRICS[metric].retained(value + 0.02 * seed, 0.8 + 0.1 * seed),
+            "of_control": METRICS[metric].retained(value + 0.02 * seed, 0.9),
+            **{f"seeds_from_{name}_{end}": 0.01 for name in ("dense", "control") for end in ("low", "high")},
             "target_share": 0.5,
             "model_share": 0.6,
             "macs_share": 0.75,
@@ -48,15 +51,30 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
 
 def finished(root: Path, rows: pd.DataFrame) -> None:
     """Fill `root` with what `collect` reads of a study that found `rows`."""
-    relative = ["seed", "test_rows", "retained", *(f"{a}_share" for a in ("target", "model", "macs"))]
+    relative = ["seed", "test_rows", "of_dense", "of_control", *(f"{a}_share" for a in ("target", "model", "macs"))]
+    relative += [name for name in rows if name.startswith("seeds_")]
     for folder in ("reports", "data/importance"):
         (root / folder).mkdir(parents=True, exist_ok=True)
     rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
-    dense["zero_shot"] = {}
+    dense |= {"zero_shot": {}, "validation": dense["score"]}
+    dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot")}
     (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
+    (root / "data/splits").mkdir()
+    task = a_task("classification", ("no", "yes"), "accuracy")
+    (root / "data/splits/task.json").write_text(task.model_dump_json())
+    (root / "reports/rows").mkdir()
+    answered(root, "dense", dense=[1, 1, 1, 0], control=[1, 1, 1, 1])
+    for row in rows.itertuples():
+        answered(root, f"{row.recipe}-{row.keep}", factorized=[0, 0, 0, 0], recovered=[1, 0, 1, 0])
+
+
+def answered(root: Path, name: str, **models: list[int]) -> None:
+    """Which of some test rows each model got right."""
+    frames = [pd.DataFrame({"label": 1, "guess": right}).assign(model=model) for model, right in models.items()]
+    pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
 
 
 def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> str:
@@ -71,7 +89,9 @@ class TestSummary:
         row = dict(zip(heads, lines[0], strict=True))
         assert row["dense, %"] == "85.0 ± 7.1"  # of 80 and 90: √(2 · 5²)
         assert row["recovered, %"] == "85.0 ± 1.4"
-        assert row["retained, %"] == "100.3 ± 6.7"  # of 105 and 95.6
+        assert row["of dense, %"] == "100.3 ± 6.7"  # of 105 and 95.6
+        assert row["of control, %"] == "94.4 ± 1.6"  # of 93.3 and 95.6
+        assert row["from dense, % (95 %)"] == "0.0 ± 5.7 (+1.0 to +1.0)"  # of 4 and -4
         assert row["factorized, %"] == "50.0 ± 0.0"
         plain = {head: cell.replace("\N{NO-BREAK SPACE}", " ") for head, cell in row.items()}
         assert plain["targets"] == "50.0 %"
@@ -111,11 +131,14 @@ class TestSummary:
         rows = made_up("perplexity")
         heads, lines = summary.cells(rows)
         assert [line[:2] for line in lines] == [["a", "0.5"], ["b", "0.5"], ["b", "0.25"], ["a", "0.25"]]
-        assert dict(zip(heads, lines[1], strict=True))["retained, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
+        assert dict(zip(heads, lines[1], strict=True))["of dense, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
         data = {"task": "language_modeling", "metric": "perplexity"}
         text = page_of(rows, tiny_params(data=data))
-        assert "- Metric: perplexity (lower is better) on 1,000 test rows; retained is dense ÷ recovered.\n" in text
-        assert "retained is recovered ÷ dense" in page_of(made_up(), tiny_params())
+        assert (
+            "- Metric: perplexity (lower is better) on 1,000 test rows; of dense and of control: each ÷ recovered.\n"
+            in text
+        )
+        assert "of dense and of control: recovered ÷ each" in page_of(made_up(), tiny_params())
 
     def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
         rows = made_up("perplexity")
@@ -126,12 +149,24 @@ class TestSummary:
         assert row["factorized"] == "1.5e5 ± 7.1e4"
 
     def test_what_is_retained_is_read_in_the_metric_s_direction(self, tmp_path: Path) -> None:
-        finished(tmp_path, made_up("perplexity", seeds=1))
-        rows = summary.collect({0: tmp_path})
-        assert rows.retained.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
-        finished(tmp_path, made_up("rouge1", seeds=1))
-        rows = summary.collect({0: tmp_path})
-        assert rows.retained.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
+        finished(tmp_path / "one", made_up("perplexity", seeds=1))
+        rows = summary.collect({0: tmp_path / "one"})
+        assert rows.of_dense.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
+        finished(tmp_path / "other", made_up("rouge1", seeds=1))
+        rows = summary.collect({0: tmp_path / "other"})
+        assert rows.of_dense.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
+
+    def test_rows_are_resampled_together_for_all_seeds(self, tmp_path: Path) -> None:
+        """Two seeds that err on other rows: their mean is steadier than that of one seed twice."""
+        for seed, right in enumerate(([1, 0] * 100, [0, 1] * 100)):
+            finished(tmp_path / str(seed), made_up(seeds=1))
+            answered(tmp_path / str(seed), "dense", dense=[1] * 200, control=[1] * 200)
+            for recipe, keep in {(row.recipe, row.keep) for row in made_up(seeds=1).itertuples()}:
+                answered(tmp_path / str(seed), f"{recipe}-{keep}", recovered=right)
+        one, both = (summary.collect({0: tmp_path / "0", 1: tmp_path / last}) for last in "01")
+        assert one.seeds_from_dense_low.iloc[0] < -0.53
+        assert one.seeds_from_dense_high.iloc[0] > -0.47
+        assert set(both.seeds_from_dense_low) == set(both.seeds_from_control_high) == {-0.5}
 
     def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
         command = "python -m flows study studies/two.yaml"

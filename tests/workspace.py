@@ -47,11 +47,12 @@ _CHANGES: dict[str, Any] = {
         "source": REVIEWS,
         "config": None,
         "revision": None,
-        "splits": {"train": "train", "test": None},
+        "splits": {"train": "train", "validation": None, "test": None},
+        "shares": {"validation": 0.15, "test": 0.25},
         "columns": {"text": "text", "text_pair": None, "label": "label"},
         "task": "classification",
         "metric": "accuracy",
-        "sizes": {"train": 40, "test": 20, "calibration": 16},
+        "sizes": {"train": 32, "validation": 8, "test": 12, "calibration": 16},
         "max_length": 16,
         "seed": 0,
     },
@@ -118,7 +119,7 @@ def write_reviews(file: Path) -> None:
 
 def a_task(kind: TaskKindName, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
     """What the extract stage writes down of a data set."""
-    sizes = {"train": 40, "test": 20, "calibration": 16}
+    sizes = {"train": 32, "validation": 8, "test": 12, "calibration": 16}
     return Task(
         kind=kind,
         labels=tuple(labels),

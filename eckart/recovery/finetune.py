@@ -15,6 +15,7 @@ from eckart.training_rules import Rule
 class Finetune(Optimization, Method):
     """Train everything that is left."""
 
+    for_dense: ClassVar = True
     captions: ClassVar = Distillation.captions
 
     kind: Literal["finetune"]

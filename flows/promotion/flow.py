@@ -153,23 +153,27 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 def choose(terms: Terms) -> Recorded:
     """The candidate with the best metric among those within the limits; of equal ones the smallest.
 
+    Metrics are those of the validation rows: what the test rows say stays unseen until the gates.
+
     Raises:
         Refused: stages are not up to date, or no candidate is within the limits.
     """
     refusals: dict[str, list[str]] = {}
     fitting = []
     for one in _candidates():
-        refusals[one.name] = [gate.refusal for gate in gates.limits(one, one.metric, terms) if not gate.passed]
+        refusals[one.name] = [
+            gate.refusal for gate in gates.limits(one, one.validation, one.teacher_validation, terms) if not gate.passed
+        ]
         fitting += [] if refusals[one.name] else [one]
     if not fitting:
         lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
-        raise Refused(f"No candidate is within the limits of promotion in params.yaml:\n{lines}")
+        raise Refused(f"No candidate is within the limits of promotion in params.yaml on validation rows:\n{lines}")
     return best(fitting, terms)
 
 
 def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
-    """The one with the best metric; of equal ones the smallest."""
-    return max(candidates, key=lambda one: (METRICS[terms.metric].goodness(one.metric), -one.parameters))
+    """The one with the best metric on validation rows; of equal ones the smallest."""
+    return max(candidates, key=lambda one: (METRICS[terms.metric].goodness(one.validation), -one.parameters))
 
 
 def _candidates() -> list[Recorded]:
@@ -193,7 +197,9 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
         content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
         test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
         metric=evaluation.recovered.metric,
+        validation=evaluation.validation.metric,
         teacher=dense.score.metric,
+        teacher_validation=dense.validation.metric,
         parameters=evaluation.target_parameters,
         keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
         speedup=benchmark.speedup,
@@ -322,6 +328,7 @@ def _write_down(
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,
+        "validation": candidate.validation,
         "teacher": candidate.teacher,
         "target_parameters": candidate.parameters,
         "keep": candidate.keep,

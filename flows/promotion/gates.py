@@ -101,8 +101,12 @@ class Recorded:
     test: str
     """DVC's digest of the test rows."""
     metric: float
+    """On the test rows."""
+    validation: float
+    """The same on the validation rows, by which it is chosen."""
     teacher: float
-    """The teacher's metric."""
+    """The teacher's metric on the test rows."""
+    teacher_validation: float
     parameters: int
     """Of its targets."""
     keep: float
@@ -122,11 +126,11 @@ class Champion:
     name: str
 
 
-def limits(candidate: Recorded, metric: float, terms: Terms) -> list[Gate]:
-    """What params.yaml asks of any candidate; `metric` is what it reaches."""
-    wanted, drop = terms.wanted, METRICS[terms.metric].worse_by(metric, candidate.teacher)
+def limits(candidate: Recorded, metric: float, teacher: float, terms: Terms) -> list[Gate]:
+    """What params.yaml asks of any candidate; `metric` and `teacher` are what it and the teacher reach on some rows."""
+    wanted, drop = terms.wanted, METRICS[terms.metric].worse_by(metric, teacher)
     way = "better" if drop < 0 else "worse"
-    words = f"{_title(terms)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(candidate.teacher)}"
+    words = f"{_title(terms)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(teacher)}"
     words += f"; {short(wanted.largest_drop)} are allowed"
     found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much")]
     if wanted.keep is not None:
@@ -160,7 +164,10 @@ def measure(
     with _as_stages(terms.threads):
         model, tokenizer = load(files, kind_of(task).auto)
         metric = _scored(model, tokenizer, task, terms)
-        gates += [as_recorded(metric, candidate.metric, rows, terms), *limits(candidate, metric, terms)]
+        gates += [
+            as_recorded(metric, candidate.metric, rows, terms),
+            *limits(candidate, metric, candidate.teacher, terms),
+        ]
         if champion:
             gates.append(gain(metric, _champions(champion, tokenizer, task, terms), champion, terms))
         return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, terms.batch_size)
@@ -275,7 +282,7 @@ def _meaning(model: PreTrainedModel) -> str:
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> float:
     try:
-        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size).metric
+        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size, "test").score.metric
     except StageError as error:
         raise Refused(str(error)) from error
 

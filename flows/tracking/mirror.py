@@ -38,7 +38,7 @@ P = ParamSpec("P")
 
 _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
-_SEARCH_CURVES = "search"  # the folder of the curves of shaping and rank search
+_OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
 def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concatenate[Mirror, P], None]:
@@ -132,9 +132,11 @@ class Mirror:
     def _log_curve(self, candidate: str, file: Path) -> None:
         """Log the points of the curve that were not logged yet; a line still being written waits.
 
-        A candidate trains up to twice, before its factorization and after: two curves, and two sets of names.
+        A candidate trains up to twice, before its factorization and after, and the parent has the teacher and the
+        control: two curves, and two sets of names.
         """
-        prefix = f"{_SEARCH_CURVES}." if file.parent.name == _SEARCH_CURVES else ""
+        part = next((name for name in _OTHER_CURVES if name in (file.parent.name, file.stem)), "")
+        prefix = f"{part}." if part else ""
         curve = candidate, prefix
         text = file.read_text() if file.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()

@@ -28,9 +28,8 @@ from eckart import spans
 from eckart.losses import span_logits, span_loss
 from eckart.spans import Window, best_answers
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, TaskKind, check_offsets, predict, scored
+from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, check_offsets, predict, scored
 from tasks.metrics import MetricName
-from tasks.records import Score
 from tasks.stage import StageError
 
 
@@ -77,13 +76,18 @@ def _positions(window: Window, start: int, end: int, tokenizer: PreTrainedTokeni
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
     """Metrics are means over questions, the loss is one over windows."""
     every, logits, positions = _predicted(model, tokenizer, frame, task, batch_size)
     guesses = [answer.text for answer in best_answers(every, *logits, frame["text_pair"].tolist())]
-    golds = [list(cell["text"]) for cell in frame["label"]]
-    return scored(task, metrics(guesses, golds), loss(every, logits, positions), len(frame))
+    each = each_question(guesses, [list(cell["text"]) for cell in frame["label"]])
+    return scored(task, metrics(each), loss(every, logits, positions), each)
 
 
 def answers(
@@ -113,13 +117,20 @@ def loss(every: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tup
     return total / len(logits)
 
 
-def metrics(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[MetricName, float]:
-    """Means over questions, of each the best over its gold answers: of equality, and of the F1 of words."""
+def each_question(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
+    """Of each question the best over its gold answers: of equality, and of the F1 of words."""
     pairs = list(zip(guesses, golds, strict=True))
-    return {
-        "exact_match": float(np.mean([max(normal(guess) == normal(gold) for gold in some) for guess, some in pairs])),
-        "f1": float(np.mean([max(_f1(normal(guess), normal(gold)) for gold in some) for guess, some in pairs])),
-    }
+    return pd.DataFrame(
+        {
+            "exact_match": [float(max(normal(guess) == normal(gold) for gold in some)) for guess, some in pairs],
+            "f1": [max(_f1(normal(guess), normal(gold)) for gold in some) for guess, some in pairs],
+        }
+    )
+
+
+def metrics(each: pd.DataFrame) -> dict[MetricName, float]:
+    """Means over questions."""
+    return {"exact_match": float(each["exact_match"].mean()), "f1": float(each["f1"].mean())}
 
 
 def normal(answer: str) -> str:

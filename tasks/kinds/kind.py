@@ -31,6 +31,15 @@ _MORE_OUTPUTS = ["past_key_values", "cache_params", "hidden_states", "attentions
 
 
 @dataclass(frozen=True)
+class Scored:
+    """How good a model is on some rows, and what each of them contributed."""
+
+    score: Score
+    rows: pd.DataFrame
+    """A line for each row, in their order: of what `tasks/report/bootstrap.py` computes every metric."""
+
+
+@dataclass(frozen=True)
 class TaskKind:
     """A kind of task, from rows of text to a score."""
 
@@ -48,7 +57,7 @@ class TaskKind:
     """Whether its mean over samples is the model's own loss; if not, training takes that mean in place of it."""
     logits: Predictions
     """What a teacher teaches; padding is no prediction."""
-    score: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], Score]
+    score: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int, Split], Scored]
     """How good a model is on all rows of a split, in batches of so many."""
     answers: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], list[Answers]]
     """What a model answers to test rows, as `score` takes it; a version that is served answers the same."""
@@ -76,9 +85,9 @@ def plain_head(task: Task) -> dict[str, Any]:
     return {}
 
 
-def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: int) -> Score:
+def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: pd.DataFrame) -> Scored:
     """A score by all metrics of its kind."""
-    return Score(metric=metrics[task.metric], loss=loss, rows=rows, metrics=metrics)
+    return Scored(Score(metric=metrics[task.metric], loss=loss, rows=len(rows), metrics=metrics), rows)
 
 
 def predict(

@@ -22,9 +22,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch, mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, TaskKind, plain_head, predict, scored
+from tasks.kinds.kind import Answers, Scored, TaskKind, plain_head, predict, scored
+from tasks.lots import lowest
 from tasks.models import inputs_device
-from tasks.records import Score
 from tasks.stage import StageError
 
 _SEPARATOR = "\n\n"
@@ -32,7 +32,7 @@ _ROWS = 10_000  # that are tokenized at a time
 
 
 def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
-    """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, by chance.
+    """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, by lot.
 
     The calibration blocks are some of the training blocks.
 
@@ -59,20 +59,26 @@ def _pieces(rows: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator
 
 
 def _some(blocks: np.ndarray, task: Task, split: Split) -> np.ndarray:
-    drawn = np.random.default_rng(task.seed).permutation(len(blocks))
     if split == "calibration":  # of those that training sees
-        drawn = drawn[: task.sizes["train"]]
-    return blocks[np.sort(drawn[: task.sizes[split]])]
+        blocks = _some(blocks, task, "train")
+    purpose = "calibration" if split == "calibration" else "sample"
+    return blocks[np.sort(lowest(blocks.tolist(), task.sizes[split], task.seed, purpose))]
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
     """Perplexity is the exponential of the mean loss over all predicted tokens."""
-    data = encode(frame, task, tokenizer, "test")
+    data = encode(frame, task, tokenizer, split)
     losses, _ = predict(model, data, default_data_collator, batch_size, _losses)
-    loss = float(losses.astype(np.float64).mean())
-    return scored(task, {"perplexity": math.exp(min(loss, 700.0))}, loss, len(data))  # finite, however bad
+    each = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
+    loss = float(each["loss"].mean())
+    return scored(task, {"perplexity": math.exp(min(loss, 700.0))}, loss, each)  # finite, however bad
 
 
 def answers(

@@ -20,9 +20,8 @@ from transformers import (
 
 from eckart.losses import logits_of, mean_loss_times_batch
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, TaskKind, outputs_of, scored
+from tasks.kinds.kind import Answers, Scored, TaskKind, outputs_of, scored
 from tasks.metrics import MetricName
-from tasks.records import Score
 
 
 def head(task: Task) -> dict[str, Any]:
@@ -45,11 +44,18 @@ def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, 
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
-    data = encode(frame, task, tokenizer, "test")
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
+    data = encode(frame, task, tokenizer, split)
     outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
-    return scored(task, metrics(task, outputs, labels), loss(task, outputs, labels), len(data))
+    guesses = {"value": outputs.squeeze(-1)} if task.kind == "regression" else {"guess": outputs.argmax(-1)}
+    rows = pd.DataFrame({"label": labels, **guesses})
+    return scored(task, metrics(task, outputs, labels), loss(task, outputs, labels), rows)
 
 
 def answers(

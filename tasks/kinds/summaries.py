@@ -26,9 +26,8 @@ from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrai
 
 from eckart.losses import IGNORED, token_loss
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, TaskKind, labelled, plain_head, predict, scored
+from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, labelled, plain_head, predict, scored
 from tasks.metrics import BY_KIND, MetricName
-from tasks.records import Score
 from tasks.stage import StageError
 
 
@@ -83,15 +82,21 @@ def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
     """ROUGE of what the model writes, in `target_length` tokens at most; the loss is the mean over all tokens of the
     summaries, each given those before it."""
-    data, batch = encode(frame, task, tokenizer, "test"), collate(tokenizer, model)
+    data, batch = encode(frame, task, tokenizer, split), collate(tokenizer, model)
     losses, labels = predict(model, data, batch, batch_size, _losses)
     summaries = _written(model, tokenizer, data, task, batch_size)
     loss = float(losses[labels != IGNORED].astype(np.float64).mean())
-    return scored(task, rouge(frame["label"].tolist(), summaries), loss, len(data))
+    each = each_summary(frame["label"].tolist(), summaries)
+    return scored(task, rouge(each), loss, each)
 
 
 def answers(
@@ -117,14 +122,19 @@ def _written(
     return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
 
-def rouge(references: list[str], summaries: list[str]) -> dict[MetricName, float]:
-    """Mean F-measures, in [0, 1]."""
+def each_summary(references: list[str], summaries: list[str]) -> pd.DataFrame:
+    """F-measures, in [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer  # its absl would close stderr where logging is set up after it
 
     names = BY_KIND["summarization"]
     scorer = RougeScorer(names, use_stemmer=True)
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
-    return {name: fmean(row[name].fmeasure for row in rows) for name in names}
+    return pd.DataFrame({name: [row[name].fmeasure for row in rows] for name in names})
+
+
+def rouge(each: pd.DataFrame) -> dict[MetricName, float]:
+    """Means over summaries."""
+    return {name: fmean(each[name]) for name in BY_KIND["summarization"]}
 
 
 def _losses(outputs: Any, labels: Tensor) -> Tensor:

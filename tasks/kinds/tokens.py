@@ -7,8 +7,6 @@ without one for the middles of others. Words beyond `max_length` tokens are neit
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pandas as pd
 import torch
@@ -26,12 +24,9 @@ from transformers import (
 from eckart.losses import IGNORED, token_loss
 from eckart.words import first_tokens
 from tasks.dataset import Split, Task
-from tasks.kinds.kind import Answers, Collate, TaskKind, check_offsets, labelled, outputs_of, scored
+from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, check_offsets, labelled, outputs_of, scored
 from tasks.kinds.sequence import head
-from tasks.metrics import MetricName
-from tasks.records import Score
-
-_IOB = re.compile(r"O|[BIES]-.+")
+from tasks.metrics import ENTITY_TAG, MetricName
 
 
 def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
@@ -64,11 +59,22 @@ def _labels(tokens: int, tags: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> Score:
-    data = encode(frame, task, tokenizer, "test")
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    frame: pd.DataFrame,
+    task: Task,
+    batch_size: int,
+    split: Split = "test",
+) -> Scored:
+    """A row contributes the tags of its labelled tokens."""
+    data = encode(frame, task, tokenizer, split)
     outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)
-    return scored(task, metrics(task, outputs.argmax(-1), labels), loss(outputs, labels), len(data))
+    guesses, where = outputs.argmax(-1), labels != IGNORED
+    tags = {
+        name: [row[here] for row, here in zip(values, where, strict=True)]
+        for name, values in (("label", labels), ("guess", guesses))
+    }
+    return scored(task, metrics(task, guesses, labels), loss(outputs, labels), pd.DataFrame(tags))
 
 
 def answers(
@@ -107,7 +113,7 @@ def metrics(task: Task, guesses: np.ndarray, labels: np.ndarray) -> dict[MetricN
     """
     where = labels != IGNORED
     accuracy = float(accuracy_score(labels[where], guesses[where]))
-    if not all(_IOB.fullmatch(tag) for tag in task.labels):
+    if not all(ENTITY_TAG.fullmatch(tag) for tag in task.labels):
         return {"accuracy": accuracy, "f1": float(f1_score(labels[where], guesses[where], average="macro"))}
     names = np.array(task.labels)
     wanted, found = (

@@ -45,6 +45,16 @@ def _to_digit(value: float, size: float) -> str:
     return f"{digits}e{int(exponent)}" if exponent else digits  # the spread of perplexities near 1e300 is infinite
 
 
+def between(low: float, high: float, metric: float) -> str:
+    """An interval of differences of a `metric`, with their signs and its digits: -0.031 to +0.006."""
+    return " to ".join(_signed(end, abs(metric)) for end in (low, high))
+
+
+def _signed(value: float, size: float) -> str:
+    digits = _to_digit(abs(value), size)
+    return digits if not float(digits.replace(",", "")) else f"{'-' if value < 0 else '+'}{digits}"
+
+
 def rank(average: float) -> str:
     """One decimal: it is a mean over targets."""
     return f"{average:,.1f}"

@@ -13,7 +13,7 @@ from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.summary import summary
-from tasks.report.table import dense_row, row, shaped, zero_shot
+from tasks.report.table import dense_rows, legend, row, shaped, zero_shot
 
 
 def page(results: Results) -> str:
@@ -31,7 +31,8 @@ def page(results: Results) -> str:
         results=results,
         metric=results.metric,
         summary=summary(results),
-        dense=dense_row(results),
+        dense=dense_rows(results),
+        legend=legend("The best at each keep stands out"),
         rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},
         # Markup: matplotlib has escaped every text in them.
         tradeoff=Markup(tradeoff_svg(results)),

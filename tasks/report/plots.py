@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from tasks.records import CONTROL_NAME
 from tasks.report.numbers import count, score
-from tasks.report.results import CandidateResults, Curve, Results
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, Scored
 
 _COLOURS = (  # each is legible on white and on near black
     "#3f7fd6",
@@ -141,6 +142,7 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
     for recipe, x, look in _set_apart(results, keeps):
         some = {one.keep: one for one in results.candidates if one.recipe == recipe}
         _draw_recipe(axes, x, [some[keep] for keep in keeps], look, palette)
+        _draw_intervals(axes, x, [some[keep] for keep in keeps], results, look)
     axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
     axes.set_xlim(-0.5, len(keeps) - 0.5)
     axes.set_xlabel("size: keep over targets, parameters of the whole model")
@@ -153,7 +155,7 @@ def _scale(axes: Axes, results: Results) -> None:
     """The axis of the metric: even, or widest at dense where values span more than a decade."""
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.dense.score.metric
-    values = [dense, *(one.recovered for one in results.candidates)]
+    values = [dense, results.metric_of(CONTROL), *(one.recovered for one in results.candidates)]
     values += [one.factorized for one in results.candidates if one.factorized is not None]
     if not results.metric.bounded and max(values) > 10 * min(values) > 0:
         _widen(axes, dense, min(values), max(values))
@@ -200,10 +202,8 @@ def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[f
 
 
 def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
-    dense, error = results.dense.score.metric, results.standard_error
-    axes.axhline(dense, color=palette.muted, linewidth=1.2)
-    if error is not None:
-        axes.axhspan(dense - error, dense + error, color=palette.muted, alpha=0.13, linewidth=0)
+    axes.axhline(results.metric_of(DENSE), color=palette.muted, linewidth=1.2)
+    axes.axhline(results.metric_of(CONTROL), color=palette.muted, linewidth=1.2, linestyle=":")
 
 
 def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look: Look, palette: Palette) -> None:
@@ -215,6 +215,13 @@ def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look:
     places, metrics = [place for place, _, _ in scored], [before for _, before, _ in scored]
     axes.plot(places, metrics, linestyle="--", linewidth=0.9, alpha=0.75, markerfacecolor=palette.paper, **common)
     axes.plot(x, [one.recovered for one in some], linewidth=1.8, **common)
+
+
+def _draw_intervals(axes: Axes, x: list[float], some: list[CandidateResults], results: Results, look: Look) -> None:
+    """Of the difference from dense, on the line of dense."""
+    for place, one in zip(x, some, strict=True):
+        found, dense = results.difference(one.after, DENSE), results.metric_of(DENSE)
+        axes.vlines(place, dense + found.low, dense + found.high, color=look.colour, linewidth=3, alpha=0.35)
 
 
 def _size_label(results: Results, keep: str) -> str:
@@ -231,14 +238,24 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    dense = score(results.dense.score.metric, results.standard_error)
+    lines: tuple[tuple[str, Scored, Any], ...] = (("dense", DENSE, "-"), (CONTROL_NAME, CONTROL, ":"))
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),
         Line2D(
             [], [], color=palette.ink, marker="o", linestyle="--", markerfacecolor=palette.paper, label="factorized"
         ),
-        Line2D([], [], color=palette.muted, linewidth=1.2, label=f"dense {dense}"),
+        *(
+            Line2D(
+                [],
+                [],
+                color=palette.muted,
+                linewidth=1.2,
+                linestyle=line,
+                label=f"{name} {score(results.metric_of(one))}",
+            )
+            for name, one, line in lines
+        ),
     ]
 
 
@@ -252,12 +269,14 @@ def _curves(results: Results, palette: Palette) -> Figure:
     shown = looks(results.recipes)
     for axes, keep in zip(panels[1:], results.keeps, strict=False):
         lines = [(one.curve, shown[one.recipe].colour) for one in results.candidates if one.keep == keep]
+        lines.append((results.control_curve, palette.muted))
         _draw_panel(axes, f"recovery at keep {keep}", lines, palette)
     for axes in panels[count_of_panels:]:
         axes.set_axis_off()
     for axes in panels[::columns]:
         axes.set_ylabel("task loss")
     handles = [Line2D([], [], color=look.colour, label=recipe) for recipe, look in shown.items()]
+    handles.append(Line2D([], [], color=palette.muted, label=CONTROL_NAME))
     figure.legend(handles=handles, loc="outside right upper", labelcolor=palette.ink)
     return figure
 

@@ -50,6 +50,7 @@ def _facts(results: Results) -> dict[str, str]:
         "Dense model": _training(teacher, seed),
         **_machines(trainer),
         "Recovery": f"Each factorized model trains on the task with seed {seed}, as its recipe below says{search}.",
+        "Control": f"The dense model, trained as {results.control} recovers, with the same seed.",
         "Speed": f"Median over {timing.repetitions} pairs of forwards of {timing.batch_size} rows × {timing.tokens} "
         "tokens, dense and candidate in turn in one process.",
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.budget import Rank, cost
@@ -16,7 +18,8 @@ from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
-from tasks.records import DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation
+from tasks.records import CONTROL_CURVE, DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation, rows_file
+from tasks.report.bootstrap import Interval, interval, resampled
 from tasks.stage import StageError, candidate_name
 
 Content = TypeVar("Content", bound=BaseModel)
@@ -48,6 +51,11 @@ class Point(BaseModel):
 
 Curve = tuple[Point, ...]
 """Empty where nothing was trained."""
+
+Scored = tuple[str, str]
+"""A model that was scored on the test rows: the file of its rows, and its name there, as ("kfac-0.5", "recovered")."""
+DENSE: Scored = ("dense", "dense")
+CONTROL: Scored = ("dense", "control")
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,14 @@ class CandidateResults:
         """The metric after recovery."""
         return self.evaluation.recovered.metric
 
+    @property
+    def after(self) -> Scored:
+        return self.name, "recovered"
+
+    @property
+    def before(self) -> Scored:
+        return self.name, "factorized"
+
     def share(self, target: Target) -> float:
         """Parameters of `target` after ÷ before; above 1 where factors and residual exceed the dense weight."""
         return (cost(target, self.rank(target)) + self.rows(target) * target.in_features) / target.parameters
@@ -106,7 +122,12 @@ class Results:
     targets: tuple[Target, ...]
     dense: DenseReport
     curve: Curve
+    control: str
+    """The recipe whose recovery the control has."""
+    control_curve: Curve
     candidates: tuple[CandidateResults, ...]
+    resampled: Mapping[Scored, np.ndarray]
+    """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
 
     @property
     def metric(self) -> Metric:
@@ -144,13 +165,14 @@ class Results:
         """Mean over the targets of the rank that a dense weight can have."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
-    @property
-    def standard_error(self) -> float | None:
-        """Of the dense metric, √(p(1 - p) ÷ rows), where it is an accuracy of rows, which are independent."""
-        score = self.dense.score
-        if (self.task.kind, self.task.metric) != ("classification", "accuracy"):
-            return None
-        return math.sqrt(score.metric * (1 - score.metric) / score.rows)
+    def difference(self, one: Scored, other: Scored) -> Interval:
+        """Of the metric of `one` less that of `other`, in the metric's units."""
+        return interval(self.resampled[one] - self.resampled[other])
+
+    def gain(self, one: Scored, other: Scored) -> int:
+        """Whether `one` is better than `other` (1) or worse (-1) beyond what these rows leave to chance (0)."""
+        sign = self.difference(one, other).sign
+        return -sign if self.metric.lower_is_better else sign
 
     def at(self, keep: str) -> list[CandidateResults]:
         """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
@@ -161,9 +183,18 @@ class Results:
         """Whether no candidate at its keep has a better metric."""
         return one.recovered == self.at(one.keep)[0].recovered
 
-    def retained(self, metric: float) -> float | None:
-        """How much of the dense metric `metric` is; None where the quotient would mislead."""
-        return self.metric.retained(metric, self.dense.score.metric)
+    def rivals(self, one: CandidateResults) -> list[CandidateResults]:
+        """Those of other metric at its keep that these rows cannot tell from it."""
+        others = [other for other in self.at(one.keep) if other.recovered != one.recovered]
+        return [other for other in others if not self.gain(one.after, other.after)]
+
+    def metric_of(self, one: Scored) -> float:
+        """Of the dense model or the control."""
+        return (self.dense if one == DENSE else self.dense.control).score.metric
+
+    def retained(self, metric: float, reference: Scored) -> float | None:
+        """How much `metric` is of that of the dense model or the control; None where the quotient would mislead."""
+        return self.metric.retained(metric, self.metric_of(reference))
 
 
 def load_results() -> Results:
@@ -175,18 +206,23 @@ def load_results() -> Results:
     study = params.section("study", params.Study)
     # As written (1, not 1.0), because the files are named so.
     keeps = tuple(str(keep) for keep in params.section("study.keeps", tuple[int | float, ...]))
+    task = _read(SPLITS / "task.json", Task, "extract")
+    candidates = tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps)
     results = Results(
         name=study.name,
         recipes=study.recipes,
         keeps=keeps,
-        task=_read(SPLITS / "task.json", Task, "extract"),
+        task=task,
         targets=_read(TARGETS, Targets, "importance").targets,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
-        candidates=tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps),
+        control=study.control,
+        control_curve=_read_curve(CONTROL_CURVE, "control"),
+        candidates=candidates,
+        resampled={},
     )
     _check(results)
-    return results
+    return replace(results, resampled=resampled(task, _read_rows(results)))
 
 
 def _read_candidate(recipe: str, keep: str) -> CandidateResults:
@@ -200,6 +236,29 @@ def _read_candidate(recipe: str, keep: str) -> CandidateResults:
         search_curve=_read_curve(SEARCH_CURVES / f"{name}.jsonl", f"search {options}"),
         curve=_read_curve(CURVES / f"{name}.jsonl", f"finetune {options}"),
     )
+
+
+def _read_rows(results: Results) -> dict[Scored, pd.DataFrame]:
+    """What each test row contributed to each model, all of as many rows."""
+    commands = {one.name: f"evaluate {_options(one.recipe, one.keep)}" for one in results.candidates}
+    found: dict[Scored, pd.DataFrame] = {}
+    for name, command in {"dense": "dense", **commands}.items():
+        for model, rows in read_rows(Path(), name, command).groupby("model", sort=False):
+            found[name, str(model)] = rows
+            if len(rows) != results.dense.score.rows:
+                raise StageError(f"{rows_file(name)} has other test rows: run `python -m tasks.{command}` again")
+    return found
+
+
+def read_rows(workspace: Path, name: str, command: str) -> pd.DataFrame:
+    """What each test row contributed to the models of a candidate, or to `dense` and its control."""
+    path = rows_file(name)
+    try:
+        return pd.read_parquet(workspace / path)
+    except FileNotFoundError as error:
+        raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
+    except (OSError, ValueError) as error:
+        raise StageError(f"{path} is malformed ({error}): run `python -m tasks.{command}` again") from error
 
 
 def _options(recipe: str, keep: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from rich.box import SIMPLE_HEAD
@@ -18,15 +19,19 @@ from rich.console import Console
 from rich.table import Table
 
 from eckart.targets import Targets
+from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
-from tasks.records import DENSE_METRICS, DenseReport
+from tasks.records import CONTROL_NAME, DENSE_METRICS, DenseReport
 from tasks.report import published
-from tasks.report.numbers import count, counted, percent, score, times
+from tasks.report.bootstrap import LEVEL, RESAMPLES, interval, resampled
+from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import cut
 from tasks.report.published import TaskMetrics
+from tasks.report.results import read_rows
 from tasks.report.table import ZERO_SHOT
+from tasks.stage import candidate_name
 from tasks.study_file import StudyFile
 
 COMPARISON = Path("reports/comparison.csv")
@@ -34,7 +39,13 @@ CANDIDATE = ["recipe", "keep"]
 DENSE = ("dense", "–")
 """What stands for recipe and keep of the dense model."""
 
-_WIDTH = 160
+CONTROL = (CONTROL_NAME, "1")
+REFERENCES = ("dense", "control")
+Candidate = tuple[str, str]
+
+_OF_DENSE = {DENSE: "dense", CONTROL: "control"}
+_ENDS = ("low", "high")
+_WIDTH = 220
 
 
 def collect(folders: Mapping[int, Path]) -> pd.DataFrame:
@@ -43,7 +54,30 @@ def collect(folders: Mapping[int, Path]) -> pd.DataFrame:
     Args:
         folders: seed → its workspace, in which the study has finished.
     """
-    return pd.concat([_rows(seed, folder) for seed, folder in folders.items()], ignore_index=True)
+    rows = pd.concat([_rows(seed, folder) for seed, folder in folders.items()], ignore_index=True)
+    return rows.merge(_over_seeds(rows[CANDIDATE].drop_duplicates(), folders), on=CANDIDATE)
+
+
+def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame:
+    """Of each candidate the intervals of its differences averaged over the seeds, which have the same test rows."""
+    task = Task.model_validate_json((next(iter(folders.values())) / SPLITS / "task.json").read_text())
+    ones = list(candidates.itertuples(index=False, name=None))
+    every = dict.fromkeys((DENSE, CONTROL, *ones))
+    drawn = resampled(task, {(seed, *one): _scored(folders[seed], one) for seed in folders for one in every})
+    means = {one: np.mean([drawn[seed, *one] for seed in folders], axis=0) for one in every}
+    lines = []
+    for one in ones:
+        ends = {name: interval(means[one] - means[other]) for name, other in (("dense", DENSE), ("control", CONTROL))}
+        named = {f"seeds_from_{name}_{end}": getattr(found, end) for name, found in ends.items() for end in _ENDS}
+        lines.append({**dict(zip(CANDIDATE, one, strict=True)), **named})
+    return pd.DataFrame(lines)
+
+
+def _scored(folder: Path, one: Candidate) -> pd.DataFrame:
+    """What each test row contributed to a candidate, the dense model or its control."""
+    name, model = ("dense", _OF_DENSE[one]) if one in _OF_DENSE else (candidate_name(*one), "recovered")
+    rows = read_rows(folder, name, "evaluate")
+    return rows[rows.model == model]
 
 
 def _rows(seed: int, folder: Path) -> pd.DataFrame:
@@ -54,8 +88,9 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
     rows.insert(0, "seed", seed)
     rows["test_rows"] = dense.score.rows
-    pairs = zip(rows.recovered, rows.dense, strict=True)
-    rows["retained"] = pd.Series([_metric(rows).retained(*pair) for pair in pairs], dtype=float)
+    for name in REFERENCES:
+        pairs = zip(rows.recovered, rows[name], strict=True)
+        rows[f"of_{name}"] = pd.Series([_metric(rows).retained(*pair) for pair in pairs], dtype=float)
     rows["target_share"] = rows.target_parameters / sum(target.parameters for target in targets)
     rows["model_share"] = rows.model_parameters / dense.size.model_parameters
     rows["macs_share"] = rows.macs_per_token / dense.size.macs_per_token
@@ -70,7 +105,10 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """The heads of the columns, and a line per candidate: larger keeps first, then what recovers best."""
     metric = _metric(rows)
     unit = ", %" if metric.share else ""
-    heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered")), "retained, %"]
+    heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered"))]
+    heads += [f"of {name}, %" for name in REFERENCES] + [
+        f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES
+    ]
     heads += [
         "targets",
         "model parameters",
@@ -86,7 +124,8 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         [
             *(str(group[name].iloc[0]) for name in CANDIDATE),
             *(_scores(group[name], metric) for name in ("dense", "factorized", "recovered")),
-            _spread(group.retained * 100),
+            *(_spread(group[f"of_{name}"] * 100) for name in REFERENCES),
+            *(_difference(group, name, metric) for name in REFERENCES),
             percent(group.target_share.mean()),
             f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
             f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
@@ -98,6 +137,13 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         for group in groups
     ]
     return heads, lines
+
+
+def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
+    """Mean ± spread over the seeds, and the interval of the mean over the test rows."""
+    low, high = (group[f"seeds_from_{reference}_{end}"].iloc[0] for end in _ENDS)
+    ends = f"{100 * low:+z.1f} to {100 * high:+z.1f}" if metric.share else between(low, high, group.recovered.mean())
+    return f"{_scores(group.recovered - group[reference], metric)} ({ends})"
 
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
@@ -115,7 +161,7 @@ def _spread(values: pd.Series[float]) -> str:
     """Mean ± sample standard deviation, to one decimal; of one seed the mean alone."""
     if values.empty or values.isna().any():
         return "–"
-    mean = f"{values.mean():.1f}"
+    mean = f"{values.mean():z.1f}"  # never -0.0
     return f"{mean} ± {values.std(ddof=1):.1f}" if len(values) > 1 else mean
 
 
@@ -236,10 +282,14 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     metric = METRICS[data.metric]
-    retained = "dense ÷ recovered" if metric.lower_is_better else "recovered ÷ dense"
+    retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
+    test = f"on {rows.test_rows.iloc[0]:,} test rows"
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
-        "Metric": f"{metric.with_direction} on {rows.test_rows.iloc[0]:,} test rows; retained is {retained}.",
+        "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
+        "Control": f"the dense model with the recovery of {params['study']['control']}.",
+        "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
+        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds.",
         "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from tasks.report.numbers import count, counted, percent, score
-from tasks.report.results import CandidateResults, Results
+from collections.abc import Iterator
+
+from tasks.report.numbers import between, count, counted, percent, score
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scored
 
 
 def summary(results: Results) -> list[str]:
     """Sentences that together are the paragraph on top of the page."""
-    sentences = [_dense(results), *(_best_at(results, keep) for keep in results.keeps)]
-    return [sentence for sentence in (*sentences, _setbacks(results), _chance(results)) if sentence]
+    sentences = [_dense(results), *(sentence for keep in results.keeps for sentence in _best_at(results, keep))]
+    return [sentence for sentence in (*sentences, _setbacks(results)) if sentence]
 
 
 def _dense(results: Results) -> str:
@@ -17,20 +19,36 @@ def _dense(results: Results) -> str:
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
         f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
-        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}."
+        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. With the "
+        f"recovery of {results.control} it reaches {score(dense.control.score.metric)}: this is the control."
     )
 
 
-def _best_at(results: Results, keep: str) -> str:
-    """Who is best at `keep`, how much of dense that is, and what it saves."""
+def _best_at(results: Results, keep: str) -> Iterator[str]:
+    """Who is best at `keep`, what that is beside the dense model and the control, what it saves, and who is as good."""
     ranked = results.at(keep)
     best = ranked[0]
-    retained = results.retained(best.recovered)
-    of_dense = "" if retained is None else f", {percent(retained)} of dense"
-    return (
-        f"At keep {keep}, {_winners(results, ranked)} {results.metric.title} {score(best.recovered)}{of_dense}, "
-        f"{_savings(results, best)}{_rivals(results, ranked)}."
+    yield (
+        f"At keep {keep}, {_winners(results, ranked)} {results.metric.title} {score(best.recovered)}"
+        f"{_retained(results, best)}, {_savings(results, best)}{_rivals(results, ranked)}."
     )
+    dense, control = (_verdict(results, best, reference) for reference in (DENSE, CONTROL))
+    yield f"Against the dense model this is {dense}, against the control {control}."
+
+
+def _retained(results: Results, one: CandidateResults) -> str:
+    shares = [results.retained(one.recovered, reference) for reference in (DENSE, CONTROL)]
+    if None in shares:
+        return ""
+    dense, control = (percent(share) for share in shares if share is not None)
+    return f", {dense} of dense and {control} of the control"
+
+
+def _verdict(results: Results, one: CandidateResults, reference: Scored) -> str:
+    """What the interval of the difference says, and nothing beyond it."""
+    found = results.difference(one.after, reference)
+    word = {1: "a gain", -1: "a loss", 0: "no loss that these rows can see"}[results.gain(one.after, reference)]
+    return f"{word} ({between(found.low, found.high, one.recovered)})"
 
 
 def _winners(results: Results, ranked: list[CandidateResults]) -> str:
@@ -50,35 +68,21 @@ def _savings(results: Results, one: CandidateResults) -> str:
 
 
 def _rivals(results: Results, ranked: list[CandidateResults]) -> str:
-    """How many others the test split cannot tell from the best."""
-    error, best, others = results.standard_error, ranked[0], ranked[1:]
-    if error is None or not others:
-        return ""
-    close = sum(results.metric.worse_by(one.recovered, best.recovered) <= error for one in others)
-    if len(others) == 1:
-        return "; the other recipe lies within one standard error of it" if close else ""
-    verb = "lies" if close == 1 else "lie"
-    return f"; {close or 'none'} of the other {len(others)} recipes {verb} within one standard error of it"
+    """Which others the test rows cannot tell from the best."""
+    rivals = [one.recipe for one in results.rivals(ranked[0])]
+    if rivals:
+        return f"; these rows cannot tell it from {_enumerated(rivals)}"
+    return "; these rows tell it from every other recipe" if any(not results.is_best(one) for one in ranked) else ""
 
 
 def _setbacks(results: Results) -> str:
     """Recovery does not always help, and a reader of the best values alone would not see it."""
-    worse = [
-        one.name
-        for one in results.candidates
-        if one.factorized is not None and results.metric.worse_by(one.recovered, one.factorized) > 0
-    ]
+    scored = [one for one in results.candidates if one.factorized is not None]
+    worse = [one.name for one in scored if results.gain(one.after, one.before) < 0]
     if not worse:
         return ""
     which = _enumerated(worse) if len(worse) <= 3 else f"{len(worse)} of {len(results.candidates)} candidates"
-    return f"Recovery worsened the {results.metric.title} of {which}."
-
-
-def _chance(results: Results) -> str:
-    error = results.standard_error
-    if error is None:
-        return ""
-    return f"One standard error of the dense accuracy is about {score(error)}: differences of that order may be chance."
+    return f"Recovery worsened the {results.metric.title} of {which}, beyond what these rows leave to chance."
 
 
 def _enumerated(names: list[str]) -> str:

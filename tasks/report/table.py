@@ -11,8 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tasks.report.numbers import count, percent, rank, score, size, times
-from tasks.report.results import CandidateResults, Results
+from tasks.records import CONTROL_NAME
+from tasks.report.bootstrap import LEVEL, RESAMPLES
+from tasks.report.numbers import between, count, percent, rank, score, size, times
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scored
 
 COLUMNS = (
     "recipe",
@@ -29,6 +31,11 @@ COLUMNS = (
     "search_steps",
     "average_rank",
     "shaped",
+    "control",
+    "from_dense_low",
+    "from_dense_high",
+    "from_control_low",
+    "from_control_high",
 )
 
 
@@ -45,6 +52,14 @@ class Relative:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """A metric beside that of a reference: what it retains of it, and the interval of the difference."""
+
+    retained: str
+    difference: str
+
+
+@dataclass(frozen=True)
 class Row:
     """A candidate as people read it."""
 
@@ -54,8 +69,10 @@ class Row:
     shaped: str
     factorized: str
     recovered: str
-    retained: str
-    best: bool
+    mark: str
+    """`*` for the best at its keep, `≈` for one that the test rows cannot tell from it."""
+    of_dense: Compared
+    of_control: Compared
     targets: Relative
     model: Relative
     macs: Relative
@@ -74,13 +91,15 @@ class Shaped:
 
 
 def to_csv(results: Results) -> str:
-    """A line per candidate, every number in full; last zero-shot tasks, where there are any, with the dense model's."""
+    """A line for the control and each candidate, every number in full; last zero-shot tasks, with the dense model's."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     dense = _asked(results.dense.zero_shot)
     writer.writerow(
         [*COLUMNS, *(f"{ZERO_SHOT}{name}" for name in dense), *(f"dense.{ZERO_SHOT}{name}" for name in dense)]
     )
+    control = _asked(results.dense.control.zero_shot)
+    writer.writerow([*_control_values(results), *(control[name] for name in dense), *dense.values()])
     for one in results.candidates:
         found = _asked(one.evaluation.zero_shot)
         writer.writerow([*_values(results, one), *(found[name] for name in dense), *dense.values()])
@@ -108,13 +127,40 @@ def _values(results: Results, one: CandidateResults) -> Iterable[str | float | N
         one.decision.steps,
         one.decision.average_rank,
         one.shaped,
+        *_compared_values(results, one.after),
     )
+
+
+def _control_values(results: Results) -> Iterable[str | float | None]:
+    """The control as a recipe that keeps all; its speed is the dense model's."""
+    dense = results.dense
+    return (
+        CONTROL_NAME,
+        "1",
+        results.task.metric,
+        dense.score.metric,
+        None,
+        dense.control.score.metric,
+        results.target_parameters,
+        dense.size.model_parameters,
+        dense.size.macs_per_token,
+        dense.size.bytes,
+        1.0,
+        0,
+        None,
+        None,
+        *_compared_values(results, CONTROL),
+    )
+
+
+def _compared_values(results: Results, one: Scored) -> Iterable[float]:
+    ends = [results.difference(one, reference) for reference in (DENSE, CONTROL)]
+    return results.dense.control.score.metric, *(end for each in ends for end in (each.low, each.high))
 
 
 def row(results: Results, one: CandidateResults) -> Row:
     """What the page and the terminal show of a candidate."""
     dense, small = results.dense.size, one.evaluation.size
-    retained = results.retained(one.recovered)
     after, before = one.evaluation.target_parameters, results.target_parameters
     return Row(
         name=one.name,
@@ -122,8 +168,9 @@ def row(results: Results, one: CandidateResults) -> Row:
         shaped=_score(one.shaped),
         factorized=_score(one.factorized),
         recovered=score(one.recovered),
-        retained=_retained(retained),
-        best=results.is_best(one),
+        mark=_mark(results, one),
+        of_dense=_compared(results, one.after, one.recovered, DENSE),
+        of_control=_compared(results, one.after, one.recovered, CONTROL),
         targets=Relative(count(after), percent(after / before)),
         model=Relative(count(small.model_parameters), percent(small.model_parameters / dense.model_parameters)),
         macs=Relative(count(small.macs_per_token), percent(small.macs_per_token / dense.macs_per_token)),
@@ -135,7 +182,8 @@ def row(results: Results, one: CandidateResults) -> Row:
 def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """The metrics of lm-eval's tasks, and of the dense model and each candidate the name and the values."""
     dense = _asked(results.dense.zero_shot)
-    models = [("dense", dense), *((one.name, _asked(one.evaluation.zero_shot)) for one in results.candidates)]
+    control = (CONTROL_NAME, _asked(results.dense.control.zero_shot))
+    models = [("dense", dense), control, *((one.name, _asked(one.evaluation.zero_shot)) for one in results.candidates)]
     return list(dense), [(name, [score(values[head]) for head in dense]) for name, values in models]
 
 
@@ -149,58 +197,81 @@ def shaped(results: Results) -> list[Shaped]:
     ]
 
 
-def dense_row(results: Results) -> Row:
-    """The dense model, in the columns of a candidate."""
+def dense_rows(results: Results) -> list[Row]:
+    """The dense model and its control, in the columns of a candidate."""
     dense, whole = results.dense.size, percent(1)
-    retained = results.retained(results.dense.score.metric)
-    return Row(
-        name="dense",
-        steps="",
-        shaped="",
-        factorized="",
-        recovered=score(results.dense.score.metric),
-        retained=_retained(retained),
-        best=False,
-        targets=Relative(count(results.target_parameters), whole),
-        model=Relative(count(dense.model_parameters), whole),
-        macs=Relative(count(dense.macs_per_token), whole),
-        bytes=Relative(size(dense.bytes), whole),
-        speedup=times(1),
-    )
+    return [
+        Row(
+            name=name,
+            steps="",
+            shaped="",
+            factorized="",
+            recovered=score(results.metric_of(one)),
+            mark="",
+            of_dense=_compared(results, one, results.metric_of(one), DENSE),
+            of_control=_compared(results, one, results.metric_of(one), CONTROL),
+            targets=Relative(count(results.target_parameters), whole),
+            model=Relative(count(dense.model_parameters), whole),
+            macs=Relative(count(dense.macs_per_token), whole),
+            bytes=Relative(size(dense.bytes), whole),
+            speedup=times(1),
+        )
+        for name, one in (("dense", DENSE), (CONTROL_NAME, CONTROL))
+    ]
 
 
 def _score(metric: float | None) -> str:
     return "–" if metric is None else score(metric)
 
 
-def _retained(share: float | None) -> str:
-    return "–" if share is None else percent(share)
+def _mark(results: Results, one: CandidateResults) -> str:
+    best = results.at(one.keep)[0]
+    return "*" if results.is_best(one) else "≈" if one in results.rivals(best) else ""
+
+
+def _compared(results: Results, one: Scored, metric: float, reference: Scored) -> Compared:
+    """With no difference of a model from itself."""
+    share, found = results.retained(metric, reference), results.difference(one, reference)
+    words = "" if one == reference else between(found.low, found.high, metric)
+    return Compared("–" if share is None else percent(share), words)
+
+
+def legend(best: str) -> str:
+    """What the marks and the intervals of the tables mean; `best` says how the best at a keep is marked."""
+    return (
+        f"{best}; ≈ these test rows cannot tell it from the best. Differences: {100 * LEVEL:.0f} % intervals of "
+        f"{RESAMPLES:,} paired resamples of the test rows, each on its own; other seeds may differ more."
+    )
 
 
 def to_text(results: Results) -> str:
-    """The table for a terminal; a star marks the best at each keep."""
+    """The table for a terminal."""
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
-    table.add_column("candidate")
+    table.add_column("candidate", no_wrap=True)
     if results.searches_trained:
         table.add_column("steps before\nfactorization", justify="right")
     shaped = ("shaped",) if results.has_shaped else ()
-    for name in (*shaped, "factorized", "recovered", "of dense", "targets", "model", "MACs", "speedup"):
-        table.add_column(name, justify="right")
-    _add(table, dense_row(results), results)
+    heads = (*shaped, "factorized", "recovered", "of dense", "difference", "of control", "difference")
+    for name in (*heads, "targets", "model", "MACs", "speedup"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in dense_rows(results):
+        _add(table, each, results)
     for keep in results.keeps:
         table.add_section()
         for one in results.at(keep):
             _add(table, row(results, one), results)
     # A fixed width and no markup: the same lines in a terminal, a log and a test.
-    console = Console(width=120, color_system=None, markup=False, highlight=False)
+    console = Console(width=180, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
+    lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
+    return "\n".join([*lines, f"  {legend('* best at its keep')}"])
 
 
 def _add(table: Table, row: Row, results: Results) -> None:
-    star = " *" if row.best else "  "
     steps = (row.steps,) if results.searches_trained else ()
     shaped = (row.shaped,) if results.has_shaped else ()
+    compared = (text for each in (row.of_dense, row.of_control) for text in (each.retained, each.difference))
     shares = (row.targets.share, row.model.share, row.macs.share)
-    table.add_row(row.name, *steps, *shaped, row.factorized, row.recovered + star, row.retained, *shares, row.speedup)
+    recovered = f"{row.recovered} {row.mark or ' '}"
+    table.add_row(row.name, *steps, *shaped, row.factorized, recovered, *compared, *shares, row.speedup)

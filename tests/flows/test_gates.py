@@ -44,7 +44,9 @@ CANDIDATE = Recorded(
     content="",
     test="",
     metric=0.84,
+    validation=0.85,
     teacher=0.842,
+    teacher_validation=0.852,
     parameters=5,
     keep=0.5,
     speedup=1.5,
@@ -62,13 +64,14 @@ def of_perplexity(**changes: Any) -> Terms:
 
 
 def refusals(terms: Terms = TERMS, metric: float = 0.84, **changes: Any) -> list[str]:
-    found = limits(dataclasses.replace(CANDIDATE, **changes), metric, terms)
+    candidate = dataclasses.replace(CANDIDATE, **changes)
+    found = limits(candidate, metric, candidate.teacher, terms)
     return [gate.refusal for gate in found if not gate.passed]
 
 
 class TestLimits:
     def test_a_candidate_within_all_limits_passes_each(self) -> None:
-        gates = limits(CANDIDATE, 0.84, TERMS)
+        gates = limits(CANDIDATE, 0.84, CANDIDATE.teacher, TERMS)
         assert [gate.name for gate in gates] == ["drop from the teacher", "keep", "speed-up"]
         assert all(gate.passed for gate in gates)
 
@@ -107,7 +110,7 @@ class TestPerplexity:
         assert not refusals(of_perplexity(largest_drop=1.0), metric=21.1, teacher=20.1)
 
     def test_a_lower_one_than_the_teacher_s_passes_any_limit(self) -> None:
-        (drop, *_) = limits(dataclasses.replace(CANDIDATE, teacher=20.1), 18.1, of_perplexity(largest_drop=0.0))
+        (drop, *_) = limits(CANDIDATE, 18.1, 20.1, of_perplexity(largest_drop=0.0))
         assert drop.passed
         assert drop.words.startswith("perplexity 18.1 is 2 better than the teacher's 20.1; 0 are allowed")
 
@@ -297,7 +300,7 @@ class TestLanguage:
     @pytest.fixture
     def candidate(self, files: Path) -> Recorded:
         frame = pd.DataFrame({"text": self.LINES})
-        metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, self.TASK, 8).metric
+        metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, self.TASK, 8, "test").score.metric
         return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, teacher=metric)
 
     def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Recorded, tmp_path: Path) -> None:

@@ -198,11 +198,11 @@ def written(root: Path) -> None:
 def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: MetricName, wanted: str) -> None:
     wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0, continuation=4)
     terms = Terms("s", metric, threads=1, batch_size=8, wanted=wants)
-    one = Recorded(
-        name="low", content="", test="", metric=0.5, teacher=1, parameters=9, keep=1, speedup=1, outcomes=(), inputs={}
-    )
+    """By the validation rows: what the test rows say must not choose."""
+    metrics = {"metric": 0.7, "validation": 0.5, "teacher": 1, "teacher_validation": 1}
+    one = Recorded(name="low", content="", test="", **metrics, parameters=9, keep=1, speedup=1, outcomes=(), inputs={})
     some = [one, dataclasses.replace(one, name="low and small", parameters=5)]
-    some.append(dataclasses.replace(one, name="high", metric=0.6))
+    some.append(dataclasses.replace(one, name="high", validation=0.6, metric=0.4))
     assert promotion.best(some, terms).name == wanted
 
 

@@ -246,8 +246,10 @@ class TestLanguage:
     def test_a_text_of_whole_blocks_has_the_loss_that_is_scored(self, name: str, tmp_path: Path) -> None:
         case = CASES[name]
         text = " ".join(f"w{2 + number * 7 % 28}" for number in range(8 * case.task.max_length))
-        scored = kind_of(case.task).score(
-            case.model(), case.tokenizer(), pd.DataFrame({"text": [text]}), case.task, batch_size=3
+        scored = (
+            kind_of(case.task)
+            .score(case.model(), case.tokenizer(), pd.DataFrame({"text": [text]}), case.task, 3, "test")
+            .score
         )
         served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
         found = ask(served, pd.DataFrame({"text": [text]}))

@@ -32,6 +32,11 @@ COLUMNS = [
     "search_steps",
     "average_rank",
     "shaped",
+    "control",
+    "from_dense_low",
+    "from_dense_high",
+    "from_control_low",
+    "from_control_high",
 ]
 
 
@@ -65,13 +70,17 @@ class TestAfterTheFirstRun:
     def test_the_comparison_has_a_row_per_candidate(self, workspace: Path) -> None:
         rows = list(csv.DictReader((workspace / "reports/comparison.csv").open()))
         assert list(rows[0]) == COLUMNS
-        assert [(row["recipe"], row["keep"]) for row in rows] == [("svd", "0.5"), ("kfac", "0.5")]
+        assert [(row["recipe"], row["keep"]) for row in rows] == [
+            ("dense + recovery", "1"),
+            ("svd", "0.5"),
+            ("kfac", "0.5"),
+        ]
         assert (workspace / "reports/comparison.html").read_text().startswith("<!doctype html>")
 
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout
-        assert "15 executed" in study.stdout
+        assert "16 executed" in study.stdout
 
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
@@ -94,7 +103,7 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 15
+        assert parent.data.metrics["stages.executed"] == 16
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
@@ -102,6 +111,7 @@ class TestAfterTheFirstRun:
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
         dense = json.loads((study.root / "reports/dense.json").read_text())
         assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
+        assert child.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
         curve = [json.loads(line) for line in (study.root / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
@@ -134,7 +144,7 @@ class TestAfterTheFirstRun:
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
         for file, stages in {
             "eckart/svd.py": {"search", "factorize", "compare"},  # whose page asks the methods for their captions
-            "tasks/training.py": {"teacher", "search", "finetune"},
+            "tasks/training.py": {"teacher", "control", "search", "finetune"},
             "flows/engine/stages.py": set(),
         }.items():
             path = workspace / file
@@ -167,14 +177,14 @@ def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     assert not (tmp_path / "prefect.db").exists()  # no server was started
     assert "flows.up_to_date" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
-    assert re.search(r"^15 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^16 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 
     recipes = YAML(typ="safe").load((root / "params.yaml").read_text())["recipes"]
     recipes["kfac"]["recovery"] |= {"learning_rate": 1.0e30, "steps": 4}
     recipes["svd"]["recovery"]["steps"] = 1
-    change(root, recipes=recipes)
+    change(root, recipes=recipes, study={"control": "svd"})
     third = flows(root, "run")
     assert third.exit_code == 1
     assert "finetune@kfac-0.5: the loss is not finite at step 3: lower the learning rate" in third.output

@@ -125,6 +125,17 @@ def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: lis
     assert set(run.data.metrics) == {"loss", "search.loss"}
 
 
+def test_the_teacher_and_the_control_are_told_apart(root: Path, plan: list[Planned]) -> None:
+    mirror = started(root, plan)
+    for name, loss in {"teacher": 2.0, "control": 1.0}.items():
+        file = f"reports/{name}.jsonl"
+        with mirror.following(planned(name, (), (str(root / file),))):
+            write_curve(root, loss, file=file)
+    parent = MlflowClient(f"sqlite:///{root / 'mlflow.db'}").get_run(mirror.parent)
+    assert losses(root, parent) == [(1, 2.0)]
+    assert losses(root, parent, "control.loss") == [(1, 1.0)]
+
+
 def test_both_curves_are_backfilled(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
     write_curve(root, 1.0)
