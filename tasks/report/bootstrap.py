@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 import pandas as pd
-from scipy.stats import rankdata
 from seqeval.metrics.sequence_labeling import get_entities
 
 from tasks.dataset import Task
@@ -185,6 +184,18 @@ def _pearson(sums: np.ndarray) -> np.ndarray:
 
 
 def _spearman(label: np.ndarray, value: np.ndarray, draws: Draws) -> np.ndarray:
-    ranks = [rankdata(values[draws.rows], axis=1) - (len(label) + 1) / 2 for values in (label, value)]
-    spreads = [(rank**2).sum(1) for rank in ranks]
-    return _quotient((ranks[0] * ranks[1]).sum(1), np.sqrt(spreads[0] * spreads[1]))
+    ranks = [_ranks(values, draws.times) - (len(label) + 1) / 2 for values in (label, value)]
+    spreads = [(draws.times * rank**2).sum(1) for rank in ranks]
+    return _quotient((draws.times * ranks[0] * ranks[1]).sum(1), np.sqrt(spreads[0] * spreads[1]))
+
+
+def _ranks(values: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """The mean rank that each row's value has in each draw, `(draws, rows)`; scipy's rankdata takes six times as long.
+
+    Args:
+        times: how often each draw has each row, `(draws, rows)`.
+    """
+    _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
+    sorted_times = times[:, np.argsort(group, kind="stable")]
+    alike = np.add.reduceat(sorted_times, np.cumsum(sizes) - sizes, axis=1)
+    return (alike.cumsum(1) - alike + (alike + 1) / 2)[:, group]
