@@ -278,8 +278,8 @@ def test_tables_have_the_score_after_shaping_where_something_was_shaped(workspac
     assert re.search(r"^ *lpaf-0.5 +0.750 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
     assert re.search(r"^ *svd-0.5 +– +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
     assert '<th scope="row">lpaf-0.5</th><td>0.750</td><td>0.600</td>' in page()
-    assert columns_of(page()) == {10}
-    assert Path("reports/comparison.csv").read_text().splitlines()[2].endswith(",0,6.0,0.75")
+    assert columns_of(page()) == {11}
+    assert numbers_of_files()[3].endswith(",0,6.0,0.75")
 
 
 def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspace: Path) -> None:

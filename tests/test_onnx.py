@@ -263,7 +263,7 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
     assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
     assert f"{size:.1f} MB" in done.stdout
-    assert f"answers {20 + MADE_UP} rows" in done.stdout  # all of the test split
+    assert f"answers {12 + MADE_UP} rows" in done.stdout  # all of the test split
     graph = onnx.load(workspace / "served/model.onnx").graph
     shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
     assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}

@@ -360,7 +360,7 @@ def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypat
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for stage in ("extract", "teacher", "dense", "importance"):
+    for stage in ("extract", "teacher", "control", "dense", "importance"):
         run_stage(stage)
     for name in names:
         for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):

@@ -123,7 +123,7 @@ def test_a_flow_that_is_killed_in_a_stage_loses_nothing_and_repeats_nothing(
         flow.communicate()
         hold.unlink()
     done = flows(workspace, "run")
-    assert "9 cached, 1 executed" in done.output
+    assert "10 cached, 1 executed" in done.output
     begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
     ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(KILLED, 1)
@@ -153,7 +153,7 @@ class TestAfterAFinishedRun:
         said = failing(start(workspace, prefect, "unshare", "-Urm", "sh", "-c", small, "sh"))
         assert "finetune@svd-0.5: the disk is full" in said
         assert list((workspace / "models/finetuned").iterdir()) == []
-        assert "6 cached, 4 executed" in flows(workspace, "run").output
+        assert "7 cached, 4 executed" in flows(workspace, "run").output
 
     def test_a_params_file_that_changes_during_the_run(self, workspace: Path, flows: Flows) -> None:
         change(workspace, 3.0e-5)
@@ -161,7 +161,7 @@ class TestAfterAFinishedRun:
             done = flows(workspace, "run")
         assert done.exit_code == 1
         assert "finetune@svd-0.5: params.yaml changed while finetune@svd-0.5 ran; run again" in done.output
-        assert "6 cached, 4 executed" in flows(workspace, "run").output
+        assert "7 cached, 4 executed" in flows(workspace, "run").output
 
     def test_a_corrupt_object_of_the_cache(
         self, workspace: Path, flows: Flows, caplog: pytest.LogCaptureFixture
@@ -175,7 +175,7 @@ class TestAfterAFinishedRun:
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         weights.chmod(0o444)
         shutil.rmtree(workspace / "models/factorized")
-        assert "9 cached, 1 executed" in flows(workspace, "run").output
+        assert "10 cached, 1 executed" in flows(workspace, "run").output
         assert "is corrupt; it is made again" in caplog.text
         assert weights.read_bytes() == whole
 

@@ -103,7 +103,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(served: SyncPrefectCl
     assert first.state_name == second.state_name == "Completed"
     assert first.end_time
     assert first.end_time <= began(second)
-    assert str(said(first)).startswith("6 cached, 4 executed")
+    assert str(said(first)).startswith("7 cached, 4 executed")
     assert str(said(second)).startswith("Nothing was recomputed: everything is up to date.")
     promoted = [run.id for run in (first, second) if "svd-0.5 is the champion now" in str(said(run))]
     assert promoted == submitted[1:]
