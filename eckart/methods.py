@@ -42,9 +42,6 @@ class Method(BaseModel):
     reads_shaping: ClassVar[bool] = False
     """Whether it reads the scores that shaping gave."""
 
-    asks_frozen: ClassVar[bool] = False
-    """Whether it asks for the model's loss while the weights stay as they are."""
-
     @property
     def evidence(self) -> tuple[str, ...]:
         """The kinds of evidence that it reads from the pass over the calibration data."""
@@ -63,6 +60,11 @@ class Method(BaseModel):
     @property
     def products(self) -> bool:
         """Whether it knows targets that are a product of two maps (eckart/products.py)."""
+        return False
+
+    @property
+    def asks_frozen(self) -> bool:
+        """Whether it asks for the model's loss while the weights stay as they are."""
         return False
 
     @property

@@ -40,6 +40,8 @@ class Decision(BaseModel):
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None
     """Mean numerical rank of the weights that shaping left, in their own precision; null where nothing was shaped."""
+    as_shaped: bool
+    """Whether the model beside it is what shaping left, and can be scored as that: the search has not changed it."""
 
 
 def source_model(name: str, begun_with: Path) -> Path:

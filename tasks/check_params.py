@@ -180,7 +180,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         title = METRICS[metric].title
         yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
     if typed["trainer"] and typed["trainer"].processes > 1:
-        yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in used}, content)
+        training = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
+        yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in training}, content)
     if typed["targets"] and typed["targets"].products:
         yield from _without_products({name: recipes.get(name) for name in used})
     if typed["importance"]:
@@ -198,7 +199,8 @@ def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str
 def _of_splits(data: params.Data | None) -> Iterator[str]:
     if data:
         yield from _repeated("data.splits", list(data.splits.named().values()))
-        if sum(data.shares.by_split().values()) >= 1:
+        given = data.splits.named()
+        if sum(share for name, share in data.shares.by_split().items() if name not in given) >= 1:
             yield "data.shares: leave nothing to train; write shares whose sum is below 1"
 
 

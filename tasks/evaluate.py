@@ -24,7 +24,7 @@ def evaluate(recipe: str, keep: str) -> None:
     name, task, targets = candidate_name(recipe, keep), load_task(), load_targets().targets
     kind, device_map = kind_of(task), section("model", Model).device_map
     shaped = None
-    if load_decision(name).average_rank is not None:
+    if load_decision(name).as_shaped:
         model, tokenizer = load(RANKS / name / SHAPED, kind.auto, device_map=device_map)
         shaped = score_on("test", model, tokenizer, "shaped").score
     model, tokenizer = load(FACTORIZED / name, kind.auto, device_map=device_map)

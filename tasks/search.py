@@ -83,6 +83,7 @@ def search(recipe: str, keep: str) -> None:
             parameters_after=total(problem.targets, found.ranks),
             steps=training.steps,
             average_rank=rank_left,
+            as_shaped=bool(shaping) and not found.changed,
         )
         _check_and_say(decision, problem)
         if shaping or found.changed:

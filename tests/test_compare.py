@@ -151,7 +151,7 @@ def make_candidate(
     after = sum(100 if rank is None else 20 * rank for rank in ranks.values())
     decision = {"recipe": recipe, "keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
     decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
-    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank}
+    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
     write(f"models/ranks/{name}/ranks.json", decision)
     write(f"reports/search/{name}.jsonl", searched)
     before = None if rows else metric - 0.1 if factorized is None else factorized

@@ -39,6 +39,10 @@ class Borrowed(Method):
         return self.ranks.trains
 
     @property
+    def asks_frozen(self) -> bool:
+        return self.ranks.asks_frozen
+
+    @property
     def products(self) -> bool:
         return self.weighting.products and self.ranks.products
 

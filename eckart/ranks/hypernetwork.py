@@ -50,7 +50,6 @@ class Hypernetwork(Optimization, Method):
     """Learn one mask a target with the weights frozen."""
 
     alone = True
-    asks_frozen = True
     schedule = "constant"  # section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
@@ -72,6 +71,10 @@ class Hypernetwork(Optimization, Method):
     offset: float
     hypernetwork: bool
     selection: Literal["ranks", "elements"]
+
+    @property
+    def asks_frozen(self) -> bool:
+        return True
 
     @property
     def leaves_low_rank(self) -> bool:

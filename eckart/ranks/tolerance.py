@@ -49,13 +49,15 @@ _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 class Tolerance(Method):
     """Walk the model in order; `increase` is the allowed relative increase of the loss, or null to meet keep."""
 
-    asks_frozen = True
-
     kind: Literal["tolerance"]
     increase: float | None = Field(gt=0)
     grid: int = Field(ge=1)
     rows: int = Field(ge=1)
     times: Literal["macs", "measured"]
+
+    @property
+    def asks_frozen(self) -> bool:
+        return True
 
     @property
     def products(self) -> bool:

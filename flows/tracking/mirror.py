@@ -166,7 +166,8 @@ class Mirror:
 
     def _complete(self, candidate: str) -> None:
         outcomes = [self._outcomes[name] for name in self._stages[candidate]]
-        shared = [self._outcomes[name] for name in self._shared]
+        # The control is no candidate's: another one leaves their runs as they are.
+        shared = [self._outcomes[name] for name in self._shared if name != "control"]
         key = key_of(outcomes)
         if candidate not in self._children:
             if found := find(self.client, self.experiment, key):
@@ -179,7 +180,7 @@ class Mirror:
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=_metrics([*shared, *outcomes]),
+            metrics=[one for one in _metrics([*shared, *outcomes]) if not one.key.startswith("dense.control.")],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -197,6 +198,7 @@ class Mirror:
         counts = Counter(outcome.status for outcome in outcomes)
         for status in ("Executed", "Restored", "Cached"):
             self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
+        self.client.log_batch(self.parent, metrics=_metrics([one for one in outcomes if one.stage == "dense"]))
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, "lineage.json")
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
             self.client.log_artifact(self.parent, path)

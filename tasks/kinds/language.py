@@ -61,6 +61,8 @@ def _pieces(rows: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator
 def _some(blocks: np.ndarray, task: Task, split: Split) -> np.ndarray:
     if split == "calibration":  # of those that training sees
         blocks = _some(blocks, task, "train")
+    if task.sizes[split] >= len(blocks):
+        return blocks
     purpose = "calibration" if split == "calibration" else "sample"
     return blocks[np.sort(lowest(blocks.tolist(), task.sizes[split], task.seed, purpose))]
 

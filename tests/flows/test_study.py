@@ -111,7 +111,8 @@ class TestAfterTheFirstRun:
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
         dense = json.loads((study.root / "reports/dense.json").read_text())
         assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
-        assert child.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
+        (parent,) = runs(study.root)[""]
+        assert parent.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
         client = MlflowClient(f"sqlite:///{study.root / 'mlflow.db'}")
         curve = [json.loads(line) for line in (study.root / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
