@@ -23,7 +23,8 @@ _PASSAGE = 5000
 
 def split_rows(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
     """Samples of rows, which are independent of each other, each in an order of chance."""
-    parts = _carve(_without_leaks(source), params, _contents)
+    contents = _contexts if params.task == "question_answering" else _contents
+    parts = _carve(_without_leaks(source), params, contents)
     drawn = {name: _sample(part, name, "sample", params) for name, part in parts.items()}
     return {**drawn, "calibration": _sample(drawn["train"], "calibration", "calibration", params)}
 
@@ -69,6 +70,11 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
 def _contents(rows: pd.DataFrame) -> list[Any]:
     """What tells rows apart: the text, and the second one where there is one."""
     return list(zip(*(rows[name] for name in ("text", "text_pair") if name in rows), strict=True))
+
+
+def _contexts(rows: pd.DataFrame) -> list[Any]:
+    """Several questions share a context: all of them are on one side."""
+    return list(rows["text_pair"])
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:

@@ -16,6 +16,8 @@ import pytest
 from tasks.batches import encoded
 from tasks.dataset import SPLITS, load_split, load_task
 from tasks.extract import extract
+from tasks.params import Data
+from tasks.splitting import split_rows
 from tasks.stage import StageError
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer, write_params
 
@@ -166,6 +168,14 @@ def test_a_pair_is_carved_as_a_pair() -> None:
     splits = run(write(frame), columns={"text_pair": "other"}, **ALL)
     sides = [set(splits[name]["text_pair"]) for name in SPLIT]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 40
+
+
+def test_questions_about_one_context_are_on_one_side() -> None:
+    frame = pd.DataFrame({"text": [f"{i}?" for i in range(80)], "text_pair": [f"{i % 20}!" for i in range(80)]})
+    params = Data(**tiny_params(data={"task": "question_answering", "metric": "f1", **ALL})["data"])
+    splits = split_rows({"train": frame}, params)
+    sides = [set(splits[name]["text_pair"]) for name in SPLIT]
+    assert sum(map(len, sides)) == len(set.union(*sides)) == 20
 
 
 def test_what_a_given_split_has_is_left_out_of_train(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import TypeAdapter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from eckart.methods import Method
+from eckart.recovery import Recovery
 from eckart.targets import Targets
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
@@ -302,13 +305,10 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
     """How the recipes recover, each way once; the first is that of all where there is no other."""
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
-        recovery = params["recipes"][name]["recovery"]
-        trainings = (
-            [recovery] if "steps" in recovery else [part for part in recovery.values() if isinstance(part, dict)]
-        )
+        recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
         way = ", then ".join(
-            f"{one['steps']} steps of {one['batch_size']} rows at a rate of {one['learning_rate']:g}"
-            for one in trainings
+            f"{one.steps} steps of {one.batch_size} rows at a rate of {one.learning_rate:g}"
+            for one in recovery.trainings.values()
         )
         ways.setdefault(way, []).append(name)
     return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
