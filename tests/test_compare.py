@@ -518,6 +518,12 @@ def test_page_states_only_the_parts_that_recipes_have(workspace: Path) -> None:
     assert "<td>finetune</td><td>hypernetwork, hypernetwork yes</td>" in page()
 
 
+def test_a_control_that_took_no_step_is_said_to_be_the_dense_model(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    write("reports/control.jsonl", "")
+    assert "recovery of svd takes no step" in " ".join(summary.summary(results.load_results()))
+
+
 def test_summary_says_what_chance_could_do(workspace: Path) -> None:
     """400 rows tell 0.66 from 0.8, and not from 0.65."""
     make_study(["svd", "kfac"], [0.5], ["map"])

@@ -19,9 +19,15 @@ def _dense(results: Results) -> str:
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
         f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
-        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. With the "
-        f"recovery of {results.control} it reaches {score(dense.control.score.metric)}: this is the control."
+        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. {_control(results)}"
     )
+
+
+def _control(results: Results) -> str:
+    if not results.control_curve:
+        return f"The control is this model, too: the recovery of {results.control} takes no step."
+    reached = score(results.dense.control.score.metric)
+    return f"With the recovery of {results.control} it reaches {reached}: this is the control."
 
 
 def _best_at(results: Results, keep: str) -> Iterator[str]:
