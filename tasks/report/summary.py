@@ -19,7 +19,8 @@ def _dense(results: Results) -> str:
     return (
         f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
         f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
-        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. {_control(results)}"
+        f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. "
+        f"{_control(results)}"
     )
 
 
