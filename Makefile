@@ -4,8 +4,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-# One more than cores: tests of flows wait for servers and other processes.
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 
 .PHONY: run test deps lint ui lock clean
 
@@ -13,7 +11,7 @@ run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
 test: $(READY)  ## all tests
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 deps: $(READY)  ## write into dvc.yaml which code each stage can run
 	$(BIN)/python -m tasks.dependencies
