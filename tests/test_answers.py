@@ -286,7 +286,7 @@ def test_a_score_is_that_of_all_windows_one_by_one() -> None:
         for row in encoded:
             batch = {name: torch.tensor([value]) for name, value in row.items()}
             losses.append(float(model(**batch).loss))  # without padding it is the model's own
-    result = score(model, tiny_tokenizer(), data, task(), 8).score
+    result = score(model, tiny_tokenizer(), data, task(), 8, "test").score
     assert result.rows == 60 < len(encoded)
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0 < result.metric == result.metrics["f1"] < 1
@@ -294,7 +294,7 @@ def test_a_score_is_that_of_all_windows_one_by_one() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (score(bert(), tiny_tokenizer(), asked(60), task(), size).score for size in (16, batch_size))
+    one, other = (score(bert(), tiny_tokenizer(), asked(60), task(), size, "test").score for size in (16, batch_size))
     assert one.metrics == other.metrics
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 

@@ -115,7 +115,7 @@ class TestPerplexity:
             with torch.no_grad():
                 chances = one(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
             losses += [-float(chances[place, ids[place + 1]]) for place in range(len(ids) - 1)]
-        found = score(one, tokenizer(), rows(TEXT), task(), 4).score
+        found = score(one, tokenizer(), rows(TEXT), task(), 4, "test").score
         assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
         assert found.metric == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
         assert found.rows == len(data)
@@ -124,13 +124,13 @@ class TestPerplexity:
         one = model()
         with torch.no_grad():
             one.lm_head.weight.zero_()
-        assert score(one, tokenizer(), rows(TEXT), task(), 4).score.metric == pytest.approx(END + 1, rel=1e-5)
+        assert score(one, tokenizer(), rows(TEXT), task(), 4, "test").score.metric == pytest.approx(END + 1, rel=1e-5)
 
     @pytest.mark.parametrize("batch_size", [1, 3, 64])
     def test_does_not_depend_on_the_batches(self, batch_size: int) -> None:
         one = model()
-        expected = score(one, tokenizer(), rows(TEXT), task(), 8).score
-        assert score(one, tokenizer(), rows(TEXT), task(), batch_size).score.loss == pytest.approx(
+        expected = score(one, tokenizer(), rows(TEXT), task(), 8, "test").score
+        assert score(one, tokenizer(), rows(TEXT), task(), batch_size, "test").score.loss == pytest.approx(
             expected.loss, rel=1e-6
         )
 
@@ -138,7 +138,7 @@ class TestPerplexity:
         one = model()
         with torch.no_grad():
             one.lm_head.weight.mul_(1e6)
-        assert math.isfinite(score(one, tokenizer(), rows(TEXT), task(), 8).score.metric)
+        assert math.isfinite(score(one, tokenizer(), rows(TEXT), task(), 8, "test").score.metric)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ class TestStages:
         run_stage("compare")
         found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
         loaded = AutoModelForCausalLM.from_pretrained("models/finetuned/kfac-0.5")
-        again = score(loaded, tokenizer(), load_split("test"), load_task(), 8).score
+        again = score(loaded, tokenizer(), load_split("test"), load_task(), 8, "test").score
         assert found["metric"] == pytest.approx(again.metric, rel=1e-5)
         assert found["metrics"] == {"perplexity": found["metric"]}
         assert len(encoded("calibration", tokenizer())) == 8

@@ -110,7 +110,7 @@ def rows(regression: bool = False) -> pd.DataFrame:
 
 
 def scored(model: PreTrainedModel, data: pd.DataFrame, batch_size: int = 8, name: str = "accuracy") -> Score:
-    return score(model, tiny_tokenizer(), data, task(name), batch_size).score
+    return score(model, tiny_tokenizer(), data, task(name), batch_size, "test").score
 
 
 def row_by_row(model: PreTrainedModel, data: pd.DataFrame) -> torch.Tensor:

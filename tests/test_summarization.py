@@ -235,7 +235,7 @@ def test_a_model_that_does_not_say_how_a_summary_begins_is_an_error() -> None:
 
 
 def scored(model: PreTrainedModel, frame: pd.DataFrame, batch_size: int = 8, **changes: Any) -> Score:
-    return score(model, tokenizer(), frame, task(**changes), batch_size).score
+    return score(model, tokenizer(), frame, task(**changes), batch_size, "test").score
 
 
 def constant(word: str, odds: float) -> PreTrainedModel:
@@ -395,7 +395,7 @@ def test_all_stages_of_a_candidate(family: str) -> None:
         assert found["metric"] == found["metrics"]["rougeL"]
         assert all(0 <= value <= 1 for value in found["metrics"].values())
     model = AutoModelForSeq2SeqLM.from_pretrained("models/finetuned/kfac-0.5")
-    again = score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), task(), 5).score
+    again = score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), task(), 5, "test").score
     assert again.metrics == pytest.approx(after["recovered"]["metrics"])
     assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
     assert read("reports/benchmark/kfac-0.5.json")["speedup"] > 0

@@ -180,7 +180,7 @@ def test_a_score_is_that_of_all_rows_one_by_one() -> None:
             wanted = torch.tensor(row["labels"][1:-1])
             right.append(logits.argmax(-1) == wanted)
             losses.append(torch.nn.functional.cross_entropy(logits, wanted))
-    result = score(model, tiny_tokenizer(), rows(), TASK, 8).score
+    result = score(model, tiny_tokenizer(), rows(), TASK, 8, "test").score
     assert result.rows == 60
     assert result.metrics["accuracy"] == torch.cat(right).double().mean()
     assert result.loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
@@ -189,7 +189,7 @@ def test_a_score_is_that_of_all_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (score(bert(), tiny_tokenizer(), rows(), TASK, size).score for size in (16, batch_size))
+    one, other = (score(bert(), tiny_tokenizer(), rows(), TASK, size, "test").score for size in (16, batch_size))
     assert one.metrics == other.metrics
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 

@@ -81,7 +81,7 @@ def score(
     frame: pd.DataFrame,
     task: Task,
     batch_size: int,
-    split: Split = "test",
+    split: Split,
 ) -> Scored:
     """Metrics are means over questions, the loss is one over windows."""
     every, logits, positions = _predicted(model, tokenizer, frame, task, batch_size)

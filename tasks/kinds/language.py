@@ -73,7 +73,7 @@ def score(
     frame: pd.DataFrame,
     task: Task,
     batch_size: int,
-    split: Split = "test",
+    split: Split,
 ) -> Scored:
     """Perplexity is the exponential of the mean loss over all predicted tokens."""
     data = encode(frame, task, tokenizer, split)

@@ -49,7 +49,7 @@ def score(
     frame: pd.DataFrame,
     task: Task,
     batch_size: int,
-    split: Split = "test",
+    split: Split,
 ) -> Scored:
     data = encode(frame, task, tokenizer, split)
     outputs, labels = outputs_of(model, data, _collate(tokenizer, model), batch_size)

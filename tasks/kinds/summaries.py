@@ -87,7 +87,7 @@ def score(
     frame: pd.DataFrame,
     task: Task,
     batch_size: int,
-    split: Split = "test",
+    split: Split,
 ) -> Scored:
     """ROUGE of what the model writes, in `target_length` tokens at most; the loss is the mean over all tokens of the
     summaries, each given those before it."""

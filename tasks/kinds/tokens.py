@@ -64,7 +64,7 @@ def score(
     frame: pd.DataFrame,
     task: Task,
     batch_size: int,
-    split: Split = "test",
+    split: Split,
 ) -> Scored:
     """A row contributes the tags of its labelled tokens."""
     data = encode(frame, task, tokenizer, split)

@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from tasks.records import CONTROL_NAME
 from tasks.report.numbers import count, score
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, Scored
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, ScoredModel
 
 _COLOURS = (  # each is legible on white and on near black
     "#3f7fd6",
@@ -238,7 +238,7 @@ def _legend(results: Results, palette: Palette) -> list[Line2D]:
         Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
         for recipe, look in looks(results.recipes).items()
     ]
-    lines: tuple[tuple[str, Scored, Any], ...] = (("dense", DENSE, "-"), (CONTROL_NAME, CONTROL, ":"))
+    lines: tuple[tuple[str, ScoredModel, Any], ...] = (("dense", DENSE, "-"), (CONTROL_NAME, CONTROL, ":"))
     return [
         *entries,
         Line2D([], [], color=palette.ink, marker="o", label="recovered"),

@@ -52,10 +52,10 @@ class Point(BaseModel):
 Curve = tuple[Point, ...]
 """Empty where nothing was trained."""
 
-Scored = tuple[str, str]
+ScoredModel = tuple[str, str]
 """A model that was scored on the test rows: the file of its rows, and its name there, as ("kfac-0.5", "recovered")."""
-DENSE: Scored = ("dense", "dense")
-CONTROL: Scored = ("dense", "control")
+DENSE: ScoredModel = ("dense", "dense")
+CONTROL: ScoredModel = ("dense", "control")
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class CandidateResults:
         return self.evaluation.recovered.metric
 
     @property
-    def after(self) -> Scored:
+    def after(self) -> ScoredModel:
         return self.name, "recovered"
 
     @property
-    def before(self) -> Scored:
+    def before(self) -> ScoredModel:
         return self.name, "factorized"
 
     def share(self, target: Target) -> float:
@@ -126,7 +126,7 @@ class Results:
     """The recipe whose recovery the control has."""
     control_curve: Curve
     candidates: tuple[CandidateResults, ...]
-    resampled: Mapping[Scored, np.ndarray]
+    resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
 
     @property
@@ -165,11 +165,11 @@ class Results:
         """Mean over the targets of the rank that a dense weight can have."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
-    def difference(self, one: Scored, other: Scored) -> Interval:
+    def difference(self, one: ScoredModel, other: ScoredModel) -> Interval:
         """Of the metric of `one` less that of `other`, in the metric's units."""
         return interval(self.resampled[one] - self.resampled[other])
 
-    def gain(self, one: Scored, other: Scored) -> int:
+    def gain(self, one: ScoredModel, other: ScoredModel) -> int:
         """Whether `one` is better than `other` (1) or worse (-1) beyond what these rows leave to chance (0)."""
         sign = self.difference(one, other).sign
         return -sign if self.metric.lower_is_better else sign
@@ -188,11 +188,11 @@ class Results:
         others = [other for other in self.at(one.keep) if other.recovered != one.recovered]
         return [other for other in others if not self.gain(one.after, other.after)]
 
-    def metric_of(self, one: Scored) -> float:
+    def metric_of(self, one: ScoredModel) -> float:
         """Of the dense model or the control."""
         return (self.dense if one == DENSE else self.dense.control).score.metric
 
-    def retained(self, metric: float, reference: Scored) -> float | None:
+    def retained(self, metric: float, reference: ScoredModel) -> float | None:
         """How much `metric` is of that of the dense model or the control; None where the quotient would mislead."""
         return self.metric.retained(metric, self.metric_of(reference))
 
@@ -238,10 +238,10 @@ def _read_candidate(recipe: str, keep: str) -> CandidateResults:
     )
 
 
-def _read_rows(results: Results) -> dict[Scored, pd.DataFrame]:
+def _read_rows(results: Results) -> dict[ScoredModel, pd.DataFrame]:
     """What each test row contributed to each model, all of as many rows."""
     commands = {one.name: f"evaluate {_options(one.recipe, one.keep)}" for one in results.candidates}
-    found: dict[Scored, pd.DataFrame] = {}
+    found: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
         for model, rows in read_rows(Path(), name, command).groupby("model", sort=False):
             found[name, str(model)] = rows

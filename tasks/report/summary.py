@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tasks.report.numbers import between, count, counted, percent, score
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scored
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
 
 def summary(results: Results) -> list[str]:
@@ -51,7 +51,7 @@ def _retained(results: Results, one: CandidateResults) -> str:
     return f", {dense} of dense and {control} of the control"
 
 
-def _verdict(results: Results, one: CandidateResults, reference: Scored) -> str:
+def _verdict(results: Results, one: CandidateResults, reference: ScoredModel) -> str:
     """What the interval of the difference says, and nothing beyond it."""
     found = results.difference(one.after, reference)
     word = {1: "a gain", -1: "a loss", 0: "no loss that these rows can see"}[results.gain(one.after, reference)]

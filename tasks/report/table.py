@@ -14,7 +14,7 @@ from rich.table import Table
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import LEVEL, RESAMPLES
 from tasks.report.numbers import between, count, percent, rank, score, size, times
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scored
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
 COLUMNS = (
     "recipe",
@@ -153,7 +153,7 @@ def _control_values(results: Results) -> Iterable[str | float | None]:
     )
 
 
-def _compared_values(results: Results, one: Scored) -> Iterable[float]:
+def _compared_values(results: Results, one: ScoredModel) -> Iterable[float]:
     ends = [results.difference(one, reference) for reference in (DENSE, CONTROL)]
     return results.dense.control.score.metric, *(end for each in ends for end in (each.low, each.high))
 
@@ -229,7 +229,7 @@ def _mark(results: Results, one: CandidateResults) -> str:
     return "*" if results.is_best(one) else "≈" if one in results.rivals(best) else ""
 
 
-def _compared(results: Results, one: Scored, metric: float, reference: Scored) -> Compared:
+def _compared(results: Results, one: ScoredModel, metric: float, reference: ScoredModel) -> Compared:
     """With no difference of a model from itself."""
     share, found = results.retained(metric, reference), results.difference(one, reference)
     words = "" if one == reference else between(found.low, found.high, metric)
