@@ -156,7 +156,7 @@ def other_study(
 
     studies = study_file.load(path, seed or (), task or ())
     other_studies.check_committed(studies[0])
-    found, failed = _run_tasks(studies, Options(workers, timeout))
+    ran, found, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and found:
         print(
             seeds_table.to_text(
@@ -165,7 +165,7 @@ def other_study(
         )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        seeds_table.write(table, *seeds_table.page(studies, found, table.stem, command))
+        seeds_table.write(table, *seeds_table.page(ran, found, table.stem, command))
         print(f"Written to {table} and {table.with_suffix('.csv')}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
@@ -175,22 +175,26 @@ def other_study(
         sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
 
 
-def _run_tasks(studies: Sequence[StudyFile], options: Options) -> tuple[dict[str | None, pd.DataFrame], dict[str, str]]:
-    """What each task found, printed as soon as it is there, and the causes of what failed."""
+def _run_tasks(
+    studies: Sequence[StudyFile], options: Options
+) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str, str]]:
+    """The studies as they ran, what each task found, printed as soon as it is there, and the causes of what failed."""
     from flows import other_studies
     from tasks.report import seeds_table
 
+    ran: list[StudyFile] = []
     found: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        causes = other_studies.run_all(study, options)
+        chosen, causes = other_studies.run_all(study, options)
+        ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
         finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             found[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(found[study.task])), flush=True)
-    return found, failed
+    return ran, found, failed
 
 
 @app.command()

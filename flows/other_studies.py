@@ -16,8 +16,10 @@ from ruamel.yaml import YAML
 from flows import workspaces
 from flows.options import Options
 from flows.workspaces import WORKSPACES, WorkspaceError, terminable
+from tasks import trials
 from tasks.params import PARAMS
 from tasks.study_file import StudyFile
+from tasks.trials import Trials
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +42,16 @@ def check_committed(study: StudyFile) -> None:
     workspaces.refuse(edited, "A study runs")
 
 
-def run_all(study: StudyFile, options: Options) -> dict[int, str]:
-    """Run the study with one seed after the other; those that failed, with the causes."""
+def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
+    """Run the study's trials, if it has some, and then with one seed after the other.
+
+    Returns:
+        The study as it ran, and the seeds that failed, with the causes.
+    """
+    try:
+        study = _choose(study, study.trials, options) if study.trials else study
+    except WorkspaceError as error:
+        return study, dict.fromkeys(study.seeds, str(error))
     failed: dict[int, str] = {}
     for seed in study.seeds:
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
@@ -50,7 +60,21 @@ def run_all(study: StudyFile, options: Options) -> dict[int, str]:
                 failed[seed] = "its own messages are above"
         except WorkspaceError as error:
             failed[seed] = str(error)
-    return failed
+    return study, failed
+
+
+def _choose(study: StudyFile, asked: Trials, options: Options) -> StudyFile:
+    """Run what the study's file wants to be tried, and give the study with the best of each recipe.
+
+    Raises:
+        WorkspaceError: the trials cannot be run, or failed.
+    """
+    first = study.of_trials(asked)
+    folder = folder_of(first, asked.seed)
+    print(f"trials: {folder}", flush=True)
+    if not run(first, asked.seed, options):
+        raise WorkspaceError("the trials failed; their own messages are above")
+    return study.at_its_best(trials.results(asked, study.metric, folder))
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:

@@ -23,7 +23,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import cluster, engine, run_page, settings
-from flows.engine import Outcome, Planned, processes
+from flows.engine import Outcome, Planned, durations, processes
 from flows.options import Options
 from flows.up_to_date import summary
 from tasks import check_params
@@ -128,6 +128,7 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
+        durations.record(finished.values())
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)

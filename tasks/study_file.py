@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from tasks import check_params, params
+from tasks import check_params, params, trials
+from tasks.merge import merge
 from tasks.metrics import METRICS, MetricName
 from tasks.params import PARAMS, ParamsError, Seed
 from tasks.report import published
 from tasks.report.published import Published
+from tasks.trials import Trial, Trials
 
 _NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
 
@@ -33,10 +34,16 @@ class StudyFile:
     """Its name among the tasks of the file; None in a file without tasks."""
     published: tuple[Published, ...] = ()
     """What the file cites, of all its tasks."""
+    trials: Trials | None = None
+    """What is to be tried of its recipes first; None where nothing is, or it was."""
+    tried: tuple[Trial, ...] = ()
+    """What trials found, whose best the recipes in `params` are."""
+    suffix: str = ""
+    """Of the name of a study of trials."""
 
     @property
     def name(self) -> str:
-        return f"{self.path.stem}-{self.task}" if self.task else self.path.stem
+        return "-".join(filter(None, (self.path.stem, self.task, self.suffix)))
 
     @property
     def metric(self) -> MetricName:
@@ -47,6 +54,15 @@ class StudyFile:
         """params.yaml as it runs with `seed`."""
         return {**self.params, "seed": seed}
 
+    def of_trials(self, asked: Trials) -> StudyFile:
+        """The study that runs the trials: each as a recipe of its own."""
+        content = trials.study(self.params, asked)
+        return replace(self, params=content, seeds=(asked.seed,), trials=None, suffix=trials.SUFFIX)
+
+    def at_its_best(self, tried: Sequence[Trial]) -> StudyFile:
+        """This study with the best trial of each recipe."""
+        return replace(self, params=trials.best(self.params, tried), trials=None, tried=tuple(tried))
+
 
 class _Own(params.Section):
     """What a study's file has beside sections of params.yaml."""
@@ -54,6 +70,7 @@ class _Own(params.Section):
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
     tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)] | None = None
     published: tuple[Published, ...] = ()
+    trials: Trials | None = None
 
 
 def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
@@ -80,7 +97,9 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     merged = {task: merge(common, part) for task, part in parts.items()}
     _check(common, merged, own, file)
     return tuple(
-        StudyFile(path, _named(content, task, parts[task]), chosen or (content["seed"],), task, own.published)
+        StudyFile(
+            path, _named(content, task, parts[task]), chosen or (content["seed"],), task, own.published, own.trials
+        )
         for task, content in merged.items()
         if not tasks or task in tasks
     )
@@ -129,8 +148,17 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
         for line in (check_params.mistakes(content) if task else shared)
     ]
     lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
+    if own.trials:
+        lines += _of_trials(own.trials, merged.values(), sound=not lines)
     if lines:
         raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
+
+
+def _of_trials(asked: Trials, merged: Iterable[Mapping[str, Any]], sound: bool) -> Iterator[str]:
+    """Mistakes of what is to be tried; of its recipes where those that they change are `sound`."""
+    for content in merged:
+        wrong = list(trials.mistakes(content, asked))
+        yield from wrong or (check_params.mistakes(trials.study(content, asked)) if sound else ())
 
 
 def _metric(content: Mapping[str, Any]) -> MetricName | None:
@@ -144,18 +172,3 @@ def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -
     if task is None or "name" in part.get("study", {}):
         return content
     return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})
-
-
-def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`old` with what `new` states: mappings merge key by key, anything else replaces.
-
-    A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another.
-    """
-    result = dict(copy.deepcopy(old))
-    for key, value in new.items():
-        before = result.get(key)
-        if isinstance(value, dict) and isinstance(before, dict) and value.get("kind") in (None, before.get("kind")):
-            result[key] = merge(before, value)
-        else:
-            result[key] = copy.deepcopy(value)
-    return result

@@ -34,6 +34,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "macs_per_token": 3_000,
             "speedup": 1.5 + seed,
             "search_steps": 10,
+            "seconds": 30.0,
             "average_rank": 380.0 if recipe == "a" else None,
             "shaped": 0.7 if recipe == "a" else None,
             "test_rows": 1000,

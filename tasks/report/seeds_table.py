@@ -5,6 +5,7 @@ A study of several tasks has a table of each, and one of all.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
-from tasks.records import CONTROL_NAME, DENSE_METRICS, DenseReport
+from tasks.records import CONTROL_NAME, DENSE_METRICS, SECONDS, DenseReport
 from tasks.report import published
 from tasks.report.bootstrap import LEVEL, RESAMPLES, interval, resampled
 from tasks.report.numbers import between, count, counted, percent, score, times
@@ -47,6 +48,7 @@ REFERENCES = ("dense", "control")
 Candidate = tuple[str, str]
 
 _OF_DENSE = {DENSE: "dense", CONTROL: "control"}
+_MAKING = ("search", "factorize", "finetune")
 _ENDS = ("low", "high")
 _WIDTH = 220
 
@@ -97,7 +99,20 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     rows["target_share"] = rows.target_parameters / sum(target.parameters for target in targets)
     rows["model_share"] = rows.model_parameters / dense.size.model_parameters
     rows["macs_share"] = rows.macs_per_token / dense.size.macs_per_token
+    rows["seconds"] = _seconds(rows, folder)
     return rows
+
+
+def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
+    """What each candidate took to be made: its search, factorization and recovery; None where that is not known."""
+    file = folder / SECONDS
+    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    found = []
+    for one in rows[CANDIDATE].itertuples(index=False, name=None):
+        stages = ["control"] if one == CONTROL else [f"{stage}@{candidate_name(*one)}" for stage in _MAKING]
+        took = [known[stage] for stage in stages if stage in known]
+        found.append(sum(took) if len(took) == len(stages) else None)
+    return found
 
 
 def _metric(rows: pd.DataFrame) -> Metric:
@@ -118,6 +133,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
         "MACs per token",
         "speedup",
         "search steps",
+        "seconds",
         "rank after pruning",
         f"shaped{unit}",
     ]
@@ -134,6 +150,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
             f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
             times(group.speedup.mean()),
             f"{group.search_steps.mean():.0f}",
+            _plain_mean(group.seconds),
             _spread(group.average_rank),
             _scores(group["shaped"], metric),
         ]
@@ -158,6 +175,10 @@ def _plain(values: pd.Series[float]) -> str:
     if values.empty or values.isna().any():
         return "–"
     return score(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
+
+
+def _plain_mean(values: pd.Series[float]) -> str:
+    return "–" if values.isna().any() else f"{values.mean():.0f}"
 
 
 def _spread(values: pd.Series[float]) -> str:
@@ -243,27 +264,53 @@ def page(
     each = "seed" if None in metrics else "task and seed"
     text = [f"# {name}", "", f"Made by `{command}`. The numbers of each {each} are in [{name}.csv]({name}.csv).", ""]
     if None in metrics:
-        return rows, _lines([*text, *_part(rows, studies[0].params), *cited])
+        return rows, _lines([*text, *_part(rows, studies[0]), *cited])
     text += [_OF_ALL, "", *_table(*combined(rows, metrics)), *cited]
     for study in studies:
-        text += ["", f"## {study.task}", "", *_part(found[study.task], study.params)]
+        text += ["", f"## {study.task}", "", *_part(found[study.task], study)]
     return rows, _lines(text)
 
 
 _OF_ALL = "Recovered, 100 × each metric but for perplexities; `dense` is the model that is compressed."
 _OF_ZERO_SHOT = "Zero-shot tasks, 100 × what lm-evaluation-harness gives, after recovery."
+_OF_TRIALS = (
+    "Trials at one keep and with one seed: what was best on validation rows (*) is what the table has of its recipe."
+)
 _OF_OTHERS = "What papers report, none of it measured here; the last column numbers what differs."
 
 
-def _part(rows: pd.DataFrame, params: Mapping[str, Any]) -> list[str]:
-    """The facts and the table of one task."""
+def _part(rows: pd.DataFrame, study: StudyFile) -> list[str]:
+    """The facts, the table and the trials of one task."""
     asked = ["", _OF_ZERO_SHOT, "", *_table(*zero_shot(rows))] if _asked(rows) else []
-    return [*(f"- {what}: {fact}" for what, fact in _facts(rows, params).items()), "", *_table(*cells(rows)), *asked]
+    facts = [f"- {what}: {fact}" for what, fact in _facts(rows, study.params).items()]
+    return [*facts, "", *_table(*cells(rows)), *asked, *_tried(study)]
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     align = ("left", *["right"] * (len(heads) - 1))
     return [pd.DataFrame(lines, columns=list(heads)).to_markdown(index=False, disable_numparse=True, colalign=align)]
+
+
+def _tried(study: StudyFile) -> list[str]:
+    """What trials found, and which the table has."""
+    if not study.tried:
+        return []
+    metric = METRICS[study.metric]
+    unit = ", %" if metric.share else ""
+    lines = [
+        [one.recipe, _words(one.change), _scores(pd.Series([one.validation]), metric), "*" if one.chosen else ""]
+        for one in study.tried
+    ]
+    return ["", _OF_TRIALS, "", *_table(["recipe", "trial", f"validation{unit}", ""], lines)]
+
+
+def _words(change: Mapping[str, Any], prefix: str = "") -> str:
+    """`recovery.steps 30, ranks.kind waterfill`, or `as it is` for no change."""
+    parts = [
+        _words(value, f"{prefix}{key}.") if isinstance(value, dict) else f"{prefix}{key} {value}"
+        for key, value in change.items()
+    ]
+    return ", ".join(parts) or "as it is"
 
 
 def _cited(study: StudyFile, metrics: TaskMetrics) -> list[str]:
@@ -297,6 +344,8 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",
+        "Seconds": "search, factorization and recovery of a candidate on this machine, beside others; not the "
+        "teacher and the evidence, which all share.",
         "Machine": f"{_machine()}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
 
