@@ -128,7 +128,7 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        durations.record(finished.values())
+        durations.record(planned, finished)
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)
@@ -167,6 +167,8 @@ def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Out
     order = sorted(planned, key=lambda one: phases[one.name])
     for position, one in enumerate(order):
         waits: list[object] = [futures[name] for name in one.upstream]
+        if one.twin in futures:
+            waits.append(allow_failure(futures[one.twin]))
         if one.alone:
             waits += [allow_failure(futures[before.name]) for before in order[:position]]
         futures[one.name] = submit(one, wait_for=waits)

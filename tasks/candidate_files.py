@@ -24,7 +24,6 @@ class Decision(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    recipe: str
     keep: float
     ranks: dict[str, int | None]
     """Target → rank, or null where it stays dense."""

@@ -74,7 +74,6 @@ def search(recipe: str, keep: str) -> None:
             say(f"{left:.0%} of the weights are left, of rank {rank_left:.1f} on average; {empty} rows are empty")
         found = _find(problem, method, bool(residual))
         decision = Decision(
-            recipe=recipe,
             keep=float(keep),
             ranks=dict(found.ranks),
             predicted_loss=found.spectra

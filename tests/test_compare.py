@@ -149,7 +149,7 @@ def make_candidate(
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
     sizes = {each: {"rank": rank, "rows": 0 if rank is None else rows} for each, rank in ranks.items()}
     after = sum(100 if rank is None else 20 * rank for rank in ranks.values())
-    decision = {"recipe": recipe, "keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
+    decision = {"keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
     decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
     decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
     write(f"models/ranks/{name}/ranks.json", decision)

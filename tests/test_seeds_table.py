@@ -1,5 +1,6 @@
 """The tables of a study with several seeds and tasks, from made-up results."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ import pandas as pd
 import pytest
 
 from tasks.metrics import METRICS, MetricName
+from tasks.records import SECONDS
 from tasks.report import published
 from tasks.report import seeds_table as summary
 from tasks.report.published import Published
+from tasks.report.seeds_table import CANDIDATE, CONTROL
 from tasks.study_file import StudyFile
+from tasks.trials import Trial
 from tests.test_published import ROW
 from tests.workspace import REVIEWS, a_task, tiny_params
 
@@ -52,7 +56,14 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
 
 def finished(root: Path, rows: pd.DataFrame) -> None:
     """Fill `root` with what `collect` reads of a study that found `rows`."""
-    relative = ["seed", "test_rows", "of_dense", "of_control", *(f"{a}_share" for a in ("target", "model", "macs"))]
+    relative = [
+        "seed",
+        "seconds",
+        "test_rows",
+        "of_dense",
+        "of_control",
+        *(f"{a}_share" for a in ("target", "model", "macs")),
+    ]
     relative += [name for name in rows if name.startswith("seeds_")]
     for folder in ("reports", "data/importance"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -100,6 +111,7 @@ class TestSummary:
         assert plain["MACs per token"] == "3.00 k (75.0 %)"
         assert plain["speedup"] == "2.00 ×"
         assert plain["search steps"] == "10"
+        assert plain["seconds"] == "30"
         assert plain["rank after pruning"] == "–"  # of a candidate that was not shaped
         assert [dict(zip(heads, line, strict=True))["shaped, %"] for line in lines[:2]] == ["–", "70.0 ± 0.0"]
 
@@ -197,6 +209,26 @@ class TestSummary:
         assert f"Recovery: {way} (svd); {way}, then 7 steps of 8 rows at a rate of 0.001 (kfac)." in page_of(
             made_up(), params
         )
+
+    def test_a_candidate_took_what_its_stages_took(self, tmp_path: Path) -> None:
+        """The control one training; where a stage's time is not known, nothing is said."""
+        rows = made_up(seeds=1)
+        rows.loc[0, CANDIDATE] = CONTROL
+        finished(tmp_path, rows)
+        assert summary.collect({0: tmp_path}).seconds.isna().all()
+        known = {"search@b-0.25": 1, "factorize@b-0.25": 2, "finetune@b-0.25": 4, "evaluate@b-0.25": 8, "control": 16}
+        (tmp_path / SECONDS).write_text(json.dumps({**known, "finetune@a-0.5": 32}))
+        found = summary.collect({0: tmp_path}).set_index(CANDIDATE).seconds
+        assert found.dropna().to_dict() == {CONTROL: 16, ("b", "0.25"): 7}
+
+    def test_trials_are_listed_with_what_was_chosen(self) -> None:
+        tried = (Trial("a", {}, 0.5, False), Trial("a", {"recovery": {"steps": 9}, "sequential": 1}, 0.75, True))
+        study = StudyFile(Path("studies/two.yaml"), tiny_params(), (0, 1), tried=tried)
+        lines = [
+            re.sub(" +", " ", line) for line in summary.page([study], {None: made_up()}, "two", "")[1].splitlines()
+        ]
+        assert "| a | as it is | 50.0 | |" in lines
+        assert "| a | recovery.steps 9, sequential 1 | 75.0 | * |" in lines
 
     def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
         """Words that pandas would read as missing values, and keeps as they are written."""

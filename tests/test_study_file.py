@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from tasks.merge import merge
 from tasks.params import ParamsError
 from tasks.report.published import Published
-from tasks.study_file import StudyFile, load, merge
+from tasks.study_file import StudyFile, load
+from tasks.trials import Trial, Trials
 from tests.test_published import ROW
+from tests.test_trials import ASKED, FASTER
 from tests.workspace import tiny_params, write_params
 
 MAPPINGS = st.dictionaries(
@@ -252,3 +255,36 @@ class TestPublished:
     def test_a_study_without_tasks_has_a_score_and_other_benchmarks(self, write: Callable[..., Path]) -> None:
         rows = [{**ROW, "score": 80}, {**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}]
         assert only(write({"published": rows})).published == tuple(Published(**row) for row in rows)
+
+
+class TestTrials:
+    """What may be tried first; tests/test_trials.py has the rest."""
+
+    def test_the_study_and_its_trials_have_workspaces_of_their_own(self, write: Callable[..., Path]) -> None:
+        study = only(write({"trials": ASKED, "seeds": [0, 1]}))
+        assert study.trials == Trials.model_validate(ASKED)
+        first = study.of_trials(study.trials)
+        assert (first.name, first.seeds, first.trials) == ("other-trials", (3,), None)
+        tried = (Trial("svd", FASTER, 0.5, True),)
+        best = study.at_its_best(tried)
+        assert (best.name, best.seeds, best.trials, best.tried) == ("other", (0, 1), None, tried)
+        assert best.params["recipes"]["svd"]["recovery"]["learning_rate"] == 1e-3
+
+    def test_tasks_have_the_same_trials(self, write: Callable[..., Path]) -> None:
+        one, two = load(write({"trials": ASKED, "tasks": {"one": {}, "two": {"data": {"seed": 4}}}}))
+        assert one.of_trials(one.trials).name == "other-one-trials"  # type: ignore[arg-type]
+        assert two.of_trials(two.trials).params["data"]["seed"] == 4  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("change", "where"),
+        [
+            ({"keep": 2}, "trials.keep"),
+            ({"recipes": {"mine": [{}]}}, "trials.recipes.mine"),
+            ({"recipes": {"svd": []}}, "trials.recipes.svd"),
+            ({"recipes": {"svd": [FASTER, {}, FASTER]}}, "trials.recipes.svd"),
+            ({"recipes": {"svd": [{}, {"recovery": {"rate": 1}}]}}, "recipes.svd_trial2.recovery.rate"),
+        ],
+    )
+    def test_mistakes_are_named(self, write: Callable[..., Path], change: dict[str, Any], where: str) -> None:
+        with pytest.raises(ParamsError, match=rf"\n  {re.escape(where)}"):
+            load(write({"trials": {**ASKED, **change}}))

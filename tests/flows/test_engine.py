@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,87 @@ def test_a_new_matrix_item_runs_only_what_is_new(workspace: Path) -> None:
     (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 2, c: 3").replace("[a, b]", "[a, b, c]"))
     run_all(workspace)
     assert ran(workspace) == ["total", "work@c"]
+
+
+CANDIDATES = """\
+vars: [params.yaml]
+stages:
+  search:
+    matrix: {recipe: "${study.recipes}", keep: "${study.keeps}"}
+    cmd: python toy.py --recipe ${item.recipe} --keep ${item.keep}
+    deps: [raw.txt]
+    params: ["recipes.${item.recipe}.ranks"]
+    outs: ["ranks/${item.recipe}-${item.keep}"]
+  finetune:
+    matrix: {recipe: "${study.recipes}", keep: "${study.keeps}"}
+    cmd: python toy.py --recipe ${item.recipe} --keep ${item.keep} --of ranks/${item.recipe}-${item.keep}
+    deps: ["ranks/${item.recipe}-${item.keep}"]
+    params: ["recipes.${item.recipe}.recovery"]
+    outs: ["tuned/${item.recipe}-${item.keep}"]
+"""
+"""Two stages of a candidate, of which the second alone reads how it recovers."""
+TOY = """\
+import pathlib, sys
+import ruamel.yaml
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+part, folder = ("recovery", "tuned") if "--of" in words else ("ranks", "ranks")
+read = ruamel.yaml.YAML(typ="safe").load(pathlib.Path("params.yaml"))["recipes"][words["--recipe"]][part]
+out = pathlib.Path(folder, words["--recipe"] + "-" + words["--keep"])
+out.mkdir(parents=True)
+(out / "is").write_text(f"{read} {words['--keep']} {pathlib.Path('raw.txt').read_text()}")
+print(out, file=open("ran.log", "a"))
+"""
+
+
+class TestTwins:
+    """Recipes that differ only in what a later stage reads have the earlier ones in common."""
+
+    @pytest.fixture
+    def candidates(self, workspace: Path) -> Path:
+        (workspace / "dvc.yaml").write_text(CANDIDATES)
+        (workspace / "toy.py").write_text(TOY)
+        self.write(workspace, one={"ranks": 1, "recovery": 1}, two={"ranks": 1, "recovery": 2})
+        return workspace
+
+    @staticmethod
+    def write(root: Path, **recipes: dict[str, int]) -> None:
+        content = {"study": {"recipes": list(recipes), "keeps": [0.5, 0.25]}, "recipes": recipes}
+        (root / "params.yaml").write_text(json.dumps(content))
+
+    def test_what_is_common_runs_once_and_is_what_dvc_repro_makes(self, candidates: Path, tmp_path: Path) -> None:
+        statuses = run_all(candidates)
+        assert Counter(statuses.values()) == {"Executed": 6, "Restored": 2}
+        made = ran(candidates)
+        assert sum(name.startswith("ranks/") for name in made) == 2
+        assert sum(name.startswith("tuned/") for name in made) == 4
+        assert stale(candidates) == []
+        by_hand = Path(shutil.copytree(candidates, tmp_path / "by-hand"))
+        call(by_hand, "dvc", "repro", "--force", "--no-run-cache")
+        assert len(ran(by_hand)) == 8
+        assert entries(by_hand) == entries(candidates)
+
+    @pytest.mark.parametrize("new", ["a", "z"])
+    def test_a_new_recipe_takes_what_is_there(self, candidates: Path, new: str) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1})
+        run_all(candidates)
+        ran(candidates)
+        self.write(candidates, **{"one": {"ranks": 1, "recovery": 1}, new: {"ranks": 1, "recovery": 2}})
+        run_all(candidates)
+        assert ran(candidates) == [f"tuned/{new}-0.25", f"tuned/{new}-0.5"]
+
+    def test_other_parameters_are_no_twin_s(self, candidates: Path) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
+        assert set(run_all(candidates).values()) == {"Executed"}
+
+    def test_a_twin_that_read_something_else_or_failed_is_none(self, candidates: Path) -> None:
+        first, second = sorted(
+            (planned(f"search@{name}-0.5") for name in ("one", "two")), key=lambda one: bool(one.twin)
+        )
+        assert second.twin == first.name
+        assert engine.run(second, execute(candidates)).status == "Executed"
+        engine.run(first, execute(candidates))
+        (candidates / "raw.txt").write_text("other\n")
+        assert engine.run(second, execute(candidates)).status == "Executed"
 
 
 def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:

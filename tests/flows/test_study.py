@@ -77,6 +77,11 @@ class TestAfterTheFirstRun:
         ]
         assert (workspace / "reports/comparison.html").read_text().startswith("<!doctype html>")
 
+    def test_what_each_stage_took_is_written_down(self, workspace: Path) -> None:
+        seconds = json.loads((workspace / "reports/seconds.json").read_text())
+        assert {"teacher", "search@svd-0.5", "finetune@kfac-0.5", "compare"} < set(seconds)
+        assert min(seconds.values()) > 0
+
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from typer.testing import CliRunner
 from flows import other_studies, workspaces
 from flows.cli import app
 from flows.options import Options
-from flows.other_studies import check_committed, prepare
+from flows.other_studies import check_committed, folder_of, prepare
 from flows.workspaces import WorkspaceError, carry
 from tasks import study_file
 from tasks.report import seeds_table as summary
 from tasks.study_file import StudyFile
+from tasks.trials import Trials
 from tests.flows.toy import ENVIRONMENT, Flows, Study, call
 from tests.test_seeds_table import made_up
+from tests.test_trials import scored
 from tests.workspace import tiny_params
 
 ROOT = Path(__file__).parents[2]
@@ -52,8 +55,8 @@ def test_parameters_are_written_as_they_were_read(tmp_path: Path) -> None:
 
 
 MAIN = """\
-import os, pathlib, sys, time
-seed = int(pathlib.Path("params.yaml").read_text().rsplit("seed: ")[1])
+import os, pathlib, re, sys, time
+seed = int(re.search(r"^seed: (\\d+)", pathlib.Path("params.yaml").read_text(), re.M)[1])
 print(sys.argv, os.environ["MLFLOW_TRACKING_URI"], file=open("ran.log", "a"))
 pathlib.Path("pid").write_text(str(os.getpid()))
 time.sleep(600 if seed == 9 else 0)
@@ -204,7 +207,7 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        failed = other_studies.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
+        _, failed = other_studies.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -213,15 +216,36 @@ class TestRunning:
 
     def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        failed = other_studies.run_all(toy(0, 2), Options())
+        _, failed = other_studies.run_all(toy(0, 2), Options())
         assert list(failed) == [0]
         assert "is no worktree" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
-            failed = other_studies.run_all(toy(0), Options())
+            _, failed = other_studies.run_all(toy(0), Options())
         assert "already" in failed[0]
-        assert not other_studies.run_all(toy(0), Options())
+        assert other_studies.run_all(toy(0), Options()) == (toy(0), {})
+
+    def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
+        asked = Trials(seed=0, keep=0.5, recipes={"svd": ({}, {"rate": 2}, {"rate": 3})})
+        content = {**toy().params, "data": {"metric": "accuracy"}, "recipes": {"svd": {"rate": 1}}}
+        study = replace(toy(0, 2), params=content, trials=asked)
+        folder = prepare(study.of_trials(asked), 0)
+        for name, validation in {"svd": 0.5, "svd_trial2": 0.7, "svd_trial3": 0.6}.items():
+            scored(folder, f"{name}-0.5", validation)
+        ran, failed = other_studies.run_all(study, Options())
+        assert not failed
+        assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
+        assert [one.chosen for one in ran.tried] == [False, True, False]
+        for seed in (0, 2):
+            assert read(folder_of(study, seed) / "params.yaml")["recipes"] == {"svd": {"rate": 2}}
+
+    def test_without_its_trials_no_seed_runs(self, repository: Path) -> None:
+        asked = Trials(seed=1, keep=0.5, recipes={"svd": ({},)})
+        study = replace(toy(0, 2), params={**toy().params, "recipes": {"svd": {}}}, trials=asked)
+        _, failed = other_studies.run_all(study, Options())
+        assert set(failed) == {0, 2}
+        assert not folder_of(study, 0).exists()
 
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
