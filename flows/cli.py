@@ -143,7 +143,7 @@ def other_study(
     task: Annotated[list[str] | None, typer.Option(help="of the file's tasks; repeatable; default: all")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
-    table: Annotated[Path | None, typer.Option(help="write the table to this .md, and a .csv beside it")] = None,
+    table: Annotated[Path | None, typer.Option(help="write the table to this .md, and its numbers beside it")] = None,
 ) -> None:
     """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
     if (path := file or params) is None or (file and params):
@@ -152,7 +152,7 @@ def other_study(
         sys.exit(f"--table {table}: write a name that ends with .md")
     from flows import other_studies  # slow imports, not for --help
     from tasks import study_file
-    from tasks.report import seeds_table
+    from tasks.report import pairs, seeds_table
 
     studies = study_file.load(path, seed or (), task or ())
     other_studies.check_committed(studies[0])
@@ -165,8 +165,10 @@ def other_study(
         )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        seeds_table.write(table, *seeds_table.page(ran, found, table.stem, command))
-        print(f"Written to {table} and {table.with_suffix('.csv')}.")
+        rows, text = seeds_table.page(ran, found, table.stem, command)
+        apart = {one.task: pairs.differences(found[one.task], other_studies.folders_of(one)) for one in ran}
+        written = seeds_table.write(table, rows, seeds_table.joined(apart), text)
+        print(f"Written to {', '.join(map(str, written))}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         what = "runs" if studies[0].task else "seeds"
@@ -190,7 +192,7 @@ def _run_tasks(
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
         if finished:
             found[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(found[study.task])), flush=True)

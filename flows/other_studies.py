@@ -29,6 +29,11 @@ def folder_of(study: StudyFile, seed: int) -> Path:
     return WORKSPACES / f"{study.name}-seed{seed}"
 
 
+def folders_of(study: StudyFile) -> dict[int, Path]:
+    """Seed → its workspace, relative to the main one."""
+    return {seed: folder_of(study, seed) for seed in study.seeds}
+
+
 def check_committed(study: StudyFile) -> None:
     """Check that a workspace made from the commit runs what stands in the main workspace.
 

@@ -12,6 +12,7 @@ from tasks.metrics import METRICS, MetricName
 from tasks.records import SECONDS
 from tasks.report import published
 from tasks.report import seeds_table as summary
+from tasks.report.pairs import differences
 from tasks.report.published import Published
 from tasks.report.seeds_table import CANDIDATE, CONTROL
 from tasks.study_file import StudyFile
@@ -196,9 +197,10 @@ class TestSummary:
         ):
             assert part in text
         assert str(Path.cwd()) not in text
-        summary.write(tmp_path / "new/two.md", made_up(), text)
+        summary.write(tmp_path / "new/two.md", made_up(), pd.DataFrame({"keep": [1]}), text)
         assert (tmp_path / "new/two.md").read_text() == text
         assert len((tmp_path / "new/two.csv").read_text().splitlines()) == 9
+        assert (tmp_path / "new/two.pairs.csv").read_text() == "keep\n1\n"
 
     def test_the_page_says_each_way_of_recovery(self) -> None:
         params = tiny_params()
@@ -241,6 +243,31 @@ class TestSummary:
         assert list(rows.keep) == ["0.50", "0.5", "1", "1.0"] * 2
         assert list(rows.seed) == [0] * 4 + [5] * 4
         assert set(rows.model_share) == {0.5}
+
+
+class TestPairs:
+    def test_each_two_recipes_of_a_keep_over_all_seeds(self, tmp_path: Path) -> None:
+        """`a` is right on 3 and 1 rows of 4, `b` on 2 and 2, on the same rows for 200 times."""
+        right = {"a": ([1, 1, 1, 0], [0, 0, 0, 1]), "b": ([1, 1, 0, 0], [0, 0, 1, 1])}
+        folders = {seed: tmp_path / str(seed) for seed in range(2)}
+        for seed, folder in folders.items():
+            finished(folder, made_up(seeds=1))
+            for recipe, seeds in right.items():
+                answered(folder, f"{recipe}-0.5", recovered=seeds[seed] * 200)
+        one, *others = differences(made_up(), folders).query("keep == '0.5'").itertuples()
+        assert not others  # none was scored before recovery
+        assert (one.model, one.first, one.second, one.difference) == ("recovered", "a", "b", 0)
+        # The seeds differ by 1 and by -1 on the third row in four: together never.
+        assert (one.low, one.high) == (0, 0)
+        (one,) = differences(made_up(), {0: folders[0]}).query("keep == '0.5'").itertuples()
+        assert one.difference == 0.25
+        assert one.low == pytest.approx(0.25 - 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
+        assert one.high == pytest.approx(0.25 + 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
+
+    def test_keeps_and_models_have_lines_of_their_own(self, tmp_path: Path) -> None:
+        finished(tmp_path, made_up(seeds=1))
+        found = differences(made_up(), {0: tmp_path})
+        assert list(found.groupby(["keep", "model"]).size()) == [1, 1, 1, 1]
 
 
 OF_TASKS: published.TaskMetrics = {"one": "accuracy", "two": "matthews"}

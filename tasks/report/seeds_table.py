@@ -262,7 +262,13 @@ def page(
     rows, metrics = joined(found), {study.task: study.metric for study in studies}
     cited = _cited(studies[0], metrics)
     each = "seed" if None in metrics else "task and seed"
-    text = [f"# {name}", "", f"Made by `{command}`. The numbers of each {each} are in [{name}.csv]({name}.csv).", ""]
+    text = [
+        f"# {name}",
+        "",
+        f"Made by `{command}`. The numbers of each {each} are in [{name}.csv]({name}.csv), the "
+        f"differences between recipes with their intervals in [{name}.pairs.csv]({name}.pairs.csv).",
+        "",
+    ]
     if None in metrics:
         return rows, _lines([*text, *_part(rows, studies[0]), *cited])
     text += [_OF_ALL, "", *_table(*combined(rows, metrics)), *cited]
@@ -393,8 +399,11 @@ def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
-def write(table: Path, rows: pd.DataFrame, text: str) -> None:
-    """Write the Markdown to `table`, and the rows beside it as CSV."""
+def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:
+    """Write the Markdown to `table`, and rows and pairs beside it as CSV; the files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
-    rows.to_csv(table.with_suffix(".csv"), index=False, lineterminator="\n")
+    files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): pairs}
+    for file, content in files.items():
+        content.to_csv(file, index=False, lineterminator="\n")
+    return [table, *files]
