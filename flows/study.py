@@ -128,7 +128,7 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        durations.record(planned, finished)
+        _note_durations(planned, finished)
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)
@@ -136,6 +136,13 @@ def _run(options: Options) -> State[Any]:
         failure = StudyFailed(_report(states, finished, len(planned)))
         return Failed(message=str(failure), data=failure)  # raised to the caller, without a traceback in the log
     return Completed(message=summary(list(finished.values())), data=list(finished.values()))
+
+
+def _note_durations(planned: Sequence[Planned], finished: Mapping[str, Outcome]) -> None:
+    try:
+        durations.record(planned, finished)
+    except OSError as error:
+        get_run_logger().warning("what the stages took cannot be written down: %s", error)
 
 
 def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:
