@@ -165,8 +165,8 @@ def other_study(
         )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        rows, text = seeds_table.page(ran, found, table.stem, command)
         apart = {one.task: pairs.differences(found[one.task], other_studies.folders_of(one)) for one in ran}
+        rows, text = seeds_table.page(ran, found, apart, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(apart), text)
         print(f"Written to {', '.join(map(str, written))}.")
     if failed:

@@ -12,7 +12,7 @@ from tasks.metrics import METRICS, MetricName
 from tasks.records import SECONDS
 from tasks.report import published
 from tasks.report import seeds_table as summary
-from tasks.report.pairs import differences
+from tasks.report.pairs import COLUMNS, differences, leaders
 from tasks.report.published import Published
 from tasks.report.seeds_table import CANDIDATE, CONTROL
 from tasks.study_file import StudyFile
@@ -90,10 +90,13 @@ def answered(root: Path, name: str, **models: list[int]) -> None:
     pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
 
 
+NO_PAIRS = pd.DataFrame(columns=list(COLUMNS))
+
+
 def page_of(rows: pd.DataFrame, params: dict[str, Any], command: str = "") -> str:
     """The page of a study without tasks that found `rows`."""
     study = StudyFile(Path("studies/two.yaml"), params, (0, 1))
-    return summary.page([study], {None: rows}, "two", command)[1]
+    return summary.page([study], {None: rows}, {None: NO_PAIRS}, "two", command)[1]
 
 
 class TestSummary:
@@ -227,7 +230,8 @@ class TestSummary:
         tried = (Trial("a", {}, 0.5, False), Trial("a", {"recovery": {"steps": 9}, "sequential": 1}, 0.75, True))
         study = StudyFile(Path("studies/two.yaml"), tiny_params(), (0, 1), tried=tried)
         lines = [
-            re.sub(" +", " ", line) for line in summary.page([study], {None: made_up()}, "two", "")[1].splitlines()
+            re.sub(" +", " ", line)
+            for line in summary.page([study], {None: made_up()}, {None: NO_PAIRS}, "two", "")[1].splitlines()
         ]
         assert "| a | as it is | 50.0 | |" in lines
         assert "| a | recovery.steps 9, sequential 1 | 75.0 | * |" in lines
@@ -268,6 +272,16 @@ class TestPairs:
         finished(tmp_path, made_up(seeds=1))
         found = differences(made_up(), {0: tmp_path})
         assert list(found.groupby(["keep", "model"]).size()) == [1, 1, 1, 1]
+
+    def test_who_leads_and_who_cannot_be_told_from_it(self) -> None:
+        """In the metric's direction; `b` leads at 0.5, `a` at 0.25."""
+        decided, undecided = (0.01, 0.2), (-0.1, 0.2)
+        for metric, first in (("accuracy", {"0.5": "b", "0.25": "a"}), ("perplexity", {"0.5": "a", "0.25": "b"})):
+            ends = {"0.5": decided, "0.25": undecided}
+            lines = [(keep, "recovered", "a", "b", 0.1, *ends[keep]) for keep in ends]
+            said = dict.fromkeys(leaders(pd.DataFrame(lines, columns=list(COLUMNS)), made_up(metric)))
+            assert [one.split(",")[0] for one in said] == [f"at keep {keep} {first[keep]}" for keep in ("0.25", "0.5")]
+            assert [{"a", "b"} <= set(re.findall(r"\b[ab]\b", one)) for one in said] == [True, False]
 
 
 OF_TASKS: published.TaskMetrics = {"one": "accuracy", "two": "matthews"}
@@ -311,7 +325,8 @@ class TestSeveralTasks:
             StudyFile(Path("studies/two.yaml"), tiny_params(data={"metric": metric}), (0, 1), str(task), cited)
             for task, metric in OF_TASKS.items()
         ]
-        rows, text = summary.page(studies, {"one": made_up(), "two": made_up("matthews")}, "two", "made by")
+        found = {"one": made_up(), "two": made_up("matthews")}
+        rows, text = summary.page(studies, found, dict.fromkeys(found, NO_PAIRS), "two", "made by")
         heads = [line for line in text.splitlines() if line.startswith("#")]
         assert heads == ["# two", "## Published", "## one", "## two"]
         assert "| ARS | 0.5 | 80 | – | 80.00 of 1 | Doe 2024, table 1 | 1 |" in re.sub(" +", " ", text)

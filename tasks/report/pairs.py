@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from tasks.dataset import SPLITS, Task
+from tasks.metrics import METRICS
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import Draws, interval, metric_of, resampled
 from tasks.report.results import read_rows
@@ -50,3 +51,16 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
         for first, second in combinations(there, 2):
             ends = interval(mean[first] - mean[second])
             yield keep, model, first, second, float(value[first] - value[second]), ends.low, ends.high
+
+
+def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
+    """Of each keep the recipe that recovers best, in words, and those that the test rows cannot tell from it."""
+    goodness = METRICS[rows.metric.iloc[0]].goodness
+    for keep, group in rows[rows.recipe != CONTROL_NAME].groupby("keep", sort=False):
+        best = str(group.groupby("recipe").recovered.mean().map(goodness).idxmax())
+        there = pairs[(pairs.keep == keep) & (pairs.model == "recovered")]
+        undecided = there[(there.low <= 0) & (there.high >= 0) & ((there["first"] == best) | (there.second == best))]
+        rivals = [
+            name for pair in undecided[["first", "second"]].itertuples(index=False) for name in pair if name != best
+        ]
+        yield f"at keep {keep} {best}" + (f", and these rows cannot tell {', '.join(rivals)} from it" if rivals else "")

@@ -28,7 +28,7 @@ from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import CONTROL_NAME, DENSE_METRICS, SECONDS, DenseReport
-from tasks.report import published
+from tasks.report import pairs, published
 from tasks.report.bootstrap import LEVEL, RESAMPLES, interval, resampled
 from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import cut
@@ -247,7 +247,11 @@ def joined(found: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
 
 
 def page(
-    studies: Sequence[StudyFile], found: Mapping[str | None, pd.DataFrame], name: str, command: str
+    studies: Sequence[StudyFile],
+    found: Mapping[str | None, pd.DataFrame],
+    apart: Mapping[str | None, pd.DataFrame],
+    name: str,
+    command: str,
 ) -> tuple[pd.DataFrame, str]:
     """All rows, and as Markdown their tables and what is published.
 
@@ -256,6 +260,7 @@ def page(
     Args:
         studies: one of each task.
         found: task → what `collect` gave.
+        apart: task → what `pairs.differences` gave.
         name: of the study; the rows are beside it in NAME.csv.
         command: that made it.
     """
@@ -270,10 +275,10 @@ def page(
         "",
     ]
     if None in metrics:
-        return rows, _lines([*text, *_part(rows, studies[0]), *cited])
+        return rows, _lines([*text, *_part(rows, apart[None], studies[0]), *cited])
     text += [_OF_ALL, "", *_table(*combined(rows, metrics)), *cited]
     for study in studies:
-        text += ["", f"## {study.task}", "", *_part(found[study.task], study)]
+        text += ["", f"## {study.task}", "", *_part(found[study.task], apart[study.task], study)]
     return rows, _lines(text)
 
 
@@ -285,10 +290,11 @@ _OF_TRIALS = (
 _OF_OTHERS = "What papers report, none of it measured here; the last column numbers what differs."
 
 
-def _part(rows: pd.DataFrame, study: StudyFile) -> list[str]:
+def _part(rows: pd.DataFrame, apart: pd.DataFrame, study: StudyFile) -> list[str]:
     """The facts, the table and the trials of one task."""
     asked = ["", _OF_ZERO_SHOT, "", *_table(*zero_shot(rows))] if _asked(rows) else []
-    facts = [f"- {what}: {fact}" for what, fact in _facts(rows, study.params).items()]
+    best = {"Best after recovery": "; ".join(pairs.leaders(apart, rows)) + "."}
+    facts = [f"- {what}: {fact}" for what, fact in (best | _facts(rows, study.params)).items()]
     return [*facts, "", *_table(*cells(rows)), *asked, *_tried(study)]
 
 
@@ -399,11 +405,11 @@ def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
-def write(table: Path, rows: pd.DataFrame, pairs: pd.DataFrame, text: str) -> list[Path]:
+def write(table: Path, rows: pd.DataFrame, apart: pd.DataFrame, text: str) -> list[Path]:
     """Write the Markdown to `table`, and rows and pairs beside it as CSV; the files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
-    files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): pairs}
+    files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): apart}
     for file, content in files.items():
         content.to_csv(file, index=False, lineterminator="\n")
     return [table, *files]
