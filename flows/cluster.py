@@ -81,7 +81,7 @@ class Workers:
         """Dask's key of a stage → what its worker tells, and None at the end."""
         client.subscribe_topic(worker.TOPIC, self._hear)
 
-    def execute(self, planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | None:
+    def execute(self, planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
         """Bring here what a worker writes when it runs all commands of a stage; some stages must run here.
 
         Raises:
@@ -89,8 +89,7 @@ class Workers:
             EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
         """
         if _gathers(planned, self._planned):
-            engine.execute_here(planned, command, log, self._timeout)
-            return None
+            return engine.execute_here(planned, command, log, self._timeout)
         self._publish(planned.upstream)
         order = remote.order(planned)
         outcome, entry = self._run(order, log)

@@ -2,6 +2,7 @@
 
 # Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
 
+import json
 import os
 import threading
 import time
@@ -23,11 +24,12 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import cluster, engine, run_page, settings
-from flows.engine import Outcome, Planned, durations, processes
+from flows.engine import Outcome, Planned, processes
 from flows.options import Options
 from flows.up_to_date import summary
 from tasks import check_params
 from tasks.errors import EckartError
+from tasks.records import SECONDS
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
@@ -37,8 +39,8 @@ _THREADS = 256
 _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
 
-Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | None]
-"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker."""
+Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
+"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see engine.run."""
 
 
 class StudyFailed(EckartError):
@@ -50,7 +52,7 @@ def stage(planned: Planned, execute: Execute, slots: threading.Semaphore, mirror
     """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
 
-    def followed(command: str) -> Outcome | None:
+    def followed(command: str) -> Outcome | float:
         with slots, mirror.following(planned):
             return execute(planned, command, log.info)
 
@@ -128,7 +130,6 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        _note_durations(planned, finished)
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)
@@ -138,9 +139,11 @@ def _run(options: Options) -> State[Any]:
     return Completed(message=summary(list(finished.values())), data=list(finished.values()))
 
 
-def _note_durations(planned: Sequence[Planned], finished: Mapping[str, Outcome]) -> None:
+def _write_seconds(finished: Mapping[str, Outcome]) -> None:
+    known = {name: outcome.seconds for name, outcome in finished.items() if outcome.seconds is not None}
     try:
-        durations.record(planned, finished)
+        SECONDS.parent.mkdir(exist_ok=True)
+        SECONDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         get_run_logger().warning("what the stages took cannot be written down: %s", error)
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-
-from flows.engine.stages import Outcome, Planned, cache_dir
-from tasks.records import SECONDS
+from pathlib import Path
 
 
-def record(planned: Iterable[Planned], finished: Mapping[str, Outcome]) -> None:
-    """Write what each finished stage took, wherever with this cache it, or its twin, was executed."""
-    folder = cache_dir() / "seconds"
-    folder.mkdir(parents=True, exist_ok=True)
-    known: dict[str, float] = {}
-    for outcome in finished.values():
-        kept = folder / outcome.key
-        if outcome.status == "Executed":
-            kept.write_text(repr(outcome.seconds))
-        with suppress(FileNotFoundError, ValueError):  # made before this was kept, or cut off
-            known[outcome.stage] = float(kept.read_text())
-    for one in planned:
-        if one.name in finished and one.twin in known:
-            known.setdefault(one.name, known[one.twin])
-    SECONDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+def keep(cache_dir: Path, key: str, seconds: float | None) -> None:
+    """Keep what the computation `key` took; nothing if that is not known.
+
+    Args:
+        cache_dir: as `dvc cache dir` names it.
+    """
+    if seconds is None:
+        return
+    path = _path(cache_dir, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(repr(seconds))
+
+
+def known(cache_dir: Path, key: str) -> float | None:
+    """The seconds that were kept of a computation; None if there are none, or a full disk cut them off."""
+    try:
+        return float(_path(cache_dir, key).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _path(cache_dir: Path, key: str) -> Path:
+    return cache_dir / "seconds" / key

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -45,18 +46,21 @@ class CommandFailed(EckartError):
 
 def run(
     command: str, root: Path, log: Callable[[str], None], env: Mapping[str, str], timeout: float | None = None
-) -> None:
+) -> float:
     """Run a stage's command in `root`, handing each line it prints to `log`.
+
+    Returns:
+        The seconds that it took.
 
     Raises:
         CommandFailed: with the last line printed, which says the cause.
     """
-    start = _fork if _module(command) else _shell
+    begin, start = _fork if _module(command) else _shell, time.perf_counter()
     with ExitStack() as process:
         with _turn:
             if _stopping.is_set():  # the flow ended while this stage waited for its turn
                 raise CommandFailed(f"{command}: not begun, since the flow has ended")
-            group, output, exit_code = process.enter_context(start(command, root, env))
+            group, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(group)
         expired = threading.Event()
         # Ends what the stage leaves behind, which would else hold its output open.
@@ -87,6 +91,7 @@ def run(
         raise CommandFailed(
             last if code == 1 and last else f"{command}: ended with code {code}; its last words: {last}"
         )
+    return time.perf_counter() - start
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def accept(order: Order) -> Planned:
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
         reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
-        return Planned(order.stage, (), order.alone, reads, writes, order.definition, None, cached=None)
+        return Planned(order.stage, (), order.alone, reads, writes, order.definition, twin=None, cached=None)
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:

@@ -11,9 +11,7 @@ import hashlib
 import json
 import logging
 import os
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -32,7 +30,7 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cached_objects, locks, processes
+from flows.engine import cached_objects, durations, locks, processes
 from flows.engine.locks import bookkeeping, machine, repository
 from tasks.errors import EckartError
 
@@ -55,7 +53,8 @@ class Outcome:
 
     stage: str
     status: Status
-    seconds: float
+    seconds: float | None
+    """That its commands ran when it was executed, or its twin; None if that was not with this cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -77,9 +76,7 @@ class Planned:
     definition: str
     """Digest of command, parameters and paths, as they were when the plan was made."""
     twin: str | None
-    """A stage with the same definition but for the recipe's name: from the same inputs, the same result.
-
-    Of several such stages the one to begin with has none."""
+    """A stage that is the same but for the recipe's name, as are all before it; of several the one to begin with."""
     cached: Outcome | None
     """Set if the stage and all before it were up to date when the plan was made."""
 
@@ -94,7 +91,8 @@ def plan() -> list[Planned]:
     """
     check_workspace()
     planned: dict[str, Planned] = {}
-    alike: defaultdict[str, list[str]] = defaultdict(list)
+    kinds: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
     with repository() as repo, bookkeeping(repo):
         _heal(repo)
         graph = repo.index.graph
@@ -103,7 +101,8 @@ def plan() -> list[Planned]:
                 _note_input(stage)
                 continue
             upstream = tuple(up.name for up in graph.successors(stage) if up.cmd)
-            alike[_nameless(stage)].append(stage.name)
+            kind = (_nameless(stage), *(kinds[name] for name in upstream))
+            kinds[stage.name] = numbers.setdefault(kind, len(numbers))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             planned[stage.name] = Planned(
                 name=stage.name,
@@ -113,35 +112,44 @@ def plan() -> list[Planned]:
                 writes=tuple(out.fs_path for out in stage.outs),
                 definition=definition_of(stage),
                 twin=None,
-                cached=_outcome(stage, "Cached", 0.0) if current else None,
+                cached=_outcome(stage, "Cached") if current else None,
             )
-    for names in alike.values():
-        first = next((name for name in names if planned[name].cached), names[0])
-        planned |= {name: replace(planned[name], twin=first) for name in names if name != first}
-    return list(planned.values())
+    return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
 
 
-def run(planned: Planned, execute: Callable[[str], Outcome | None]) -> Outcome:
+def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
+    """For each stage that of its kind with which to begin, if it is another."""
+    first: dict[int, str] = {}
+    for name in sorted(planned, key=lambda name: not planned[name].cached):
+        first.setdefault(kinds[name], name)
+    for name in planned:
+        yield first[kinds[name]] if first[kinds[name]] != name else None
+
+
+def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
     """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its commands.
 
     Args:
-        execute: runs one command; or brings what all of them write from another workspace, and gives the outcome there.
+        execute: runs one command and says how many seconds it took; or brings what all of them write from another
+            workspace, and gives the outcome there.
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
     """
     if planned.cached:
         return planned.cached
-    start = time.perf_counter()
     with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
         with bookkeeping(repo):
             stage = _unchanged(repo, planned)
             status = _prepare(repo, stage, planned.twin)
             before = noted_digests(stage)
-        there = None
-        if status == "Executed":
-            commands = stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]
-            there = next(filter(None, map(execute, commands)), None)  # another workspace runs all of them at once
+        there, seconds = None, 0.0
+        for command in _commands(stage) if status == "Executed" else ():
+            done = execute(command)
+            if isinstance(done, Outcome):  # another workspace has run all of them
+                there = done
+                break
+            seconds += done
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -151,25 +159,34 @@ def run(planned: Planned, execute: Callable[[str], Outcome | None]) -> Outcome:
                 _discard_corrupt(repo, stage)
                 stage.commit()
                 stage.dump(update_pipeline=False)
-            here = _outcome(stage, status, time.perf_counter() - start)
+            if status == "Executed":
+                durations.keep(_cache(stage), _key(stage), there.seconds if there else seconds)
+            here = _outcome(stage, status)
     return _made_there(here, there) if there else here
 
 
-def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> None:
+def _commands(stage: PipelineStage) -> list[str]:
+    return stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]
+
+
+def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
     """Run a command of a stage in the working directory; the machine is its own if it must have it.
+
+    Returns:
+        The seconds that it took, once it had its turn.
 
     Raises:
         CommandFailed: with the last line printed, which says the cause.
     """
     root = Path.cwd()
     with machine(planned.alone):
-        processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
+        return processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
 
 
 def _made_there(here: Outcome, there: Outcome) -> Outcome:
     # A workspace that had the result already has it from a run that was cut off.
     status: Status = "Executed" if there.status == "Executed" else "Restored"
-    return replace(here, status=status, seconds=there.seconds, place=there.place)
+    return replace(here, status=status, place=there.place)
 
 
 def _up_to_date(stage: PipelineStage) -> bool:
@@ -193,14 +210,18 @@ def _prepare(repo: Repo, stage: PipelineStage, twin: str | None) -> Status:
 
 def _take(repo: Repo, stage: PipelineStage, twin: str) -> bool:
     """Take the outputs of a twin, if it is up to date and has read the same."""
-    (other,) = repo.stage.collect(twin)
+    try:
+        (other,) = repo.stage.collect(twin)
+    except StageNotFound:  # its recipe was removed meanwhile
+        return False
     same_inputs = [dep.hash_info for dep in _files(stage)] == [dep.hash_info for dep in _files(other)]
-    if other.changed() or _nameless(other) != _nameless(stage) or not same_inputs:
+    if not _up_to_date(other) or _nameless(other) != _nameless(stage) or not same_inputs:
         return False
     for out, theirs in zip(stage.outs, other.outs, strict=True):
         out.hash_info, out.meta, out.obj = theirs.hash_info, theirs.meta, None
         out.checkout()
-    return not _discard_corrupt(repo, stage)
+    durations.keep(_cache(stage), _key(stage), durations.known(_cache(stage), _key(other)))
+    return _is_whole(repo, stage)
 
 
 def _files(stage: PipelineStage) -> list[Dependency]:
@@ -228,6 +249,11 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
         repo.stage_cache.restore(stage, pull=pull)
     except RunCacheNotFoundError:
         return False
+    return _is_whole(repo, stage)
+
+
+def _is_whole(repo: Repo, stage: PipelineStage) -> bool:
+    """Whether the outputs that were checked out are what they should be; else they are removed again."""
     if not _discard_corrupt(repo, stage):
         return True
     stage.remove_outs(ignore_remove=False)
@@ -239,7 +265,7 @@ def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
 
     DVC takes a read-only object of its cache for whole: it would be checked out as it is, and never be written anew.
     """
-    digests = _outcome(stage, "Cached", 0.0).outs.values()
+    digests = _outcome(stage, "Cached").outs.values()
     corrupt = [
         path for digest in digests for path in cached_objects.corrupted(Path(repo.cache.local_cache_dir), digest)
     ]
@@ -310,14 +336,27 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
     return {str(dep): str(dep.hash_info.value) for dep in stage.deps}
 
 
-def _outcome(stage: PipelineStage, status: Status, seconds: float) -> Outcome:
+def _outcome(stage: PipelineStage, status: Status) -> Outcome:
     # Taken from the stage, not by reading dvc.lock: DVC rewrites that file in place.
-    entry = to_single_stage_lockfile(stage)
-    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
-    params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
-    key = hashlib.sha256(json.dumps([entry["cmd"], deps, params], sort_keys=True).encode()).hexdigest()[:32]
+    entry, key = to_single_stage_lockfile(stage), _key(stage)
+    deps, params = _inputs(entry)
     outs = {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
-    return Outcome(stage.name, status, seconds, key, deps, params, outs)
+    return Outcome(stage.name, status, durations.known(_cache(stage), key), key, deps, params, outs)
+
+
+def _key(stage: PipelineStage) -> str:
+    entry = to_single_stage_lockfile(stage)
+    return hashlib.sha256(json.dumps([entry["cmd"], *_inputs(entry)], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _inputs(entry: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The digests of what a stage read, and its parameters."""
+    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+    return deps, {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
+
+
+def _cache(stage: PipelineStage) -> Path:
+    return Path(stage.repo.cache.local_cache_dir)
 
 
 def _note_input(stage: Stage) -> None:

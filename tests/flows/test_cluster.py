@@ -91,13 +91,13 @@ class TestBetweenWorkspaces:
         entry = remote.publish(["work@a"])["work@a"]
         assert ran(there) == ["work@a"]
         enter(here)
-        outcome = engine.run(plan()["work@a"], lambda command: remote.fetch(order, entry))
+        outcome = engine.run(plan()["work@a"], lambda command: remote.fetch(order, entry) or 0.0)
         assert ran(here) == ["source"]
         assert (here / "out/a").read_bytes() == (there / "out/a").read_bytes()
         assert stages(here)["work@a"] == stages(there)["work@a"]
         assert json.loads(call(here, "dvc", "status", "--json", "work@a")) == {}
         (here / "out/a").unlink()
-        assert run(plan()["work@a"]) == replace(outcome, status="Restored", seconds=pytest.approx(0, abs=60))
+        assert run(plan()["work@a"]) == replace(outcome, status="Restored")
 
     def test_only_what_is_read_and_missing_is_pulled(self, pair: tuple[Path, Path], enter: Enter) -> None:
         here, there = pair

@@ -158,6 +158,7 @@ class TestTwins:
     def test_what_is_common_runs_once_and_is_what_dvc_repro_makes(self, candidates: Path, tmp_path: Path) -> None:
         statuses = run_all(candidates)
         assert Counter(statuses.values()) == {"Executed": 6, "Restored": 2}
+        assert all(one.cached and one.cached.seconds for one in engine.plan())  # of a twin what the other took
         made = ran(candidates)
         assert sum(name.startswith("ranks/") for name in made) == 2
         assert sum(name.startswith("tuned/") for name in made) == 4
@@ -179,6 +180,26 @@ class TestTwins:
     def test_other_parameters_are_no_twin_s(self, candidates: Path) -> None:
         self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
         assert set(run_all(candidates).values()) == {"Executed"}
+
+    def test_what_begins_otherwise_has_no_twin_later(self, candidates: Path) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
+        assert {one.twin for one in engine.plan()} == {None}
+
+    def test_a_corrupt_twin_is_none_and_leaves_nothing(self, candidates: Path) -> None:
+        run_all(candidates)
+        second = next(one for one in engine.plan() if one.twin)
+        shutil.rmtree(candidates / ".dvc/cache/runs")
+        shutil.rmtree(Path(second.writes[0]))
+        written = second.cached.outs.values() if second.cached else ()
+        listing = cached_objects.files(engine.cache_dir(), next(iter(written)))
+        damaged = cached_objects.object_path(engine.cache_dir(), listing["is"])
+        damaged.chmod(0o644)
+        damaged.write_text("corrupt")
+        damaged.chmod(0o444)
+        ran(candidates)
+        assert engine.run(replace(second, cached=None), execute(candidates)).status == "Executed"
+        assert ran(candidates) == [str(Path(second.writes[0]).relative_to(candidates))]
+        assert "corrupt" not in (Path(second.writes[0]) / "is").read_text()
 
     def test_a_twin_that_read_something_else_or_failed_is_none(self, candidates: Path) -> None:
         first, second = sorted(
@@ -202,9 +223,9 @@ def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -
 
 
 def test_a_dependency_changed_meanwhile_is_an_error_and_nothing_is_recorded(workspace: Path) -> None:
-    def meddle(command: str) -> None:
-        execute(workspace)(command)
+    def meddle(command: str) -> float:
         (workspace / "raw.txt").write_text("meddled\n")
+        return execute(workspace)(command)
 
     with pytest.raises(engine.StageChanged, match=r"raw\.txt"):
         engine.run(planned("source"), meddle)
@@ -214,6 +235,7 @@ def test_a_dependency_changed_meanwhile_is_an_error_and_nothing_is_recorded(work
 def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
     outcomes = {one.name: engine.run(one, execute(workspace)) for one in engine.plan()}
     again = engine.run(planned("work@b"), execute(workspace))
+    assert again.seconds == outcomes["work@b"].seconds > 0
     assert again.key == outcomes["work@b"].key != outcomes["work@a"].key
     assert again.params == {"gain.b": 2}
     assert again.deps == {"source.txt": outcomes["source"].outs["source.txt"]}
@@ -228,13 +250,13 @@ def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
     def locks() -> dict[str, dict[str, object]]:
         return json.loads((workspace / ".dvc/tmp/rwlock").read_text())
 
-    def meet(command: str) -> None:
+    def meet(command: str) -> float:
         if command.startswith("echo"):
             both.wait()
         if command.startswith("echo work@b"):
             assert first.wait(600)
             assert str(workspace / "source.txt") in locks()["read"]
-        execute(workspace)(command)
+        return execute(workspace)(command)
 
     with ThreadPoolExecutor() as pool:
         a, b = (pool.submit(engine.run, planned(name), meet) for name in ("work@a", "work@b"))
@@ -265,9 +287,9 @@ def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> 
     said: list[tuple[str, str]] = []
 
     def watched(one: engine.Planned) -> engine.Outcome:
-        def execute(command: str) -> None:
+        def execute(command: str) -> float:
             bracketed = f"echo begins; {command}; sleep 0.2; echo ends"
-            engine.execute_here(one, bracketed, lambda line: said.append((one.name, line)), None)
+            return engine.execute_here(one, bracketed, lambda line: said.append((one.name, line)), None)
 
         return engine.run(one, execute)
 
