@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,17 +148,19 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
         for line in (check_params.mistakes(content) if task else shared)
     ]
     lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
-    if own.trials:
-        lines += _of_trials(own.trials, merged.values(), sound=not lines)
+    if own.trials and not lines:
+        lines += _of_trials(own.trials, merged)
     if lines:
         raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
 
 
-def _of_trials(asked: Trials, merged: Iterable[Mapping[str, Any]], sound: bool) -> Iterator[str]:
-    """Mistakes of what is to be tried; of its recipes where those that they change are `sound`."""
-    for content in merged:
+def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
+    """Mistakes of what is to be tried, of a file that has no others."""
+    for content in merged.values():
         wrong = list(trials.mistakes(content, asked))
-        yield from wrong or (check_params.mistakes(trials.study(content, asked)) if sound else ())
+        yield from wrong or (
+            trials.in_file(line, asked) for line in check_params.mistakes(trials.study(content, asked))
+        )
 
 
 def _metric(content: Mapping[str, Any]) -> MetricName | None:

@@ -72,13 +72,26 @@ def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
 
 
 def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
-    """What cannot be tried of a study with the parameters `content`."""
-    recipes = content.get("recipes")
-    for name, changes in asked.recipes.items():
-        if name not in (recipes if isinstance(recipes, dict) else ()):
-            yield f"trials.recipes.{name}: there is no such recipe"
-        if any(change in changes[:position] for position, change in enumerate(changes)):
-            yield f"trials.recipes.{name}: has a trial twice; remove one"
+    """What cannot be tried of a study whose parameters, `content`, have no mistakes themselves."""
+    for recipe, changes in asked.recipes.items():
+        if recipe not in content["study"]["recipes"]:
+            yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
+            continue
+        tried = [merge(content["recipes"][recipe], change) for change in changes]
+        if any(one in tried[:position] for position, one in enumerate(tried)):
+            yield f"trials.recipes.{recipe}: has a trial twice; remove one"
+        for name, change in _named(asked, recipe):
+            if change and name in content["recipes"]:
+                yield f"trials.recipes.{recipe}: one is to be called {name}, as a recipe is already; rename that"
+
+
+def in_file(line: str, asked: Trials) -> str:
+    """A mistake in the parameters of `study`, named where the study's file has it."""
+    for recipe in asked.recipes:
+        for number, (name, change) in enumerate(_named(asked, recipe)):
+            if change and line.startswith(f"recipes.{name}."):
+                return line.replace(f"recipes.{name}.", f"trials.recipes.{recipe}.{number}.", 1)
+    return line
 
 
 def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
@@ -91,9 +104,9 @@ def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, 
     found: list[Trial] = []
     for recipe in asked.recipes:
         scores = [_validation(workspace, name, asked.keep) for name, _ in _named(asked, recipe)]
-        best = scores.index(max(scores, key=METRICS[metric].goodness))
-        changes = zip(asked.recipes[recipe], scores, strict=True)
-        found += [Trial(recipe, *one, chosen=place == best) for place, one in enumerate(changes)]
+        chosen = scores.index(max(scores, key=METRICS[metric].goodness))
+        tried = zip(asked.recipes[recipe], scores, strict=True)
+        found += [Trial(recipe, *one, chosen=place == chosen) for place, one in enumerate(tried)]
     return tuple(found)
 
 

@@ -275,6 +275,15 @@ class TestTrials:
         assert one.of_trials(one.trials).name == "other-one-trials"  # type: ignore[arg-type]
         assert two.of_trials(two.trials).params["data"]["seed"] == 4  # type: ignore[arg-type]
 
+    def test_what_the_study_does_not_run_is_not_tried(self, write: Callable[..., Path]) -> None:
+        with pytest.raises(ParamsError, match=r"\n  trials\.recipes\.kfac"):
+            load(write({"trials": ASKED, "study": {"recipes": ["svd"]}}))
+
+    def test_no_recipe_is_replaced_by_a_trial(self, write: Callable[..., Path]) -> None:
+        mine = tiny_params()["recipes"]["svd"]
+        with pytest.raises(ParamsError, match=r"\n  trials\.recipes\.svd"):
+            load(write({"trials": ASKED, "recipes": {"svd_trial2": mine}}))
+
     @pytest.mark.parametrize(
         ("change", "where"),
         [
@@ -282,7 +291,8 @@ class TestTrials:
             ({"recipes": {"mine": [{}]}}, "trials.recipes.mine"),
             ({"recipes": {"svd": []}}, "trials.recipes.svd"),
             ({"recipes": {"svd": [FASTER, {}, FASTER]}}, "trials.recipes.svd"),
-            ({"recipes": {"svd": [{}, {"recovery": {"rate": 1}}]}}, "recipes.svd_trial2.recovery.rate"),
+            ({"recipes": {"svd": [{}, {"recovery": {"rate": 1}}]}}, "trials.recipes.svd.1.recovery.rate"),
+            ({"recipes": {"svd": [{}, {"recovery": {"steps": 2}}]}}, "trials.recipes.svd: has"),
         ],
     )
     def test_mistakes_are_named(self, write: Callable[..., Path], change: dict[str, Any], where: str) -> None:

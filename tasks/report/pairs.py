@@ -17,6 +17,7 @@ from tasks.report.results import read_rows
 from tasks.stage import candidate_name
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high")
+_MODELS = ("factorized", "recovered")
 
 
 def differences(rows: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame:
@@ -41,10 +42,11 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
         for recipe in recipes
         for seed, folder in folders.items()
         for model, part in read_rows(folder, candidate_name(recipe, keep), "evaluate").groupby("model")
+        if model in _MODELS
     }
     drawn = resampled(task, scored)
     whole = Draws(np.arange(len(next(iter(scored.values()))))[None])
-    for model in ("factorized", "recovered"):
+    for model in _MODELS:
         there = [recipe for recipe in recipes if (model, recipe, next(iter(folders))) in scored]
         mean = {one: np.mean([drawn[model, one, seed] for seed in folders], axis=0) for one in there}
         value = {one: np.mean([metric_of(task, scored[model, one, seed])(whole) for seed in folders]) for one in there}

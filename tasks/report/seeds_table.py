@@ -255,7 +255,7 @@ def page(
 ) -> tuple[pd.DataFrame, str]:
     """All rows, and as Markdown their tables and what is published.
 
-    Each table has a head that says how it was made: no date and no path of the machine, so that it reproduces.
+    Each table has a head that says how it was made, with no date and no path. Seconds and speedup are this machine's.
 
     Args:
         studies: one of each task.
@@ -351,7 +351,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
         "Control": f"the dense model with the recovery of {params['study']['control']}.",
         "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
-        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds.",
+        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds; one such interval in 20 misses.",
         "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
