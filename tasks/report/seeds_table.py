@@ -351,7 +351,8 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
         "Control": f"the dense model with the recovery of {params['study']['control']}.",
         "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
-        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds; one such interval in 20 misses.",
+        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds. "
+        "One such interval in 20 misses.",
         "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
         "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
