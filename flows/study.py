@@ -22,11 +22,10 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, engine, run_page, settings
+from flows import cluster, engine, run_page, settings, warm
 from flows.engine import Outcome, Planned, processes
 from flows.options import Options
 from flows.up_to_date import summary
-from tasks import check_params
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _promoted(done: State[Any]) -> State[Any]:
 def _run(options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = check_params.check()
+    typed = warm.checked_params()
     planned = engine.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
@@ -187,9 +186,7 @@ def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
     """Stages at a time: as many as the cores allow, and one where they share a GPU."""
     if all(one.cached for one in planned):
         return 1
-    import torch  # slow, and of no use where nothing is to be run
-
-    return 1 if torch.cuda.is_available() else max(1, _cores() // threads)
+    return 1 if warm.gpus() else max(1, _cores() // threads)
 
 
 def _cores() -> int:
