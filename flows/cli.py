@@ -68,10 +68,9 @@ def run(
     start = time.monotonic()
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
-    from flows import prefect_server, up_to_date  # slow imports, not for --help
-    from tasks import check_params
+    from flows import prefect_server, up_to_date, warm  # slow imports, not for --help
 
-    check_params.check()  # before a server is started for the flow
+    warm.checked_params()  # before a server is started for the flow
     told = prefect_server.require()  # a server that is there is told of the run in any case
     outcomes = None if told else up_to_date.outcomes()
     if outcomes is None:

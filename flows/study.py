@@ -21,13 +21,13 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.utilities.annotations import quote
 from pydantic import Field
 
-from flows import cluster, engine, run_page, settings
+from flows import cluster, engine, run_page, settings, warm
 from flows.engine import Outcome, Planned, processes
 from flows.options import Options
 from flows.up_to_date import summary
-from tasks import check_params
 from tasks.errors import EckartError
 from tasks.records import SECONDS
 
@@ -117,7 +117,7 @@ def _promoted(done: State[Any]) -> State[Any]:
 def _run(options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = check_params.check()
+    typed = warm.checked_params()
     planned = engine.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
@@ -126,8 +126,7 @@ def _run(options: Options) -> State[Any]:
     try:
         side_by_side = options.workers or _side_by_side(planned, typed["threads"].candidate)
         with processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
-            submit: Callable[..., Any] = partial(stage.submit, execute=execute, slots=slots, mirror=mirror)
-            states = _run_all(planned, submit)
+            states = _run_all(planned, partial(_submit, execute=execute, slots=slots, mirror=mirror))
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
@@ -170,6 +169,10 @@ def _executor(
         yield partial(engine.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
 
 
+def _submit(planned: Planned, **others: Any) -> PrefectFuture[Outcome]:
+    return stage.submit(quote(planned), **others)  # else Prefect looks into each path that it names
+
+
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
     """Run every stage once those before it are done; what needs a machine alone comes last and one after the other."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
@@ -200,9 +203,7 @@ def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
     """Stages at a time: as many as the cores allow, and one where they share a GPU."""
     if all(one.cached for one in planned):
         return 1
-    import torch  # slow, and of no use where nothing is to be run
-
-    return 1 if torch.cuda.is_available() else max(1, _cores() // threads)
+    return 1 if warm.gpus() else max(1, _cores() // threads)
 
 
 def _cores() -> int:

@@ -1,13 +1,14 @@
 """The whole of params.yaml, checked before anything runs: every mistake in one message.
 
 The types of recipes are imported where a file must be checked, since they bring torch, which takes seconds: a file that
-was found good is not checked again while it and the code stand.
+was found good is not checked again while it and the code stand. `python -m tasks.check_params` checks it and no more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -72,14 +73,18 @@ def check() -> dict[str, Any]:
         ParamsError: with all mistakes, each with its path and what to write instead.
     """
     content = params.read()
-    state = _state(content)
-    if not _GOOD.exists() or _GOOD.read_text() != state:
+    if not found_good(content):
         if lines := mistakes(content):
             raise ParamsError(params.report(PARAMS, lines))
         with suppress(OSError):  # a folder that cannot be written: the next run checks again
             _GOOD.parent.mkdir(exist_ok=True)
-            _GOOD.write_text(state)
+            _GOOD.write_text(_state(content))
     return {name: params.parse(content[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
+
+
+def found_good(content: Mapping[str, Any]) -> bool:
+    """Whether this content of params.yaml was found good here, by this code; imports nothing slow."""
+    return _GOOD.exists() and _GOOD.read_text() == _state(content)
 
 
 def _state(content: Mapping[str, Any]) -> str:
@@ -278,3 +283,10 @@ def _repeated(path: str, values: Any) -> Iterator[str]:
     for value, count in Counter(plain).items():
         if count > 1:
             yield f"{path}: has {value} {count} times; remove the repetition"
+
+
+if __name__ == "__main__":
+    try:
+        check()
+    except ParamsError as error:
+        sys.exit(str(error))

@@ -27,7 +27,7 @@ from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 
-from flows.engine import cached_objects
+from flows.engine import cached_objects, lock_file
 from flows.engine.locks import bookkeeping, repository
 from flows.engine.stages import (
     Planned,
@@ -224,7 +224,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
         return False
     stage.save()
     stage.commit()
-    stage.dump(update_pipeline=False)
+    lock_file.write(stage)
     return True
 
 

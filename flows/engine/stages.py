@@ -1,7 +1,7 @@
 """The engine: runs one stage of dvc.yaml as `dvc repro -s` would, but side by side with others.
 
 DVC decides what is stale. This room and reproduce.py alone touch DVC's internals (here Stage.changed/remove_outs/save/
-commit/dump, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
+commit, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
 it must be the workspace's root. tests/flows/test_engine.py compares the engine with the `dvc` command line.
 """
 
@@ -30,7 +30,7 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cached_objects, durations, locks, processes
+from flows.engine import cached_objects, durations, lock_file, locks, processes
 from flows.engine.locks import bookkeeping, machine, repository
 from tasks.errors import EckartError
 
@@ -158,7 +158,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save()
                 _discard_corrupt(repo, stage)
                 stage.commit()
-                stage.dump(update_pipeline=False)
+                lock_file.write(stage)
             if status == "Executed":
                 durations.keep(_cache(stage), _key(stage), there.seconds if there else seconds)
             here = _outcome(stage, status)

@@ -20,8 +20,11 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.engine import processes
+from tests.flows import forked
 from tests.flows.servers import prefect_server
 from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
+
+forked.preload()
 
 
 @pytest.fixture(autouse=True)

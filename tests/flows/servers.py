@@ -14,6 +14,10 @@ from pathlib import Path
 from flows import settings
 from tests.flows.toy import ENVIRONMENT
 
+_IDLE = ("FOREMAN", "LATE_RUNS", "SCHEDULER", "PAUSE_EXPIRATIONS", "REPOSSESSOR", "CANCELLATION_CLEANUP", "TRIGGERS")
+NO_MORE_THAN_RECORDS = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _IDLE}
+"""For a server whose flows are started by no schedule: it would poll its database for them."""
+
 
 def free_port() -> int:
     with socket.socket() as free:
@@ -36,7 +40,8 @@ def prefect_server(home: Path) -> Iterator[tuple[dict[str, str], subprocess.Pope
     address = f"http://{settings.LOOPBACK}:{port}/api"
     places = {"PREFECT_HOME": str(home), "PREFECT_API_URL": address}
     command = ["prefect", "server", "start", "--host", settings.LOOPBACK, "--port", port]
-    process = subprocess.Popen(command, env=ENVIRONMENT | {"PREFECT_HOME": str(home)}, stdout=subprocess.DEVNULL)
+    environment = ENVIRONMENT | NO_MORE_THAN_RECORDS | {"PREFECT_HOME": str(home)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         until(lambda: settings.answers(f"{address}/health"))
         yield places, process
@@ -52,7 +57,8 @@ def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
     store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--default-artifact-root", str(folder)]
     command = ["mlflow", "server", *store, "--host", settings.LOOPBACK, "--port", port, "--workers", "1"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **quiet)
+    environment = ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
     address = f"http://{settings.LOOPBACK}:{port}"
     try:
         until(lambda: settings.answers(f"{address}/health"))

@@ -1,5 +1,6 @@
 """The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
 
+import itertools
 import json
 import shutil
 import signal
@@ -16,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from flows import engine
-from flows.engine import cached_objects, processes
+from flows.engine import cached_objects, lock_file, locks, processes
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -65,6 +66,40 @@ def test_engine_writes_the_lock_file_that_dvc_repro_writes(workspace: Path, tmp_
     call(other, "dvc", "repro")
     for stage in ALL:
         assert entries(workspace)[stage] == entries(other)[stage]
+
+
+AWKWARD = """\
+items: [a, b]
+gain:
+  a: {long: "WORDS", nil: null, empty: [], "on": "off", tiny: 1.0e-5, lines: "a: b # c\\n\\nd"}
+  b: {one: [1, 2], other: [1, 2]}
+"""
+AWKWARD = AWKWARD.replace("WORDS", "many words " * 20)
+TWICE = AWKWARD.replace("one: [1, 2]", "one: &same [3]").replace("other: [1, 2]", "other: *same ")
+
+
+def test_an_entry_is_written_in_the_bytes_of_dvc(workspace: Path) -> None:
+    """First, in between and last, and where a person has changed the layout or the same list stands twice."""
+    file = workspace / "dvc.lock"
+
+    def after(params: str) -> str:
+        (workspace / "params.yaml").write_text(params)
+        run_all(workspace)
+        return file.read_text()
+
+    found = [after(params) for params in (PARAMS, AWKWARD, TWICE)]
+    assert "&id001" in found[-1]
+    other = [f"# by hand\n{found[0]}", found[0].rstrip("\n"), f"{found[0]}datasets: []\n"]
+    for params in (PARAMS, AWKWARD, TWICE):
+        after(params)
+        with locks.repository() as repo:
+            for stage, before in itertools.product(repo.index.stages, ["", *found, *other]):
+                file.write_text(before)
+                stage.dump(update_pipeline=False)
+                expected = file.read_bytes()
+                file.write_text(before)
+                lock_file.write(stage)
+                assert file.read_bytes() == expected
 
 
 def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:

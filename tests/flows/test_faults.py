@@ -20,6 +20,7 @@ from mlflow.entities import Run
 from ruamel.yaml import YAML
 
 from flows.engine import cached_objects
+from tests.flows.forked import Command
 from tests.flows.servers import mlflow_server, prefect_server, until
 from tests.flows.toy import BARE, Flows, Study, call
 from tests.workspace import tiny_params, write_params
@@ -63,16 +64,12 @@ def mountable() -> None:
         pytest.skip("this machine lets no user mount a file system")
 
 
-def start(root: Path, places: dict[str, str], *before: str) -> subprocess.Popen[str]:
-    """`python -m flows run` in `root`."""
-    return subprocess.Popen(
-        [*before, sys.executable, "-m", "flows", "run"],
-        cwd=root,
-        env=BARE | places,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def mounted(root: Path, places: dict[str, str], script: str) -> str:
+    """What `python -m flows run` in `root` prints, which ends with code 1, among mounts of its own."""
+    command = ["unshare", "-Urm", "sh", "-c", f'{script} && exec "$@"', "sh", sys.executable, "-m", "flows", "run"]
+    done = subprocess.run(command, cwd=root, env=BARE | places, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def begins(root: Path, stage: str) -> bool:
@@ -101,9 +98,9 @@ def meanwhile(root: Path, stage: str, act: Callable[[], object]) -> Iterator[Non
         acting.result()
 
 
-def await_begin(root: Path, stage: str, flow: subprocess.Popen[str]) -> None:
+def await_begin(root: Path, stage: str, flow: Command) -> None:
     until(lambda: begins(root, stage) or flow.poll() is not None)
-    assert flow.poll() is None, flow.communicate()[0]
+    assert flow.poll() is None, flow.end()[1]
 
 
 def log(root: Path) -> list[str]:
@@ -117,10 +114,10 @@ def test_a_flow_that_is_killed_in_a_stage_loses_nothing_and_repeats_nothing(
     for stage in KILLED:
         hold = workspace / f"hold-{stage}"
         hold.touch()
-        flow = start(workspace, prefect)
+        flow = Command(workspace, BARE | prefect, "run")
         await_begin(workspace, stage, flow)
         flow.kill()
-        flow.communicate()
+        flow.end()
         hold.unlink()
     done = flows(workspace, "run")
     assert "10 cached, 1 executed" in done.output
@@ -143,24 +140,22 @@ class TestAfterAFinishedRun:
             assert flows(workspace, "run").exit_code == 0
         (workspace / "ran.log").write_text("")
 
-    def test_a_disk_that_is_full_in_a_stage(self, workspace: Path, prefect: dict[str, str], flows: Flows) -> None:
-        """A file system of 64 KiB takes the place of models/finetuned."""
-        mountable()
-        change(workspace, 2.0e-5)
-        shutil.rmtree(workspace / "models/finetuned")
-        (workspace / "models/finetuned").mkdir()
-        small = 'mount -t tmpfs -o size=64k tmpfs models/finetuned && exec "$@"'
-        said = failing(start(workspace, prefect, "unshare", "-Urm", "sh", "-c", small, "sh"))
-        assert "finetune@svd-0.5: the disk is full" in said
-        assert list((workspace / "models/finetuned").iterdir()) == []
-        assert "7 cached, 4 executed" in flows(workspace, "run").output
-
-    def test_a_params_file_that_changes_during_the_run(self, workspace: Path, flows: Flows) -> None:
+    def test_a_params_file_that_changes_during_the_run_and_then_a_disk_that_is_full(
+        self, workspace: Path, prefect: dict[str, str], flows: Flows
+    ) -> None:
+        """Both in a stage, and neither leaves a record; a file system of 64 KiB takes the place of models/finetuned."""
         change(workspace, 3.0e-5)
         with meanwhile(workspace, "finetune", lambda: change(workspace, 4.0e-5)):
             done = flows(workspace, "run")
         assert done.exit_code == 1
         assert "finetune@svd-0.5: params.yaml changed while finetune@svd-0.5 ran; run again" in done.output
+
+        mountable()
+        shutil.rmtree(workspace / "models/finetuned")
+        (workspace / "models/finetuned").mkdir()
+        said = mounted(workspace, prefect, "mount -t tmpfs -o size=64k tmpfs models/finetuned")
+        assert "finetune@svd-0.5: the disk is full" in said
+        assert list((workspace / "models/finetuned").iterdir()) == []
         assert "7 cached, 4 executed" in flows(workspace, "run").output
 
     def test_a_corrupt_object_of_the_cache(
@@ -181,46 +176,32 @@ class TestAfterAFinishedRun:
 
     def test_a_workspace_that_cannot_be_written(self, workspace: Path, prefect: dict[str, str]) -> None:
         mountable()
-        fixed = 'mount --bind -o ro . . && cd "$PWD" && exec "$@"'
-        said = failing(start(workspace, prefect, "unshare", "-Urm", "sh", "-c", fixed, "sh"))
+        said = mounted(workspace, prefect, 'mount --bind -o ro . . && cd "$PWD"')
         assert said.splitlines()[-1] == f"{workspace} cannot be written: a run needs a workspace of its own"
         assert "Traceback" not in said
 
-    def test_prefect_gone_in_the_middle(self, workspace: Path, flows: Flows, tmp_path: Path) -> None:
+    def test_prefect_and_mlflow_gone_in_the_middle(self, workspace: Path, flows: Flows, tmp_path: Path) -> None:
+        """All stages end all the same, and MLflow is told of them by the next run."""
         change(workspace, 7.0e-5)
-        with prefect_server(tmp_path) as (places, server), meanwhile(workspace, "finetune", server.kill):
-            # else it hopes for minutes
-            said = failing(start(workspace, places | {"PREFECT_CLIENT_MAX_RETRIES": "0"}))
-        assert said.splitlines()[-1].startswith("Prefect's server is gone")
-        assert "Nothing was recomputed" in flows(workspace, "run").output
+        with prefect_server(tmp_path) as (places, prefect), mlflow_server(tmp_path) as (address, mlflow):
 
-    def test_mlflow_gone_in_the_middle(
-        self,
-        workspace: Path,
-        flows: Flows,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        change(workspace, 6.0e-5)
-        with mlflow_server(tmp_path) as (address, server):
-            monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-            with meanwhile(workspace, "finetune", lambda: os.killpg(server.pid, signal.SIGKILL)):
-                done = flows(workspace, "run")
-        assert done.exit_code == 0, done.output
-        assert "MLflow cannot be used" in caplog.text
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-        assert "Nothing was recomputed" in flows(workspace, "run").output
+            def kill() -> None:
+                prefect.kill()
+                os.killpg(mlflow.pid, signal.SIGKILL)
+
+            # else Prefect hopes for minutes
+            told = places | {"PREFECT_CLIENT_MAX_RETRIES": "0", "MLFLOW_TRACKING_URI": address}
+            with meanwhile(workspace, "finetune", kill):
+                code, said = Command(workspace, BARE | told, "run").end()
+        assert code == 1
+        assert said.splitlines()[-1].startswith("Prefect's server is gone")
+        assert "MLflow cannot be used" in said
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+            assert "Nothing was recomputed" in flows(workspace, "run").output
         (backfilled,) = [run for run in runs(tmp_path) if "dvc.key" in run.data.tags]
         assert backfilled.data.tags["eckart.backfilled"] == "true"
         assert backfilled.info.status == "FINISHED"
-
-
-def failing(flow: subprocess.Popen[str]) -> str:
-    """What a run prints that ends with code 1."""
-    said = flow.communicate(timeout=900)[0]
-    assert flow.returncode == 1, said
-    return str(said)
 
 
 def runs(folder: Path) -> list[Run]:

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import re
 import shutil
-import subprocess
-import sys
 from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from flows.registry.ask import SmokeFailed
 from flows.registry.versions import Registry
 from tasks.check_params import Promotion
 from tasks.metrics import MetricName
+from tests.flows.forked import Command
 from tests.flows.servers import until
 from tests.flows.toy import BARE, Study, call
 from tests.workspace import tiny_params, write_params
@@ -67,23 +66,16 @@ def choose(root: Path, *recipes: str) -> None:
             engine.run(one, lambda command: processes.run(command, root, print, {}))
 
 
-def start(root: Path, prefect: dict[str, str], *words: str, **variables: str) -> subprocess.Popen[str]:
+def start(root: Path, prefect: dict[str, str]) -> Command:
     """`python -m flows promote` in `root`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "flows", "promote", *words],
-        cwd=root,
-        env=BARE | prefect | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Command(root, BARE | prefect, "promote")
 
 
-def said(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What it prints; it ends with `code`."""
-    printed = process.communicate(timeout=900)[0]
-    assert process.returncode == code, printed
-    return str(printed)
+def said(process: Command) -> str:
+    """What it prints; it ends with code 0."""
+    code, printed = process.end()
+    assert code == 0, printed
+    return printed
 
 
 def client(root: Path) -> MlflowClient:
@@ -162,12 +154,12 @@ def decision(root: Path, number: str) -> str:
     return next(one.tags["eckart.decision"] for one in versions(root) if str(one.version) == number)
 
 
-def kill_at(moment: dict[str, str], process: subprocess.Popen[str], root: Path) -> None:
+def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
     """Kill a promotion as soon as the aliases are those."""
     until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()[0]
+    assert process.poll() is None, process.end()[1]
     process.kill()
-    process.communicate()
+    process.end()
 
 
 def written(root: Path) -> None:

@@ -31,10 +31,9 @@ ANYTHING = {"largest_drop": 0.99, "least_speedup": None}
 
 @pytest.fixture(scope="module")
 def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished study of which another number of steps makes four stages stale."""
+    """A finished study of which another number of repetitions makes two stages stale."""
     root = study.copied(tmp_path_factory.mktemp("scheduled") / "workspace")
-    recovery = {"svd": {"recovery": {"steps": 1}}}
-    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=ANYTHING, recipes=recovery))
+    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=ANYTHING, benchmark={"repetitions": 4}))
     return root
 
 
@@ -103,7 +102,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(served: SyncPrefectCl
     assert first.state_name == second.state_name == "Completed"
     assert first.end_time
     assert first.end_time <= began(second)
-    assert str(said(first)).startswith("7 cached, 4 executed")
+    assert str(said(first)).startswith("9 cached, 2 executed")
     assert str(said(second)).startswith("Nothing was recomputed: everything is up to date.")
     promoted = [run.id for run in (first, second) if "svd-0.5 is the champion now" in str(said(run))]
     assert promoted == submitted[1:]

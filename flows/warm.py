@@ -1,0 +1,36 @@
+"""Questions that need torch, asked of a fork of the warm server: a flow itself imports none, which takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flows.engine import processes
+from tasks import check_params, params
+
+
+def checked_params() -> dict[str, Any]:
+    """What `check_params.check` gives.
+
+    Raises:
+        ParamsError: with all mistakes, each with its path and what to write instead.
+    """
+    if not check_params.found_good(params.read()):
+        said: list[str] = []
+        try:
+            _ask("python -m tasks.check_params", said)
+        except processes.CommandFailed as failure:
+            raise params.ParamsError("\n".join(said) or str(failure)) from None
+    return check_params.check()
+
+
+def gpus() -> int:
+    """How many GPUs stages find here."""
+    said: list[str] = []
+    _ask("python -m tasks.gpus", said)
+    return int(said[-1])
+
+
+def _ask(command: str, said: list[str]) -> None:
+    with processes.reaping():
+        processes.run(command, Path.cwd(), said.append, {})

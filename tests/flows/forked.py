@@ -1,0 +1,64 @@
+"""`python -m flows …` in a process of its own, without the seconds of imports: forked from the warm server of stages.
+
+That has other packages alone: what is ours is imported from the workspace, as by a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_PRELOAD = ["dvc.repo", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store", "prefect.flow_engine"]
+_OURS = ("eckart", "flows", "tasks", "tests")
+
+
+class Command:
+    """One that was started in `root`, told of no environment but this. What it prints goes into a file."""
+
+    def __init__(self, root: Path, environment: Mapping[str, str], *words: str) -> None:
+        from flows.engine import processes
+
+        processes._context.set_forkserver_preload(processes._PRELOAD)
+        file, self._said = tempfile.mkstemp()
+        os.close(file)
+        arguments = (["flows", *words], str(root), dict(environment), self._said)
+        self._process = processes._context.Process(target=_become, args=arguments)
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The code with which it has ended, if it has."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> tuple[int | None, str]:
+        """Wait for it: its code, and what it has printed."""
+        self._process.join(900)
+        said = Path(self._said).read_text()
+        Path(self._said).unlink()
+        return self._process.exitcode, said
+
+
+def preload() -> None:
+    """Have the server import what commands import, too; before it starts."""
+    from flows.engine import processes
+
+    processes._PRELOAD += _PRELOAD
+
+
+def _become(words: list[str], root: str, environment: dict[str, str], said: str) -> None:
+    from prefect.context import refresh_global_settings_context
+
+    from flows import forked_stage
+
+    os.environ.clear()
+    os.environ.update(environment)
+    refresh_global_settings_context()
+    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+        del sys.modules[name]
+    with open(said, "w") as writer:
+        forked_stage.become(words, root, {}, writer)  # type: ignore[arg-type]  # which it uses as a file
