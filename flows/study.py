@@ -21,7 +21,6 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect.utilities.annotations import quote
 from pydantic import Field
 
 from flows import cluster, engine, run_page, settings, warm
@@ -126,7 +125,8 @@ def _run(options: Options) -> State[Any]:
     try:
         side_by_side = options.workers or _side_by_side(planned, typed["threads"].candidate)
         with processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
-            states = _run_all(planned, partial(_submit, execute=execute, slots=slots, mirror=mirror))
+            submit: Callable[..., Any] = partial(stage.submit, execute=execute, slots=slots, mirror=mirror)
+            states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
@@ -167,10 +167,6 @@ def _executor(
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
         yield partial(engine.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
-
-
-def _submit(planned: Planned, **others: Any) -> PrefectFuture[Outcome]:
-    return stage.submit(quote(planned), **others)  # else Prefect looks into each path that it names
 
 
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:

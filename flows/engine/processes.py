@@ -133,6 +133,8 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[in
     reader, writer = _context.Pipe(duplex=False)
     process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
     process.start()
+    # Else the start of another stage asks for this one's end, too: who asks second is told of code 255.
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     writer.close()
     assert process.pid
 
