@@ -226,6 +226,20 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
 
 
+def test_a_store_that_goes_in_the_middle_stops_nothing(
+    root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = started(root, plan)
+    with mirror.following(plan[3]):
+        (root / "mlflow.db").write_bytes(b"no database any more")
+        write_curve(root, 1.0)
+    record_shared(mirror)
+    mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
+    mirror.finish(complete=True)
+    assert mirror.down
+    assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
 ABANDON = """
 import os
 from pathlib import Path
