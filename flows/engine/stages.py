@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +83,7 @@ class Planned:
 
 
 def plan() -> list[Planned]:
-    """The stages of dvc.yaml in an order in which they can run.
+    """The stages of dvc.yaml in an order in which they can run: searches, which may be long, before all recoveries.
 
     All are compared with the workspace here, in one go: reading dvc.lock anew for each would take a minute.
 
@@ -96,7 +97,7 @@ def plan() -> list[Planned]:
     with repository() as repo, bookkeeping(repo):
         _heal(repo)
         graph = repo.index.graph
-        for stage in reversed(list(networkx.topological_sort(graph))):
+        for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
             if not stage.cmd:
                 _note_input(stage)
                 continue
