@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eckart.budget import allowance, cost, largest_rank, step, total
+from eckart.budget import allowance, cost, largest_rank, total
 from eckart.targets import Target
 
 sizes = st.integers(1, 5000)
@@ -28,7 +28,7 @@ def test_the_largest_rank_is_the_last_that_makes_a_target_smaller(rows, columns)
 def test_parameters_are_those_of_the_two_factors(rows, columns, rank):
     some = target(rows, columns)
     assert cost(some, rank) == rows * rank + rank * columns
-    assert cost(some, rank + 1) - cost(some, rank) == step(some)
+    assert cost(some, rank + 1) - cost(some, rank) == some.step
     assert cost(some, None) == rows * columns
 
 

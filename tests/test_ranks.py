@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step, total
+from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, total
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import ByFormula
 from eckart.targets import Target
@@ -51,7 +51,7 @@ def possible(method: ByFormula, targets: Sequence[Target], keep: float) -> bool:
     if keep == 1:
         return True
     if method is UNIFORM:
-        return all(allowance([some], keep) >= step(some) for some in targets)
+        return all(allowance([some], keep) >= some.step for some in targets)
     return allowance(targets, keep) >= sum(cost(some, choices(some)[0]) for some in targets)
 
 
@@ -183,7 +183,7 @@ def test_by_rank_one_more_for_all_would_exceed_the_budget(problem, keep):
     ranks = solve(ONE_RANK, problem, keep)
     shared = {rank for rank in ranks.values() if rank is not None}
     for rank in shared:  # none where all are dense
-        more = sum(min((rank + 1) * step(some), some.parameters) for some in targets)
+        more = sum(min((rank + 1) * some.step, some.parameters) for some in targets)
         assert more > allowance(targets, keep)
 
 
@@ -235,7 +235,7 @@ def affordable_moves(targets: Sequence[Target], ranks: Ranks, left: int) -> list
         if rank is None:
             continue
         dense = some.parameters - cost(some, rank)
-        price = min(step(some), dense) if rank < largest_rank(some) else dense
+        price = min(some.step, dense) if rank < largest_rank(some) else dense
         able += [some.name] if price <= left else []
     return able
 
