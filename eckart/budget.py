@@ -62,18 +62,18 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
     return int(round(keep * sum(target.parameters for target in targets), 6))
 
 
-def ranked_allowance(targets: Sequence[Target], keep: float, least: int = 1) -> int:
-    """As `allowance`, where every target gets rank `least` at least, or stays dense as that makes it no smaller.
+def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
+    """As `allowance`, where every target gets rank 1 at least, or stays dense as no rank makes it smaller.
 
     Raises:
         NoRank: `keep` does not pay for that.
     """
     budget = allowance(targets, keep)
-    if budget < sum(cost(target, rank_or_dense(target, least)) for target in targets):
-        some = [target for target in targets if rank_or_dense(target, least)] or targets
+    if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):
+        some = [target for target in targets if largest_rank(target)] or targets
         largest = max(some, key=lambda target: target.step)
         raise NoRank(
             f"keep={keep:g} leaves no rank to some of {len(some)} targets, of which {largest.name} asks for "
-            f"{cost(largest, least)} parameters a rank: raise keep or exclude targets"
+            f"{cost(largest, 1)} parameters a rank: raise keep or exclude targets"
         )
     return budget

@@ -60,12 +60,12 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     left, right = left.to(exact), right.to(exact)
     weight = left @ right
     norms = weight.norm(dim=1)
-    norms = torch.where(norms > 0, norms, torch.ones_like(norms))
-    chosen, coefficients = _dominant(torch.linalg.qr(left / norms.unsqueeze(1)).Q)
+    lengths = torch.where(norms > 0, norms, torch.ones_like(norms))
+    chosen, coefficients = _dominant(torch.linalg.qr(left / lengths.unsqueeze(1)).Q)
     is_other = torch.ones(len(left), dtype=torch.bool, device=left.device)
     is_other[chosen] = False
     others = is_other.nonzero().squeeze(1)
-    scaled = coefficients[others] * norms[others].unsqueeze(1) / norms[chosen]
+    scaled = coefficients[others] * norms[others].unsqueeze(1) / lengths[chosen]
     return weight[chosen], scaled, torch.cat([chosen, others]).argsort()
 
 
