@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from eckart.targets import Target
+from eckart.targets import Product, Storage, Target
 
 Rank = int | None
 """The rank of a target, or None where it stays dense."""
@@ -19,19 +19,30 @@ class NoRank(ValueError):
     """A keep that leaves some target no rank."""
 
 
-def step(target: Target) -> int:
-    """Parameters that one more rank costs."""
-    return target.step
+def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
+    """`targets` as a recipe of this storage counts them. A product has no factors: its maps lose rows in any case."""
+    return tuple(
+        target if isinstance(target, Product) else target.model_copy(update={"storage": storage}) for target in targets
+    )
 
 
 def cost(target: Target, rank: Rank) -> int:
-    """Parameters of `target` at `rank`."""
-    return target.parameters if rank is None else rank * step(target)
+    """Parameters of `target` at `rank`: r (out + in) as factors, r (out + in − r) pivoted."""
+    if rank is None:
+        return target.parameters
+    return rank * (target.step - (rank if target.storage == "pivoted" else 0))
 
 
 def largest_rank(target: Target) -> int:
-    """The largest rank at which the factors are smaller than the dense weight; 0 if none is."""
-    return (target.parameters - 1) // step(target)
+    """The largest rank at which it has fewer parameters than the dense weight; 0 if none is."""
+    if target.storage == "pivoted":
+        return min(target.out_features, target.in_features) - 1
+    return (target.parameters - 1) // target.step
+
+
+def rank_or_dense(target: Target, rank: int) -> Rank:
+    """`rank`, or None where the dense weight is no larger."""
+    return rank if rank <= largest_rank(target) else None
 
 
 def total(targets: Iterable[Target], ranks: Ranks) -> int:
@@ -58,11 +69,11 @@ def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
         NoRank: `keep` does not pay for that.
     """
     budget = allowance(targets, keep)
-    if budget < sum(min(step(target), target.parameters) for target in targets):
+    if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):
         some = [target for target in targets if largest_rank(target)] or targets
-        largest = max(some, key=step)
+        largest = max(some, key=lambda target: target.step)
         raise NoRank(
             f"keep={keep:g} leaves no rank to some of {len(some)} targets, of which {largest.name} asks for "
-            f"{step(largest)} parameters a rank: raise keep or exclude targets"
+            f"{cost(largest, 1)} parameters a rank: raise keep or exclude targets"
         )
     return budget

@@ -1,7 +1,8 @@
 """A compressed model is an ordinary Hugging Face model.
 
-`config.json` carries `{"quant_method": "eckart", "ranks": {…}, "rows": {…}, "heads": {…}}`. transformers then asks the
-quantizer registered here to swap the modules before it loads the weights, so that after `import eckart`
+`config.json` carries `{"quant_method": "eckart", "ranks": {…}, "rows": {…}, "heads": {…}, "pivoted": […]}`.
+transformers then asks the quantizer registered here to swap the modules before it loads the weights, so that after
+`import eckart`
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 
@@ -14,18 +15,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from eckart.layers import factorized, head_counts, head_rows_like, low_rank_like, replace, residual_rows
+from eckart.layers import (
+    factorized,
+    head_counts,
+    head_rows_like,
+    low_rank_like,
+    pivoted,
+    pivoted_like,
+    replace,
+    residual_rows,
+)
 
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
-    """The ranks of the factorized maps, the rows of their residuals, and the heads of those whose rank is a head's.
-
-    What is not named is dense.
+    """The ranks of the factorized maps, the rows of their residuals, the heads of those whose rank is a head's, and the
+    names of those that are pivoted. What has no rank is dense.
     """
 
     def __init__(
@@ -33,12 +43,23 @@ class EckartConfig(QuantizationConfigMixin):
         ranks: dict[str, int] | None = None,
         rows: dict[str, int] | None = None,
         heads: dict[str, int] | None = None,
+        pivoted: list[str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = "eckart"  # type: ignore[assignment]
         self.ranks = ranks or {}
         self.rows = rows or {}
         self.heads = heads or {}
+        self.pivoted = pivoted or []
+
+    def layer(self, name: str, module: nn.Module) -> nn.Module:
+        """What takes the place of the dense `module`, unfilled."""
+        rank = self.ranks[name]
+        if name in self.heads:
+            return head_rows_like(module, self.heads[name], rank)
+        return (
+            pivoted_like(module, rank) if name in self.pivoted else low_rank_like(module, rank, self.rows.get(name, 0))
+        )
 
 
 @register_quantizer("eckart")
@@ -49,13 +70,8 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # the weights must come from a file
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        config = self.quantization_config
-        for name, rank in config.ranks.items():
-            module, heads = model.get_submodule(name), config.heads.get(name)
-            low = (
-                head_rows_like(module, heads, rank) if heads else low_rank_like(module, rank, config.rows.get(name, 0))
-            )
-            replace(model, name, low)
+        for name in self.quantization_config.ranks:
+            replace(model, name, self.quantization_config.layer(name, model.get_submodule(name)))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
@@ -76,7 +92,7 @@ class EckartQuantizer(HfQuantizer):
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
     if ranks := factorized(model):
-        model.config.quantization_config = EckartConfig(ranks, residual_rows(model), head_counts(model))
+        model.config.quantization_config = EckartConfig(ranks, residual_rows(model), head_counts(model), pivoted(model))
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
     model.save_pretrained(folder)

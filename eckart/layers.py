@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+Layer = TypeVar("Layer", bound="LowRankMap")
 
-class LowRankLinear(nn.Module):
+
+class LowRankMap(nn.Module):
+    """y = x Ŵᵀ + bias with Ŵ of low rank: x `(…, in)` → `(…, out)`. How Ŵ is stored is a subclass's.
+
+    Its parts are parameters, not Linear modules: no code that looks for linear maps mistakes them for such.
+    """
+
+    right: nn.Parameter
+    """`(rank, in)`."""
+    bias: nn.Parameter | None
+    transposed = False
+    """Whether the dense module is a Conv1D, which the architecture asks for where `merge` puts it back."""
+
+    @staticmethod
+    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
+        return linear(x, matrix, bias)
+
+    @property
+    def rank(self) -> int:
+        return self.right.shape[0]
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)`."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Ŵ `(out, in)`."""
+
+    @property
+    def weight(self) -> Tensor:
+        """Memory of the dense weight's shape, unfilled: models look at its type and place in every forward (T5 does).
+
+        Ŵ itself would cost more than the forward. No target is a map whose weight is used for more (eckart/targets.py).
+        """
+        return self.right.new_empty(self.shape[::-1] if self.transposed else self.shape)
+
+
+class LowRankLinear(LowRankMap):
     """y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
     With a residual, y[rows] += x residualᵀ: some outputs get a row of a matrix of full rank besides (LoSparse, eq. 5).
-    The factors are parameters, not Linear modules: no code that looks for linear maps mistakes them for such.
     """
 
     rows: Tensor | None
@@ -27,29 +70,12 @@ class LowRankLinear(nn.Module):
         self.register_buffer("rows", torch.arange(rows) if rows else None)
         self.gate: Tensor | None = None
         """`(rank,)` that scales the components while a search trains; never saved."""
-        self.transposed = False
-        """Whether the dense module is a Conv1D, which the architecture asks for where `merge` puts it back."""
-
-    @staticmethod
-    def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
-        return linear(x, matrix, bias)
 
     @property
-    def rank(self) -> int:
-        return self.right.shape[0]
-
-    @property
-    def weight(self) -> Tensor:
-        """Memory of the dense weight's shape, unfilled: models look at its type and place in every forward (T5 does).
-
-        Ŵ itself would cost more than the forward. No target is a map whose weight is used for more (eckart/targets.py).
-        """
-        shape = (len(self.left), self.right.shape[1])
-        return self.left.new_empty(shape[::-1] if self.transposed else shape)
+    def shape(self) -> tuple[int, int]:
+        return len(self.left), self.right.shape[1]
 
     def dense(self) -> Tensor:
-        """Ŵ `(out, in)`."""
         weight = (self.left if self.gate is None else self.left * self.gate) @ self.right
         return weight if self.residual is None or self.rows is None else weight.index_add(0, self.rows, self.residual)
 
@@ -63,10 +89,40 @@ class LowRankLinear(nn.Module):
         return y.index_add(-1, self.rows, self.project(x, self.residual))
 
 
-class LowRankEmbedding(LowRankLinear):
-    """The same for x of one-hot rows, given by their ids `(…,)`: y `(…, out)` is a row of the vocabulary, which is in.
+class PivotedLinear(LowRankMap):
+    """z = x rightᵀ are some outputs and z othersᵀ all others, plus bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    W `(out, in)` is the transpose of what an embedding stores. The row of a padding token is what the factors make it.
+    So `right` are rows of Ŵ itself, its pivots, and `others` `(out − rank, rank)` what its other rows are of these
+    (eckart/pivots.py).
+    """
+
+    places: Tensor
+    """Where each output stands among the pivots and, behind them, the others `(out,)`."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
+        super().__init__()
+        self.others = nn.Parameter(torch.empty(out_features - rank, rank))
+        self.right = nn.Parameter(torch.empty(rank, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.register_buffer("places", torch.arange(out_features, dtype=torch.int32))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.places), self.right.shape[1]
+
+    def dense(self) -> Tensor:
+        return torch.cat([self.right, self.others @ self.right]).index_select(0, self.places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pivots = self.project(x, self.right)
+        y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
+        return y if self.bias is None else y + self.bias
+
+
+class _OfIds(LowRankMap):
+    """x are one-hot rows, given by their ids `(…,)`: y `(…, out)` is a row of the vocabulary, which is in.
+
+    W `(out, in)` is the transpose of what an embedding stores. The row of a padding token is what the parts make it.
     """
 
     @staticmethod
@@ -74,6 +130,14 @@ class LowRankEmbedding(LowRankLinear):
         """Columns of a matrix `(n, in)` by ids: `(…, n)`."""
         columns = embedding(x, matrix.T)
         return columns if bias is None else columns + bias
+
+
+class LowRankEmbedding(_OfIds, LowRankLinear):
+    """Factors in place of an embedding."""
+
+
+class PivotedEmbedding(_OfIds, PivotedLinear):
+    """Pivots in place of an embedding."""
 
 
 class HeadRows(nn.Module):
@@ -105,7 +169,9 @@ class HeadRows(nn.Module):
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """`(out, in)` of a Linear, a Conv1D or an Embedding."""
+    """`(out, in)` of a Linear, a Conv1D, an Embedding or what took its place."""
+    if isinstance(module, LowRankMap):
+        return module.shape
     if isinstance(module, Conv1D):
         columns, rows = module.weight.shape
         return rows, columns
@@ -116,13 +182,25 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
     """An unfilled low-rank layer of `rank` with the shape, bias, type and device of a Linear, Conv1D or Embedding."""
+    return _like(module, LowRankEmbedding if _reads_ids(module) else LowRankLinear, rank=rank, rows=rows)
+
+
+def pivoted_like(module: nn.Module, rank: int) -> PivotedLinear:
+    """The same as a pivoted layer; also of a module whose place a low-rank layer took, from that."""
+    return _like(module, PivotedEmbedding if _reads_ids(module) else PivotedLinear, rank=rank)
+
+
+def _like(module: nn.Module, kind: type[Layer], **sizes: int) -> Layer:
     out_features, in_features = shape_of(module)
-    weight = module.get_parameter("weight")
-    with torch.device(weight.device):
-        kind = LowRankEmbedding if isinstance(module, nn.Embedding) else LowRankLinear
-        layer = kind(in_features, out_features, rank, bias=getattr(module, "bias", None) is not None, rows=rows)
-    layer.transposed = isinstance(module, Conv1D)
-    return layer.to(weight.dtype)
+    like = module.right if isinstance(module, LowRankMap) else module.get_parameter("weight")
+    with torch.device(like.device):
+        layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
+    layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
+    return layer.to(like.dtype)
+
+
+def _reads_ids(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | _OfIds)
 
 
 def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
@@ -184,12 +262,11 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
 def merge(model: PreTrainedModel, name: str) -> nn.Module:
     """Replace the factorized target `name` by the dense module of the architecture, with Ŵ for its weight."""
     layer = model.get_submodule(name)
-    if not isinstance(layer, LowRankLinear):
+    if not isinstance(layer, LowRankMap):
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
-    out_features, in_features = len(layer.left), layer.right.shape[1]
     with torch.device("meta"):  # draws no random weights
-        module = _dense(layer, out_features, in_features)
-    module = module.to_empty(device=layer.left.device).to(layer.left.dtype).train(layer.training)
+        module = _dense(layer)
+    module = module.to_empty(device=layer.right.device).to(layer.right.dtype).train(layer.training)
     set_weight(module, layer.dense())
     if layer.bias is not None:
         with torch.no_grad():
@@ -198,8 +275,9 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
     return module
 
 
-def _dense(layer: LowRankLinear, out_features: int, in_features: int) -> nn.Module:
-    if isinstance(layer, LowRankEmbedding):
+def _dense(layer: LowRankMap) -> nn.Module:
+    out_features, in_features = layer.shape
+    if _reads_ids(layer):
         return nn.Embedding(in_features, out_features)
     if layer.transposed:
         return Conv1D(out_features, in_features)
@@ -207,14 +285,19 @@ def _dense(layer: LowRankLinear, out_features: int, in_features: int) -> nn.Modu
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
-    """Name → layer of every factorized target in `model`."""
+    """Name → layer of every target in `model` that is stored as factors."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
 
 
 def factorized(model: nn.Module) -> dict[str, int]:
     """Name → rank of every factorized map in `model`; that of a head where it is one of a product."""
-    kinds = LowRankLinear | HeadRows
+    kinds = LowRankMap | HeadRows
     return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, kinds)}
+
+
+def pivoted(model: nn.Module) -> list[str]:
+    """Names of the factorized targets in `model` that are stored as pivots."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, PivotedLinear)]
 
 
 def head_counts(model: nn.Module) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from eckart.optimization import Optimization
+from eckart.targets import Storage
 
 Contradiction = tuple[str, str]
 """The path of a part in its recipe, and what is wrong there and what to write."""
@@ -88,6 +89,8 @@ class RecipeParts(Protocol):
     def ranks(self) -> Method: ...
     @property
     def residual(self) -> Method | None: ...
+    @property
+    def storage(self) -> Storage: ...
     @property
     def recovery(self) -> Method: ...
 

@@ -1,4 +1,4 @@
-"""Recipes: source + shaping + weighting + rank search + residual + recovery, frozen values of params.yaml.
+"""Recipes: source + shaping + weighting + rank search + residual + storage + recovery, frozen values of params.yaml.
 
 There are no defaults here: every hyperparameter is written where the user sees it and DVC tracks it.
 """
@@ -15,6 +15,7 @@ from eckart.ranks import RankSearch
 from eckart.recovery import Recovery
 from eckart.residual import Residual
 from eckart.shaping import Shaping
+from eckart.targets import Storage
 from eckart.weighting import Weighting
 
 
@@ -28,6 +29,7 @@ class Recipe(BaseModel):
     weighting: Weighting
     ranks: RankSearch
     residual: Residual | None
+    storage: Storage
     sequential: int | None = Field(ge=1)
     """Layers that are factorized between two captures of the evidence; None takes that of the dense model."""
     recovery: Recovery

@@ -7,17 +7,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import align_module_device
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 MASKS = ("attention_mask", "decoder_attention_mask")
 """Entries of a batch, each `(batch, tokens)`, that are 0 where a token is padding."""
+
+Storage = Literal["factors", "pivoted"]
+"""How a map of rank r is stored: as two factors, r (out + in) parameters, or as r of its rows and what the others are
+of these, r (out + in − r) (eckart/pivots.py)."""
 
 
 class Target(BaseModel):
@@ -40,6 +44,8 @@ class Target(BaseModel):
     """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
     sampled: bool = True
     """Whether its rows can be told apart by sample and token; there is no evidence of one that is not."""
+    storage: Storage = Field(default="factors", exclude=True)
+    """How a recipe stores it at a rank, which no probe finds: `stored` of eckart/budget.py tells it."""
 
     @property
     def parameters(self) -> int:
@@ -48,7 +54,7 @@ class Target(BaseModel):
 
     @property
     def step(self) -> int:
-        """Parameters that one more rank costs: a column of `left` and a row of `right`."""
+        """Parameters that one more rank costs as factors: a column of `left` and a row of `right`."""
         return self.out_features + self.in_features
 
     @property

@@ -34,7 +34,7 @@ class Decision(BaseModel):
     """
     parameters_before: int
     parameters_after: int
-    """Of the factors alone, where a residual stands beside them until recovery has pruned it."""
+    """As the recipe stores them; of the factors alone, where a residual stands beside them until it has been pruned."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None

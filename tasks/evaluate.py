@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from eckart.budget import allowance, cost
+from eckart.budget import allowance
 from eckart.layers import factorized, residual_rows
 from eckart.targets import Target
 from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision
@@ -42,7 +42,7 @@ def evaluate(recipe: str, keep: str) -> None:
         size=size(model, FINETUNED / name, task.max_length),
         zero_shot=scores.zero_shot,
         targets=sizes,
-        target_parameters=sum(_parameters(target, sizes[target.name]) for target in targets),
+        target_parameters=sum(size.parameters for size in sizes.values()),
     )
     if result.target_parameters > (allowed := allowance(targets, float(keep))):
         raise StageError(
@@ -55,11 +55,18 @@ def evaluate(recipe: str, keep: str) -> None:
 
 def _sizes(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, TargetSize]:
     ranks, rows = factorized(model), residual_rows(model)
-    return {target.name: TargetSize(rank=ranks.get(target.name), rows=rows.get(target.name, 0)) for target in targets}
+    return {
+        target.name: TargetSize(
+            rank=ranks.get(target.name), rows=rows.get(target.name, 0), parameters=_parameters(model, target)
+        )
+        for target in targets
+    }
 
 
-def _parameters(target: Target, size: TargetSize) -> int:
-    return cost(target, size.rank) + size.rows * target.in_features
+def _parameters(model: PreTrainedModel, target: Target) -> int:
+    """Of the maps that are `target`, as `model` stores them; biases are not counted."""
+    parts = (part for map in target.maps for part in model.get_submodule(map.name).named_parameters())
+    return sum(values.numel() for name, values in parts if name != "bias")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ from tasks.stage import candidate_name, explained, output, run_candidate, say
 def factorize(recipe: str, keep: str) -> None:
     """Replace every target that has a rank by the best factors of that rank under the recipe's weighting.
 
-    With a residual, what the factors leave of W stands beside them until recovery has pruned it.
+    Whatever the recipe's storage these are factors, at the ranks that the storage pays for: recovery trains them, and
+    brings them into their storage, which computes the same. With a residual, what the factors leave of W stands beside
+    them until recovery has pruned it.
     """
     name = candidate_name(recipe, keep)
     layers_at_once = section(f"recipes.{recipe}.sequential", Count | None)

@@ -1,10 +1,11 @@
-"""Finetune: heal a factorized model → models/finetuned/RECIPE-KEEP and its training curve."""
+"""Finetune: heal a factorized model, and store it as its recipe says → models/finetuned/RECIPE-KEEP and its curve."""
 
 from __future__ import annotations
 
 from eckart.methods import Source, train_together
 from eckart.recovery import Recovery
 from eckart.residual import Residual
+from eckart.targets import Storage
 from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
 from tasks.importance_files import load_targets
 from tasks.models import DENSE
@@ -14,7 +15,7 @@ from tasks.stage import candidate_name, run_candidate
 
 
 def finetune(recipe: str, keep: str) -> None:
-    """Train the factorized model on the task as the recipe's recovery and residual say."""
+    """Train the factors on the task as the recipe's recovery and residual say; then bring them into its storage."""
     name, part = candidate_name(recipe, keep), f"recipes.{recipe}"
     recover(
         FACTORIZED / name,
@@ -24,6 +25,7 @@ def finetune(recipe: str, keep: str) -> None:
         residual=section(f"{part}.residual", Residual | None),
         targets=load_targets().targets,
         keep=float(keep),
+        storage=section(f"{part}.storage", Storage),
         source=source_model(name, DENSE[section(f"{part}.source", Source)]),
     )
 

@@ -69,12 +69,16 @@ class DenseReport(Scores):
 
 
 class TargetSize(BaseModel):
-    """What is left of a target: `rank` is null where it is dense, `rows` are those of a residual beside the factors."""
+    """What is left of a target: `rank` is null where it is dense, `rows` are those of a residual beside the factors.
+
+    parameters: as it is stored, without its bias and the indices of rows or pivots.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int | None
     rows: int
+    parameters: int
 
 
 class Evaluation(BaseModel):
@@ -94,7 +98,7 @@ class Evaluation(BaseModel):
     """Of the recovered model, as of the teacher."""
     targets: dict[str, TargetSize]
     target_parameters: int
-    """Of all targets of the recovered model; biases and the indices of rows are not counted."""
+    """Of all targets of the recovered model."""
 
 
 class Benchmark(BaseModel):

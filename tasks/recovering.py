@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel, set_seed
 
 from eckart import hub
+from eckart.pivots import pivot
 from eckart.recovery import Recovery
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.residual import Residual
-from eckart.targets import Target
+from eckart.targets import Storage, Target
 from tasks.batches import encoded
 from tasks.dataset import load_task
 from tasks.kinds import kind_of, objective_of
@@ -31,11 +32,13 @@ def recover(
     residual: Residual | None = None,
     targets: Sequence[Target] = (),
     keep: float = 1.0,
+    storage: Storage = "factors",
     source: Path = TEACHER,
 ) -> None:
     """Train the model in the folder `model_from` on the task as `recovery` and `residual` say, and save it.
 
     Args:
+        storage: how factors are saved; while they train they are factors.
         source: the dense model whose weights were factorized.
     """
     seed, trainer = section("seed", Seed), section("trainer", Trainer)
@@ -66,5 +69,7 @@ def recover(
             rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # trainings of recoveries have them
             options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
             done += train(model, collate, data, curve, **options, rules=rules, before=done)
+        if storage == "pivoted":
+            pivot(model)
         hub.save(model, folder)
         tokenizer.save_pretrained(folder)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from eckart import hub
-from eckart.budget import NoRank, Rank, allowance, total
+from eckart.budget import NoRank, Rank, allowance, stored, total
 from eckart.evidence import load_evidence, save_evidence
 from eckart.losses import Batch, Loss
 from eckart.methods import Source, train_together
@@ -27,6 +27,7 @@ from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.shaping.outcome import average_rank, empty_rows, share_left
+from eckart.targets import Storage
 from eckart.training_rules import Rule
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
@@ -55,7 +56,7 @@ def search(recipe: str, keep: str) -> None:
     training = _Training(model, tokenizer, collate, SEARCH_CURVES / f"{name}.jsonl", seed, objective.training_loss)
     problem = SearchProblem(
         model=model,
-        targets=load_targets().targets,
+        targets=stored(load_targets().targets, section(f"{part}.storage", Storage)),
         keep=float(keep) * (residual.low_rank if residual else 1),  # sparse rows get the rest
         seed=seed,
         objective=objective,

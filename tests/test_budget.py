@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eckart.budget import allowance, cost, largest_rank, step, total
-from eckart.targets import Target
+from eckart.budget import allowance, cost, largest_rank, stored, total
+from eckart.targets import Product, Storage, Target
 
 sizes = st.integers(1, 5000)
+storages = st.sampled_from(["factors", "pivoted"])
 
 
-def target(rows: int, columns: int, name: str = "map") -> Target:
-    return Target(name=name, out_features=rows, in_features=columns, input_of=name)
+def target(rows: int, columns: int, name: str = "map", storage: Storage = "factors") -> Target:
+    return Target(name=name, out_features=rows, in_features=columns, input_of=name, storage=storage)
 
 
-@given(sizes, sizes)
-def test_the_largest_rank_is_the_last_that_makes_a_target_smaller(rows, columns):
-    some = target(rows, columns)
+@given(sizes, sizes, storages)
+def test_the_largest_rank_is_the_last_that_makes_a_target_smaller(rows, columns, storage):
+    some = target(rows, columns, storage=storage)
     rank = largest_rank(some)
     assert cost(some, rank) < some.parameters
     assert cost(some, rank + 1) >= some.parameters
@@ -28,8 +29,23 @@ def test_the_largest_rank_is_the_last_that_makes_a_target_smaller(rows, columns)
 def test_parameters_are_those_of_the_two_factors(rows, columns, rank):
     some = target(rows, columns)
     assert cost(some, rank) == rows * rank + rank * columns
-    assert cost(some, rank + 1) - cost(some, rank) == step(some)
+    assert cost(some, rank + 1) - cost(some, rank) == some.step
     assert cost(some, None) == rows * columns
+
+
+@given(sizes, sizes, st.data())
+def test_pivoted_a_rank_costs_its_rows_and_what_the_others_are_of_these(rows, columns, data):
+    some = target(rows, columns, storage="pivoted")
+    rank = data.draw(st.integers(0, min(rows, columns)))
+    assert cost(some, rank) == rank * columns + (rows - rank) * rank <= some.parameters
+    assert cost(some, rank) == cost(target(columns, rows, storage="pivoted"), rank)
+    assert cost(some, rank) == cost(target(rows, columns), rank) - rank**2
+
+
+def test_a_product_costs_the_rows_that_its_maps_keep_whatever_the_storage():
+    other = target(8, 6, "key")
+    product = Product(**target(8, 6, "query").model_dump(), heads=2, other=other)
+    assert [cost(some, 3) for some in stored([product, other], "pivoted")] == [2 * 3 * (6 + 6), 3 * (8 + 6 - 3)]
 
 
 def test_the_total_counts_dense_targets_in_full():

@@ -430,6 +430,11 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform", "by": "share"}}},
         "ranks.weighting: movement reads the scores of pruning",
     ),
+    (
+        {"storage": "pivoted", "ranks": "ars"},
+        "storage: is pivoted, where the last ranks of a target cost next to nothing",
+    ),
+    ({"storage": "pivoted", "residual": "losparse"}, "storage: is pivoted, but sparse rows stand beside factors"),
     ({"sequential": 1}, "sequential: weighting none has no evidence to gather anew"),
     (
         {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": 1},

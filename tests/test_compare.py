@@ -147,8 +147,13 @@ def make_candidate(
     """
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
-    sizes = {each: {"rank": rank, "rows": 0 if rank is None else rows} for each, rank in ranks.items()}
-    after = sum(100 if rank is None else 20 * rank for rank in ranks.values())
+    factors = {each: 100 if rank is None else 20 * rank for each, rank in ranks.items()}
+    counts = {each: 0 if rank is None else rows for each, rank in ranks.items()}
+    sizes = {
+        each: {"rank": rank, "rows": counts[each], "parameters": factors[each] + 10 * counts[each]}
+        for each, rank in ranks.items()
+    }
+    after = sum(factors.values())
     decision = {"keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
     decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
     decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
@@ -369,7 +374,8 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6)
     evaluation = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
-    write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": {"rank": 1, "rows": 0}}})
+    other = {"rank": 1, "rows": 0, "parameters": 20}
+    write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": other}})
     with pytest.raises(StageError, match=r"evaluate/svd-0.5.json measures other targets .* tasks.evaluate"):
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
@@ -418,7 +424,7 @@ def test_heat_map_shows_the_recovered_model_with_its_sparse_rows(workspace: Path
     make_study(["losparse"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
     make_candidate("losparse", 0.5, ["h.0.query", "h.0.value", "h.1.query"], 0.6, rows=9)
     evaluation = json.loads(Path("reports/evaluate/losparse-0.5.json").read_text())
-    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1}
+    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1, "parameters": 10}
     write("reports/evaluate/losparse-0.5.json", evaluation)
     compare.compare()
     (picture,) = heatmap.heat_maps(results.load_results())

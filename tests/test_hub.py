@@ -18,7 +18,8 @@ from transformers import (
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.hub import save
-from eckart.layers import factorize_target, factorized
+from eckart.layers import factorize_target, factorized, pivoted
+from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
@@ -59,6 +60,21 @@ def test_a_compressed_model_comes_back(family, every, tmp_path):
     loaded = load(tmp_path)
     assert type(loaded) is type(model)
     assert factorized(loaded) == factorized(model) != {}
+    assert_same(loaded, model)
+
+
+@FAMILIES
+def test_a_model_of_pivots_and_factors_comes_back(family, tmp_path):
+    model = compress(tiny.FAMILIES[family](), every=2)
+    pivot(model)
+    names = pivoted(model)
+    compress(model)
+    assert len(factorized(model)) > len(names) > 0
+    save(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["pivoted"] == names
+    loaded = load(tmp_path)
+    assert factorized(loaded) == factorized(model)
+    assert pivoted(loaded) == names
     assert_same(loaded, model)
 
 

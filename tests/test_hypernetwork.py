@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.budget import Ranks, allowance, cost, largest_rank, step, total
+from eckart.budget import Ranks, allowance, cost, largest_rank, total
 from eckart.layers import LowRankLinear, factorized, low_rank_layers
 from eckart.ranks.hypernetwork import Hypernetwork, HypernetworkSearch
 from eckart.svd import Decomposition, decompose
@@ -300,7 +300,7 @@ def test_r_alone_brings_the_masks_below_the_budget(hypernetwork):
     train_by_hand(rule, nothing, 300)
     assert rule.measures()["R"] == 0
     assert rule.measures()["kept"] <= 0.4
-    assert allowance(targets, 0.4) - max(map(step, targets)) < total(targets, rule.ranks())
+    assert allowance(targets, 0.4) - max(some.step for some in targets) < total(targets, rule.ranks())
 
 
 @pytest.mark.parametrize(("values", "norm"), [("normalized", 7 / 3), ("raw", 1)])
@@ -450,7 +450,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Shape], list[list[float]]]:
 
 
 def fewest(targets: Sequence[Target]) -> int:
-    return sum(step(some) if largest_rank(some) else some.parameters for some in targets)
+    return sum(some.step if largest_rank(some) else some.parameters for some in targets)
 
 
 def solve(problem: tuple[list[Shape], list[list[float]]], keep: float, **changes: Any) -> tuple[list[Target], Ranks]:
@@ -469,7 +469,7 @@ def test_ranks_meet_the_budget_within_one_rank(selection, problem, keep):
     targets, ranks = solve(problem, keep, selection=selection)
     spent, budget = total(targets, ranks), allowance(targets, keep)
     assert spent <= budget
-    assert set(ranks.values()) == {None} or budget - spent < max(map(step, targets))
+    assert set(ranks.values()) == {None} or budget - spent < max(some.step for some in targets)
 
 
 @given(problem=problems(), keep=st.floats(0.05, 1))
@@ -497,7 +497,7 @@ def test_an_untrained_search_meets_the_budget(family, keep, selection, hypernetw
     targets = find_targets(model, probe()).targets
     rule = searching(model, targets, keep, selection=selection, hypernetwork=hypernetwork)
     spent, budget = total(targets, rule.ranks()), allowance(targets, keep)
-    assert budget - max(map(step, targets)) < spent <= budget
+    assert budget - max(some.step for some in targets) < spent <= budget
 
 
 def test_a_target_that_no_rank_makes_smaller_is_not_masked():

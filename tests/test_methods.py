@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.layers import factorized, low_rank_layers, residual_rows
+from eckart.layers import factorized, low_rank_layers, pivoted, residual_rows
 from eckart.recipes import captions
 from eckart.svd import decompose
 from eckart.targets import weight_of
@@ -27,11 +27,13 @@ PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": [0.5], "start": 0.2
 ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25, "window": None}
 DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
 
+THRESHOLD = {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}
+
 # Cut down to seconds; steps of the threshold are those that its rate needs to pass every singular value.
 METHODS: dict[str, dict[str, Any]] = {
     "ars": {"ranks": FEW},
     "drone_tolerance": {"ranks": {"grid": 3, "rows": 8}},
-    "softlm": {"ranks": {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}},
+    "softlm": {"ranks": THRESHOLD},
     "lpaf": {"shaping": FEW},
     "losparse": {"residual": {"low_rank": 0.2}},
 }
@@ -47,6 +49,8 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "factors_alone": ("losparse", {"residual": {"low_rank": 1.0}}),
     "losparse_distilled": ("losparse", {"residual": {"low_rank": 0.2}, "recovery": DISTILLED}),
     "losparse_then_distilled": ("losparse", {"residual": {"low_rank": 0.2, "window": 2}}),
+    "kfac_pivoted": ("kfac", {"storage": "pivoted"}),
+    "softlm_pivoted": ("softlm", {"storage": "pivoted", "ranks": THRESHOLD}),
     "drone_in_order": ("drone", {"sequential": 1}),
     "kfac_in_order": ("kfac", {"sequential": 2}),
     "pruned_in_order": ("lpaf", {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": 1}),
@@ -60,7 +64,8 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 IN_TURN = "losparse_then_distilled"
 NAMES = [*METHODS, *RECOMBINATIONS]
-OF_LOW_RANK = ["drone_tolerance", "softlm", "elements"]
+OF_LOW_RANK = ["drone_tolerance", "softlm", "softlm_pivoted", "elements"]
+PIVOTED = ["kfac_pivoted", "softlm_pivoted"]
 WITH_ROWS = [
     "losparse",
     "kfac_losparse",
@@ -186,6 +191,14 @@ def test_factorizing_what_has_low_rank_loses_nothing(name: str) -> None:
     torch.testing.assert_close(
         logits(f"models/factorized/{name}"), logits(f"models/ranks/{name}/shaped"), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("name", PIVOTED, indirect=True)
+def test_pivots_take_the_place_of_the_recovered_factors(name: str) -> None:
+    factors, small = model(f"models/factorized/{name}"), model(f"models/finetuned/{name}")
+    assert pivoted(small) == list(factorized(small)) == list(low_rank_layers(factors))
+    saved = sum(rank**2 for rank in factorized(small).values())
+    assert small.num_parameters() == factors.num_parameters() - saved
 
 
 @pytest.mark.parametrize("name", ["svd_at_drone"], indirect=True)

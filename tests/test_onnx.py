@@ -30,6 +30,7 @@ from eckart.hub import save
 from eckart.layers import factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, export
+from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
@@ -46,15 +47,17 @@ SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
 MADE_UP = 9  # rows that are compared besides those of the test split
 
 
-def compress(model: PreTrainedModel, residual: bool = False) -> PreTrainedModel:
-    """Factorize every target but the last; with a residual, every third row of what the factors leave."""
+def compress(model: PreTrainedModel, stored: str = "factors") -> PreTrainedModel:
+    """Factorize every target but the last, as factors or pivots, or with every third row of what the factors leave."""
     for number, target in enumerate(find_targets(model, batch(8, 7)).targets[:-1]):
         weight = weight_of(model.get_submodule(target.name))
         left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(1 + number % 3))
-        layer = factorize_target(model, target.name, left, right, weight - left @ right if residual else None)
+        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
         if layer.residual is not None and layer.rows is not None:
             layer.rows = layer.rows[::3]
             layer.residual = nn.Parameter(layer.residual.detach()[::3])
+    if stored == "pivoted":
+        pivot(model)
     return model.eval()
 
 
@@ -82,9 +85,9 @@ def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch
     return torch.from_numpy(found)
 
 
-@pytest.mark.parametrize(("family", "residual"), [("bert", False), ("gpt2", True)])
-def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, residual: bool, tmp_path: Path) -> None:
-    model, file = compress(tiny.FAMILIES[family](), residual), tmp_path / "model.onnx"
+@pytest.mark.parametrize(("family", "stored"), [("bert", "factors"), ("gpt2", "rows"), ("llama", "pivoted")])
+def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, stored: str, tmp_path: Path) -> None:
+    model, file = compress(tiny.FAMILIES[family](), stored), tmp_path / "model.onnx"
     made = export(model, tiny.words(), file)
     for count, longest in SHAPES:
         inputs = batch(count, longest)

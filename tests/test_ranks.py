@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, step, total
+from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, total
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import ByFormula
-from eckart.targets import Target
+from eckart.targets import Storage, Target
 
 UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "share"})
 ONE_RANK: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "rank"})
@@ -26,17 +26,17 @@ Problem = tuple[list[Target], dict[str, Tensor]]
 keeps = st.floats(0.05, 1)
 
 
-def target(name: str, rows: int, columns: int) -> Target:
-    return Target(name=name, out_features=rows, in_features=columns, input_of=name)
+def target(name: str, rows: int, columns: int, storage: Storage = "factors") -> Target:
+    return Target(name=name, out_features=rows, in_features=columns, input_of=name, storage=storage)
 
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 5, smallest: int = 2, largest: int = 40) -> Problem:
-    """Targets with descending spectra: steep or flat, some with nothing left after a few values."""
-    targets, spectra = [], {}
+    """Targets in one storage with descending spectra: steep or flat, some with nothing left after a few values."""
+    targets, spectra, storage = [], {}, draw(st.sampled_from(["factors", "pivoted"]))
     for index in range(draw(st.integers(1, most))):
         size = st.integers(smallest, largest)
-        some = target(f"map{index}", draw(size), draw(size))
+        some = target(f"map{index}", draw(size), draw(size), storage)
         count = min(some.out_features, some.in_features)
         drawn = torch.rand(count, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**20)))).double()
         values = (drawn ** draw(st.sampled_from([0.1, 1, 4]))).sort(descending=True).values
@@ -51,7 +51,7 @@ def possible(method: ByFormula, targets: Sequence[Target], keep: float) -> bool:
     if keep == 1:
         return True
     if method is UNIFORM:
-        return all(allowance([some], keep) >= step(some) for some in targets)
+        return all(allowance([some], keep) >= cost(some, 1) for some in targets)
     return allowance(targets, keep) >= sum(cost(some, choices(some)[0]) for some in targets)
 
 
@@ -183,7 +183,7 @@ def test_by_rank_one_more_for_all_would_exceed_the_budget(problem, keep):
     ranks = solve(ONE_RANK, problem, keep)
     shared = {rank for rank in ranks.values() if rank is not None}
     for rank in shared:  # none where all are dense
-        more = sum(min((rank + 1) * step(some), some.parameters) for some in targets)
+        more = sum(cost(some, rank_or_dense(some, rank + 1)) for some in targets)
         assert more > allowance(targets, keep)
 
 
@@ -234,8 +234,7 @@ def affordable_moves(targets: Sequence[Target], ranks: Ranks, left: int) -> list
         rank = ranks[some.name]
         if rank is None:
             continue
-        dense = some.parameters - cost(some, rank)
-        price = min(step(some), dense) if rank < largest_rank(some) else dense
+        price = cost(some, rank_or_dense(some, rank + 1)) - cost(some, rank)
         able += [some.name] if price <= left else []
     return able
 
@@ -304,6 +303,7 @@ def six(*energies: float) -> Tensor:
 
 
 TWO = [target("a", 6, 6), target("b", 6, 6)]
+TWO_PIVOTED = [target("a", 6, 6, "pivoted"), target("b", 6, 6, "pivoted")]
 
 
 @pytest.mark.parametrize(
@@ -327,6 +327,37 @@ TWO = [target("a", 6, 6), target("b", 6, 6)]
 )
 def test_waterfill_solved_by_hand(a, b, parameters, expected):
     assert WATERFILL.ranks(TWO, {"a": a, "b": b}, parameters / 72) == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "parameters", "expected"),
+    [
+        # rank 1 each is all there is
+        (six(1), six(9, 9), 22, {"a": 1, "b": 1}),
+        # b's second rank saves 2/9, which is more than the 5/25 of a's way to dense
+        (six(1, 1, 1, 1, 1, 1), six(100, 2), 31, {"a": 1, "b": 2}),
+        (six(1, 1, 1, 1, 1, 1), six(100, 2), 56, {"a": None, "b": 2}),
+        # 16 are left and do not pay for that way: two ranks are the most of it
+        (six(1, 1, 1, 1, 1, 1), six(100, 2), 47, {"a": 3, "b": 2}),
+        # one by one a's ranks save 1/9, then 1/7; all of them 5/25, more than b's second with 1.5/9
+        (six(1, 1, 1, 1, 1, 1), six(100, 1.5), 47, {"a": None, "b": 1}),
+        # a steep spectrum goes by single ranks: 6/9, 3/7, 1/5
+        (six(9, 6, 3, 1), six(100), 38, {"a": 3, "b": 1}),
+        # everything
+        (six(1), six(1), 72, {"a": None, "b": None}),
+    ],
+)
+def test_waterfill_of_pivoted_targets_solved_by_hand(a, b, parameters, expected):
+    """6 × 6: ranks cost 11, 20, 27, 32 and 35, dense 36."""
+    assert WATERFILL.ranks(TWO_PIVOTED, {"a": a, "b": b}, parameters / 72) == expected
+
+
+def test_pivoted_the_same_budget_pays_for_more_ranks():
+    """1536 × 384 at keep 0.33, as factors and pivoted: the roots of r (1920 − r) = 0.33 · 1536 · 384."""
+    for storage, rank in (("factors", 101), ("pivoted", 107)):
+        some = target("a", 1536, 384, storage)
+        spectra = {"a": torch.linspace(30, 1, 384).exp2()}
+        assert [method.ranks([some], spectra, 0.33) for method in (UNIFORM, ONE_RANK, WATERFILL)] == 3 * [{"a": rank}]
 
 
 def test_waterfill_weighs_savings_by_what_a_rank_costs():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart.budget import allowance, largest_rank, step, total
+from eckart.budget import allowance, largest_rank, total
 from eckart.layers import LowRankLinear, factorized
 from eckart.ranks.threshold import Threshold, ThresholdSearch, soft_threshold
 from eckart.svd import decompose
@@ -284,7 +284,7 @@ shapes = st.lists(st.tuples(st.integers(4, 24), st.integers(4, 24)), min_size=1,
 
 def least(targets: Sequence[Target]) -> int:
     """Parameters at rank 1 everywhere."""
-    return sum(min(step(target), target.parameters) for target in targets)
+    return sum(min(target.step, target.parameters) for target in targets)
 
 
 @given(shapes, st.floats(0.2, 0.95), st.integers(0, 2**16))
@@ -297,7 +297,7 @@ def test_the_budget_is_met_within_one_rank(some, keep, seed):
     assert rule.done
     ranks = rule.ranks()
     spent = total(targets, ranks)
-    assert spent <= allowance(targets, keep) < spent + max(map(step, targets))
+    assert spent <= allowance(targets, keep) < spent + max(some.step for some in targets)
     assert all(ranks[t.name] is None or 1 <= ranks[t.name] <= largest_rank(t) for t in targets)
 
 

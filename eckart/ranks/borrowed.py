@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.targets import Storage
 from eckart.weighting import Weighting
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ class Borrowed(Method):
         return self.weighting.products and self.ranks.products
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.recovery)
+        lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.storage, recipe.recovery)
         for part in (self.weighting, self.ranks):
             for path, mistake in part.contradictions(lender):
-                yield path if path.startswith("shaping") else f"ranks.{path}", mistake
+                yield path if path.startswith(("shaping", "storage")) else f"ranks.{path}", mistake
 
     def search(self, problem: SearchProblem) -> Found:
         before = {name: value.clone() for name, value in problem.model.state_dict().items()}
@@ -68,4 +69,5 @@ class _Lender:
     weighting: Method
     ranks: Method
     residual: Method | None
+    storage: Storage
     recovery: Method

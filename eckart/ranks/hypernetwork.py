@@ -23,7 +23,7 @@ The rank of a target is the number of ones in its mask, without noise. What is o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,10 +33,10 @@ from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance, step
+from eckart.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.layers import LowRankLinear, factorize_target, replace, set_weight
 from eckart.losses import Batch
-from eckart.methods import Method
+from eckart.methods import Contradiction, Method, RecipeParts
 from eckart.optimization import Optimization
 from eckart.ranks.search_problem import KEPT, Found, SearchProblem
 from eckart.svd import Decomposition
@@ -79,6 +79,14 @@ class Hypernetwork(Optimization, Method):
     @property
     def leaves_low_rank(self) -> bool:
         return self.selection == "elements"
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        if recipe.storage == "pivoted":
+            yield (
+                "storage",
+                "is pivoted, where the last ranks of a target cost next to nothing: masks, which start at full rank, "
+                "would not be pushed down; write factors",
+            )
 
     def search(self, problem: SearchProblem) -> Found:
         parts = problem.decompositions()
@@ -219,7 +227,7 @@ class HypernetworkSearch(Rule):
     def _parameters(self) -> Tensor:
         """T(m): the value of Σ min(dense, factorized), the gradient of Σ (out + in) 1ᵀm_l."""
         ranks = torch.stack([mask.sum() for mask in self.masks])
-        steps = ranks.new_tensor([step(target) for target in self.masked])
+        steps = ranks.new_tensor([target.step for target in self.masked])
         dense = ranks.new_tensor([target.parameters for target in self.masked])
         counted = torch.minimum(steps * ranks.detach().clamp(min=1), dense).sum() + sum(self.fixed.values())
         slope = (steps * ranks).sum()
@@ -268,7 +276,7 @@ class HypernetworkSearch(Rule):
         """Target name → rank, or None where no rank makes the target smaller; within one rank of the budget."""
         ranks: dict[str, Rank] = dict.fromkeys(self.names)
         for target, chosen in self._chosen():
-            ranks[target.name] = None if len(chosen) > largest_rank(target) else len(chosen)
+            ranks[target.name] = rank_or_dense(target, len(chosen))
         return ranks
 
     def selected(self) -> dict[str, Tensor] | None:
@@ -301,7 +309,7 @@ class HypernetworkSearch(Rule):
         confidences = [logits.tolist() for logits in self.network()]
         best = [max(range(len(some)), key=some.__getitem__) for some in confidences]
         chosen = [[index] for index in best]
-        left = self.budget - sum(self.fixed.values()) - sum(step(target) for target in self.masked)
+        left = self.budget - sum(self.fixed.values()) - sum(target.step for target in self.masked)
         # equals in order of their index, so that they are shared out among the targets
         order = sorted((-value, index, n) for n, some in enumerate(confidences) for index, value in enumerate(some))
         for _, index, n in order:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.budget import Ranks, largest_rank, ranked_allowance, step
+from eckart.budget import Ranks, cost, rank_or_dense, ranked_allowance
 from eckart.layers import LowRankLinear, factorize_target, merge
 from eckart.losses import Batch
 from eckart.methods import Contradiction, Method, RecipeParts
@@ -247,7 +247,7 @@ class ThresholdSearch(Rule):
                 f"keep={self.keep}: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"
             )
         survivors = zip(self.targets, self._survivors(), strict=True)
-        return {target.name: None if rank > largest_rank(target) else rank for target, rank in survivors}
+        return {target.name: rank_or_dense(target, rank) for target, rank in survivors}
 
     def _survivors(self) -> list[int]:
         """Of every target: components above α, and the largest in any case."""
@@ -264,4 +264,4 @@ class ThresholdSearch(Rule):
 
 def _size(target: Target, rank: int) -> int:
     """Parameters of `target` at `rank`, or of the dense weight where that is smaller."""
-    return min(rank * step(target), target.parameters)
+    return cost(target, rank_or_dense(target, rank))

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-from eckart.budget import NoRank, Rank, Ranks, allowance, largest_rank, ranked_allowance, step
+from eckart.budget import NoRank, Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.targets import Target
 
@@ -28,11 +28,11 @@ class Uniform(ByFormula):
 
 
 def _rank(target: Target, keep: float) -> Rank:
-    """r = ⌊keep · out · in / (out + in)⌋."""
+    """The largest r that `keep` pays for: as factors ⌊keep · out · in / (out + in)⌋."""
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
         return None
-    rank = allowed // step(target)
+    rank = bisect_right(range(1, largest_rank(target) + 1), allowed, key=lambda some: cost(target, some))
     if rank < 1:
         raise NoRank(f"keep={keep:g} leaves {target.name} no rank: raise keep or exclude it")
     return rank
@@ -43,9 +43,9 @@ def _one_rank(targets: Sequence[Target], keep: float) -> Ranks:
     budget = ranked_allowance(targets, keep)
     highest = max(map(largest_rank, targets)) + 1  # at which all are dense
     rank = bisect_right(range(1, highest + 1), budget, key=lambda some: _parameters(targets, some))
-    return {target.name: None if rank > largest_rank(target) else rank for target in targets}
+    return {target.name: rank_or_dense(target, rank) for target in targets}
 
 
 def _parameters(targets: Sequence[Target], rank: int) -> int:
     """Of all `targets` at `rank`, or dense where that is smaller."""
-    return sum(min(rank * step(target), target.parameters) for target in targets)
+    return sum(cost(target, rank_or_dense(target, rank)) for target in targets)

@@ -60,6 +60,8 @@ class SparseRows(Method):
             )
         if self.low_rank == 0 and recipe.ranks.kind != "uniform":
             yield "ranks", "all ranks are 0 where residual.low_rank is, so there is nothing to search; write uniform"
+        if recipe.storage == "pivoted":
+            yield "storage", "is pivoted, but sparse rows stand beside factors; write factors"
         if not recipe.recovery.trains:
             yield "recovery.steps", "is 0, but the residual is pruned while recovery trains; write at least 1"
         yield from exceeding("residual", self.start, self.end)

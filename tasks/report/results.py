@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eckart.budget import Rank, cost
+from eckart.budget import Rank
 from eckart.targets import Target, Targets
 from tasks import params
 from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
@@ -101,7 +101,7 @@ class CandidateResults:
 
     def share(self, target: Target) -> float:
         """Parameters of `target` after ÷ before; above 1 where factors and residual exceed the dense weight."""
-        return (cost(target, self.rank(target)) + self.rows(target) * target.in_features) / target.parameters
+        return self.evaluation.targets[target.name].parameters / target.parameters
 
     def rank(self, target: Target) -> Rank:
         return self.evaluation.targets[target.name].rank
