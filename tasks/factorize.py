@@ -18,7 +18,7 @@ from tasks.batches import batches, encoded
 from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import kind_of
+from tasks.kinds import evidence_loss, kind_of
 from tasks.kinds.kind import TaskKind
 from tasks.models import DENSE, load, place
 from tasks.params import Importance, Model, section
@@ -80,7 +80,7 @@ def _in_order(
         section(f"recipes.{recipe}.weighting", Weighting),
         calibration,
         order,
-        kind.loss,
+        evidence_loss(load_task(), settings.labels),
         settings.offload_activations,
     )
 

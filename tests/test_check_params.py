@@ -299,6 +299,19 @@ def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, va
             assert kind in only(params, f"data.{key}")
 
 
+@pytest.mark.parametrize(
+    ("labels", "kinds"),
+    [("given", set(TASK_KINDS)), ("expected", {"classification"}), ("drawn", {"classification", "language_modeling"})],
+)
+def test_labels_of_the_evidence_fit_the_task(labels: str, kinds: set[TaskKindName]) -> None:
+    for task in TASK_KINDS:
+        params = tiny(data=data_of(task), importance={"labels": labels})
+        if task in kinds:
+            assert mistakes(params) == []
+        else:
+            assert only(params, "importance.labels").endswith("; write given")
+
+
 def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
