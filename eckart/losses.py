@@ -87,8 +87,8 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
 def drawn_loss(predictions: Predictions, seed: int) -> Loss:
     """The Loss by labels that are drawn from the model's own probabilities, the mean over a sample's predictions.
 
-    A draw depends on `seed` and on what the sample's model reads, not on its batch: the same in every pass, as long as
-    the model is. For heads with as many predictions for each sample, in the order of samples.
+    A draw depends on `seed` and on a sample's tokens, not on its batch: it is the same in every pass, as long as the
+    model is. For heads with as many predictions for each sample, in the order of samples.
     """
 
     def loss(model: Model, batch: Batch) -> Tensor:
