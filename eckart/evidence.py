@@ -10,13 +10,18 @@ those of all its calls)
     taylor            T     = (1/N) Σ (G_n ⊙ W) ⊙ (G_n ⊙ W)  (IWSVD: Molchanov et al. 2019, summed over one axis)
 
 Squares are of per-sample gradients: squaring the mean gradient of a batch is another, smaller number.
+
+Where a model was factorized in part, what its targets read in the dense model, X_n, stands beside what they read by
+now, X̂_n, for anchoring (eckart/anchoring.py):
+
+    dense_inputs      D     = (1/N) Σ X_nᵀ X̂_n
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -41,6 +46,7 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
     inputs            Target.input_of            (in, in)   (in,) for an embedding: its diagonal, and there is no more
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs
     input_sums        Target.input_of            (in,)      (1/N) Σ of the inputs of a Product, gathered with inputs
+    dense_inputs      Target.input_of            (in, in)   gathered with inputs beside a dense model; of no embedding
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
@@ -56,6 +62,7 @@ def collect(
     loss: Loss = mean_loss_times_batch,
     then: Target | None = None,
     offload_activations: bool = False,
+    dense: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Evidence:
     """Gather evidence of `kinds` for `targets` in one pass; memory does not grow with the number of samples.
 
@@ -63,32 +70,48 @@ def collect(
 
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
-        loss: whose gradients are gathered.
+        loss: whose gradients are gathered; of several, squares of gradients are summed.
         then: a target that runs after all of `targets`. Where inputs are all that is asked for, the forward ends
             there; not where the first batch shows that one of `targets` runs later too.
         offload_activations: keep what the backward pass needs on the CPU until then.
+        dense: a context within which `model` is the dense one, but for `targets`, which are the same in both; with it
+            each batch has another forward, which ends as above, and `dense_inputs` are gathered beside inputs.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
             samples, or there is no sample.
     """
-    collector = _Collector(model, tuple(targets), frozenset(kinds))
+    collector = _Collector(model, tuple(targets), frozenset(kinds), beside_dense=dense is not None)
+    end = None if then is None else _End(model, collector.modules.values(), then)
     needs_gradients = bool(collector.kinds - {"inputs"})
-    end = None if needs_gradients or then is None else _End(model, collector.modules.values(), then)
-    with _frozen(model), collector.attached(), end or nullcontext(), torch.set_grad_enabled(needs_gradients):
+    with _frozen(model), collector.attached():
         for batch in batches:
             collector.start(batch)
-            try:
-                with _activations_on_cpu(model) if offload_activations else nullcontext():
-                    total = loss(model, batch)
-            except _Reached:
+            if dense is not None:
+                with dense(), collector.reading_dense():
+                    _read(model, batch, loss, end)
+            if not needs_gradients:
+                _read(model, batch, loss, end)
                 continue
-            if needs_gradients:
-                total.backward()
-            del total  # and with it the graph, before the next one grows
-            if end:
-                end.learn()
+            with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
+                losses = loss(model, batch).reshape(-1).unbind()
+            for number, one in enumerate(losses, 1):
+                one.backward(retain_graph=number < len(losses))
+                collector.join()
+            del losses, one  # and with them the graph, before the next one grows
     return collector.finish()
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, batch: Batch, loss: Loss, end: _End | None) -> None:
+    """A forward without gradients, as far as `end` wants it."""
+    with end or nullcontext():
+        try:
+            loss(model, batch)
+        except _Reached:
+            return
+    if end:
+        end.learn()
 
 
 @dataclass(frozen=True)
@@ -180,7 +203,9 @@ def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
 class _Collector:
     """Accumulates statistics from hooks: inputs on the way forward, everything else on the way back."""
 
-    def __init__(self, model: nn.Module, targets: tuple[Target, ...], kinds: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, targets: tuple[Target, ...], kinds: frozenset[str], beside_dense: bool = False
+    ) -> None:
         maps = [each for target in targets for each in target.maps]
         self.modules = {target: model.get_submodule(target.name) for target in maps}
         self.of_products = {each.input_of for target in targets if isinstance(target, Product) for each in target.maps}
@@ -188,12 +213,17 @@ class _Collector:
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
         """Of this batch: what each call read and its gradient, kept where calls must be joined."""
+        self.dense: dict[Target, list[Tensor]] = {}
+        """Of this batch: what each call read in the dense model."""
+        self.reads_dense = False
         self.samples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in EVIDENCE_KINDS if kind in kinds}
         if "inputs" in kinds:
             self.sums["tokens"] = {}
         if "inputs" in kinds and self.of_products:
             self.sums["input_sums"] = {}
+        if beside_dense:
+            self.sums["dense_inputs"] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -208,9 +238,19 @@ class _Collector:
 
     def start(self, batch: Batch) -> None:
         """Go on to the next batch; all calls of the one before are done."""
-        self._join()
         self.batch = batch
+        self.calls, self.dense = {}, {}
         self.samples += _batch_size(batch)
+
+    @contextmanager
+    def reading_dense(self) -> Iterator[None]:
+        """The forward that runs is that of the dense model."""
+        self.reads_dense = True
+        try:
+            yield
+        finally:
+            self.reads_dense = False
+            self.calls = {}
 
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         call = self._call(target)
@@ -218,12 +258,18 @@ class _Collector:
         real = self._real(target, shape, call)
         real = None if real is None else real.to(args[0].device)
         x = self._samples(args[0].unsqueeze(-1) if is_embedding(module) else args[0].detach(), real)
+        if self.reads_dense:
+            if target.input_of == target.name and not is_embedding(module):
+                self.dense.setdefault(target, []).append(x)
+            return output
         if "inputs" in self.kinds and target.input_of == target.name:
             precision = torch.promote_types(output.dtype, torch.float32)
             moment = _counts(x, real, target.in_features) if is_embedding(module) else _gram(x)
             tokens = moment.new_tensor(x.shape[0] * x.shape[1]) if real is None else real.sum()
             self._add("inputs", target.name, moment.to(precision))
             self._add("tokens", target.name, tokens.to(precision))
+            if target in self.dense:
+                self._add("dense_inputs", target.name, _gram(self.dense[target][call], x).to(precision))
             if target.name in self.of_products:
                 self._add("input_sums", target.name, x.sum((0, 1)).to(precision))
         if not torch.is_grad_enabled():
@@ -253,12 +299,12 @@ class _Collector:
         calls.append(None)
         return len(calls) - 1
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Squares of gradients that several calls share, once the gradients of all of them are there."""
         for target, calls in self.calls.items():
             if pairs := [pair for pair in calls if pair is not None]:
                 self._add_squares(target, *(torch.cat(parts, 1) for parts in zip(*pairs, strict=True)))
-        self.calls = {}
+            self.calls[target] = [None] * len(calls)
 
     def _add_squares(self, target: Target, x: Tensor, delta: Tensor) -> None:
         module = self.modules[target]
@@ -330,7 +376,6 @@ class _Collector:
     def finish(self) -> Evidence:
         if not self.samples:
             raise ValueError("there is no calibration sample: raise data.sizes.calibration")
-        self._join()
         self._fill()
         for kind, sums in self.sums.items():
             for key, value in sums.items():
@@ -381,10 +426,10 @@ def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, taylor: bool) -> tup
     return by_input, by_output
 
 
-def _gram(x: Tensor) -> Tensor:
-    """Σ_n X_nᵀ X_n `(features, features)` of `(batch, tokens, features)`."""
+def _gram(x: Tensor, other: Tensor | None = None) -> Tensor:
+    """Σ_n X_nᵀ X_n, or of X_nᵀ Y_n, `(features, features)`, of `(batch, tokens, features)`."""
     flat = x.flatten(0, 1)
-    return flat.T @ flat
+    return flat.T @ (flat if other is None else other.flatten(0, 1))
 
 
 def _counts(ids: Tensor, real: Tensor | None, size: int) -> Tensor:

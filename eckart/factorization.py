@@ -10,14 +10,15 @@ layers to the higher ones, as algorithm 2 does.
 Departs from the paper: ranks are those that were decided before, and evidence is gathered anew after a number of layers
 rather than after each component, as each capture is a pass over the calibration data.
 
-The error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖, as in the
-paper; what the layers below have lost already is not made up for. On a chain of two linear maps without biases, under
-weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its
-rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
+By default the error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖,
+as in the paper; what the layers below have lost already is not made up for. On a chain of two linear maps without
+biases, under weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁
+the best of its rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
-whose second term, and no other, depends on Ŵ₂. Deeper, with biases or nonlinear functions it is no theorem.
+whose second term, and no other, depends on Ŵ₂. Deeper, with biases or nonlinear functions it is no theorem. With an
+anchor above 0 a target is held to the outputs of the dense model (eckart/anchoring.py).
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eckart.anchoring import DenseModules, anchor_targets
 from eckart.budget import Ranks
 from eckart.decomposition import decompose_target, factorize_product
 from eckart.evidence import Evidence, collect, passes
@@ -35,6 +38,21 @@ from eckart.layers import factorize_target
 from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.targets import Product, Target, weight_of
 from eckart.weighting import Weighting
+
+
+class InOrder(BaseModel):
+    """How targets are factorized in order.
+
+    layers: that are factorized between two captures of their evidence.
+    anchor: a, from 0, the dense weight, to 1, the map that makes up best for what the layers below have lost.
+    ridge: λ of that map ÷ the mean of the inputs' second moments.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    layers: int = Field(ge=1)
+    anchor: float = Field(ge=0, le=1)
+    ridge: float = Field(gt=0)
 
 
 def factorize_at_once(
@@ -81,11 +99,14 @@ def factorize_in_order(
     ranks: Ranks,
     weighting: Weighting,
     batches: Callable[[], Iterable[Batch]],
-    layers_at_once: int,
+    order: InOrder,
     loss: Loss = mean_loss_times_batch,
     offload_activations: bool = False,
 ) -> None:
-    """As `factorize_at_once`, with evidence gathered anew for every `layers_at_once` layers; no more is in memory.
+    """As `factorize_at_once`, with evidence gathered anew for each group of layers; no more is in memory.
+
+    With an anchor, targets without a rank stay dense and are anchored, too; dense weights stay in memory beside their
+    factors until the end.
 
     Args:
         targets: in order of execution, as `find_targets` gives them.
@@ -95,9 +116,16 @@ def factorize_in_order(
     Raises:
         ValueError: as for `factorize_at_once` and `collect`.
     """
-    for part in passes([target for target in targets if ranks[target.name] is not None], layers_at_once):
+    dense = DenseModules(model)
+    wanted = [target for target in targets if ranks[target.name] is not None or (order.anchor and target.sampled)]
+    for part in passes(wanted, order.layers):
         some = _among_themselves(part.targets)
-        evidence = collect(model, batches(), some, weighting.evidence, loss, part.then, offload_activations)
+        beside = dense.back if dense.modules else None  # at first nothing is lost
+        evidence = collect(model, batches(), some, weighting.evidence, loss, part.then, offload_activations, beside)
+        if order.anchor:
+            dense.keep(some)
+        if beside:
+            anchor_targets(model, some, evidence, order.anchor, order.ridge)
         factorize_at_once(model, some, ranks, weighting, evidence)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,9 @@ Model = Callable[..., Any]
 """What gives a ModelOutput when it is called with a batch."""
 
 Loss = Callable[[Model, Batch], Tensor]
-"""Sum over samples of each sample's loss `()`: the sum, as evidence must not depend on how samples are batched."""
+"""Sum over samples of each sample's loss `()`: the sum, as evidence must not depend on how samples are batched.
+
+For evidence alone it may be several such `(k,)`, whose squares of gradients are summed."""
 
 Predictions = Callable[[ModelOutput, Batch], Tensor]
 """The logits `(predictions, classes)` of a batch that its labels are for, or the values `(batch, values)`."""
@@ -31,12 +34,14 @@ Predictions = Callable[[ModelOutput, Batch], Tensor]
 class Objective:
     """What a model is for.
 
+    evidence_loss: of whose gradients evidence is.
     training_loss: whose mean over samples training minimises; None: the model's own loss is that mean.
     predictions: the logits that a teacher teaches.
     classes: whether these are of classes; otherwise they are values.
     """
 
     loss: Loss
+    evidence_loss: Loss
     training_loss: Loss | None
     predictions: Predictions
     classes: bool
@@ -66,6 +71,40 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
 
 def batch_size(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
+
+
+def expected_losses(model: Model, batch: Batch) -> Tensor:
+    """The losses `(classes,)` by each label that there is, for heads that answer once a sample; none need be given.
+
+    Each sample counts by the root of the label's probability p: G_n ⊙ G_n is then p times that of the label, and the
+    sum over labels is the expectation under the model. So it is of Δ_nᵀ Δ_n: the Fisher, not the empirical one.
+    """
+    logits = logits_of(model(**{name: values for name, values in batch.items() if name != "labels"}), batch)
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return -((logs / 2).exp().detach() * logs).sum(0)
+
+
+def drawn_loss(predictions: Predictions, seed: int) -> Loss:
+    """The Loss by labels that are drawn from the model's own probabilities, the mean over a sample's predictions.
+
+    A draw depends on `seed` and on a sample's tokens, not on its batch: it is the same in every pass, as long as the
+    model is. For heads with as many predictions for each sample, in the order of samples.
+    """
+
+    def loss(model: Model, batch: Batch) -> Tensor:
+        logits = predictions(model(**batch), batch).unflatten(0, (batch_size(batch), -1))
+        logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        ids, mask = batch["input_ids"].cpu(), batch["attention_mask"].cpu() != 0
+        lots = [zlib.crc32(row[real].numpy().tobytes(), seed) for row, real in zip(ids, mask, strict=True)]
+        drawn = torch.stack([_drawn(one, lot) for one, lot in zip(logs.detach().exp().cpu(), lots, strict=True)])
+        return -logs.gather(-1, drawn.to(logs.device)).mean(1).sum()
+
+    return loss
+
+
+def _drawn(probabilities: Tensor, lot: int) -> Tensor:
+    """A class `(predictions, 1)` for each of `(predictions, classes)`."""
+    return probabilities.multinomial(1, generator=torch.Generator().manual_seed(lot))
 
 
 def token_loss(model: Model, batch: Batch) -> Tensor:

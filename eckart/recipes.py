@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
+from eckart.factorization import InOrder
 from eckart.methods import Contradiction, Method, Source
 from eckart.ranks import RankSearch
 from eckart.recovery import Recovery
@@ -30,8 +31,8 @@ class Recipe(BaseModel):
     ranks: RankSearch
     residual: Residual | None
     storage: Storage
-    sequential: int | None = Field(ge=1)
-    """Layers that are factorized between two captures of the evidence; None takes that of the dense model."""
+    sequential: InOrder | None
+    """How targets are factorized in order; None: all at once, under the evidence of the dense model."""
     recovery: Recovery
 
     @property
@@ -47,7 +48,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     if recipe.source == "base":
         yield from _of_source(recipe)
     if recipe.sequential is not None:
-        yield from _of_order(recipe)
+        yield from _of_order(recipe, recipe.sequential)
 
 
 def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
@@ -62,9 +63,15 @@ def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
+def _of_order(recipe: Recipe, order: InOrder) -> Iterator[Contradiction]:
     if not recipe.weighting.evidence:
         yield "sequential", f"weighting {recipe.weighting.kind} has no evidence to gather anew; write null"
+    elif order.anchor and "inputs" not in recipe.weighting.evidence:
+        yield (
+            "sequential.anchor",
+            f"is {order.anchor:g}, which minimises an error on the inputs, by which weighting {recipe.weighting.kind} "
+            "does not weigh; write 0, or weighting inputs, kfac or fisher_inputs",
+        )
     if recipe.ranks.leaves_low_rank:
         yield "sequential", f"{recipe.ranks.kind} leaves weights of low rank, which evidence cannot change; write null"
     if recipe.residual is not None:

@@ -63,6 +63,11 @@ _OF_ONE_KIND: Mapping[str, TaskKindName] = {
     "prefix": "summarization",
     "stride": "question_answering",
 }
+_WITH_LABELS: Mapping[str, tuple[TaskKindName, ...]] = {
+    "expected": ("classification",),
+    "drawn": ("classification", "language_modeling"),
+}
+"""Labels of the evidence that not all kinds of task can have: as many for each row, and for `expected` one of few."""
 _OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
@@ -180,6 +185,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         if task != "language_modeling" and typed["evaluate"] and typed["evaluate"].zero_shot:
             yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
         yield from _of_kind(task, content["data"])
+        labels = typed["importance"] and typed["importance"].labels
+        if labels and task not in _WITH_LABELS.get(labels, TASK_KINDS):
+            yield f"importance.labels: {labels} is for {' and '.join(_WITH_LABELS[labels])} alone; write given"
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub
 from eckart.evidence import load_evidence
-from eckart.factorization import factorize_at_once, factorize_in_order
+from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.losses import Batch
 from eckart.methods import Source
@@ -18,10 +18,10 @@ from tasks.batches import batches, encoded
 from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import kind_of
+from tasks.kinds import evidence_loss, kind_of
 from tasks.kinds.kind import TaskKind
 from tasks.models import DENSE, load, place
-from tasks.params import Count, Importance, Model, section
+from tasks.params import Importance, Model, section
 from tasks.stage import candidate_name, explained, output, run_candidate, say
 
 
@@ -33,14 +33,14 @@ def factorize(recipe: str, keep: str) -> None:
     them until recovery has pruned it.
     """
     name = candidate_name(recipe, keep)
-    layers_at_once = section(f"recipes.{recipe}.sequential", Count | None)
-    device_map = section("model", Model).device_map if layers_at_once else None
+    order = section(f"recipes.{recipe}.sequential", InOrder | None)
+    device_map = section("model", Model).device_map if order else None
     kind = kind_of(load_task())
     begun_with = DENSE[section(f"recipes.{recipe}.source", Source)]
     model, tokenizer = load(source_model(name, begun_with), kind.auto, device_map=device_map)
     with explained():
-        if layers_at_once:
-            _in_order(model, tokenizer, kind, recipe, name, layers_at_once)
+        if order:
+            _in_order(model, tokenizer, kind, recipe, name, order)
         else:
             _at_once(model, recipe, name)
     with output(FACTORIZED / name) as folder:
@@ -66,7 +66,7 @@ def _in_order(
     kind: TaskKind,
     recipe: str,
     name: str,
-    layers_at_once: int,
+    order: InOrder,
 ) -> None:
     settings, data = section("importance", Importance), encoded("calibration", tokenizer)
     collate, device = kind.collate(tokenizer, model), place(model)
@@ -81,8 +81,8 @@ def _in_order(
         load_decision(name).ranks,
         section(f"recipes.{recipe}.weighting", Weighting),
         calibration,
-        layers_at_once,
-        kind.loss,
+        order,
+        evidence_loss(load_task(), settings.labels),
         settings.offload_activations,
     )
 

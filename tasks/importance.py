@@ -11,7 +11,7 @@ from eckart.targets import find_targets
 from tasks.batches import batches, encoded
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, TARGETS
-from tasks.kinds import kind_of
+from tasks.kinds import evidence_loss, kind_of
 from tasks.models import TEACHER, load, place
 from tasks.params import Importance, Model, TargetPatterns, section
 from tasks.stage import explained, output, run, say
@@ -20,7 +20,8 @@ from tasks.stage import explained, output, run, say
 def importance() -> None:
     """Write targets.json, with the reason why each other linear map is none, and the evidence, a file for each kind."""
     params, patterns = section("importance", Importance), section("targets", TargetPatterns)
-    kind = kind_of(load_task())
+    task = load_task()
+    kind = kind_of(task)
     model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
     data, collate = encoded("calibration", tokenizer), kind.collate(tokenizer, model)
     device = place(model)
@@ -40,7 +41,7 @@ def importance() -> None:
                     every,
                     each.targets,
                     params.evidence,
-                    kind.loss,
+                    evidence_loss(task, params.labels),
                     then=each.then,
                     offload_activations=params.offload_activations,
                 ),

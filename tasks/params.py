@@ -25,6 +25,8 @@ PARAMS = Path("params.yaml")
 T = TypeVar("T")
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Labels = Literal["given", "expected", "drawn"]
+"""By which labels gradients are gathered."""
 Given = Literal["train", "validation", "test"]
 """A split that a source may bring."""
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -142,6 +144,7 @@ class TargetPatterns(Section):
 
 class Importance(Section):
     evidence: Annotated[tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)]
+    labels: Labels
     batch_size: Count
     layers_at_once: Count | None
     offload_activations: bool

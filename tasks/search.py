@@ -37,7 +37,7 @@ from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of, objective_of
 from tasks.kinds.kind import Collate
 from tasks.models import DENSE, load
-from tasks.params import Importance, Seed, Trainer, section
+from tasks.params import Importance, Labels, Seed, Trainer, section
 from tasks.stage import StageError, candidate_name, explained, leads, output, run_candidate, say
 from tasks.training import train
 
@@ -52,7 +52,7 @@ def search(recipe: str, keep: str) -> None:
     set_seed(seed)
     kind = kind_of(task)
     model, tokenizer = load(DENSE[section(f"{part}.source", Source)], kind.auto)
-    collate, objective = kind.collate(tokenizer, model), objective_of(task)
+    collate, objective = kind.collate(tokenizer, model), objective_of(task, section("importance.labels", Labels))
     training = _Training(model, tokenizer, collate, SEARCH_CURVES / f"{name}.jsonl", seed, objective.training_loss)
     problem = SearchProblem(
         model=model,

@@ -83,7 +83,10 @@ def test_a_device_map_leaves_the_results_as_they_are(workspace: Path) -> None:
     ]
     found = []
     for device_map in (None, "auto"):
-        change(model={"device_map": device_map}, recipes={"kfac": {"sequential": 1}})
+        change(
+            model={"device_map": device_map},
+            recipes={"kfac": {"sequential": {"layers": 1, "anchor": 0.5, "ridge": 0.01}}},
+        )
         run_stage("importance")
         for stage in stages:
             run_stage(stage, "kfac", "0.5")

@@ -299,6 +299,19 @@ def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, va
             assert kind in only(params, f"data.{key}")
 
 
+@pytest.mark.parametrize(
+    ("labels", "kinds"),
+    [("given", set(TASK_KINDS)), ("expected", {"classification"}), ("drawn", {"classification", "language_modeling"})],
+)
+def test_labels_of_the_evidence_fit_the_task(labels: str, kinds: set[TaskKindName]) -> None:
+    for task in TASK_KINDS:
+        params = tiny(data=data_of(task), importance={"labels": labels})
+        if task in kinds:
+            assert mistakes(params) == []
+        else:
+            assert only(params, "importance.labels").endswith("; write given")
+
+
 def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
@@ -401,6 +414,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
 
 
 FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
+IN_ORDER = {"layers": 1, "anchor": 0.0, "ridge": 0.01}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"weighting": {"kind": "movement"}}, "weighting: movement reads the scores of pruning"),
     ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting: threshold cuts the singular values of W itself"),
@@ -435,17 +449,17 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
         "storage: is pivoted, where the last ranks of a target cost next to nothing",
     ),
     ({"storage": "pivoted", "residual": "losparse"}, "storage: is pivoted, but sparse rows stand beside factors"),
-    ({"sequential": 1}, "sequential: weighting none has no evidence to gather anew"),
+    ({"sequential": IN_ORDER}, "sequential: weighting none has no evidence to gather anew"),
     (
-        {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": 1},
+        {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": IN_ORDER},
         "sequential: weighting movement has no evidence to gather anew",
     ),
     (
-        {"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": 2},
+        {"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": IN_ORDER},
         "sequential: tolerance leaves weights of low rank",
     ),
     (
-        {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": 1},
+        {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": IN_ORDER},
         "sequential: factors and residual are W together",
     ),
     (
@@ -454,7 +468,22 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ),
     ({"source": "base", "ranks": "ars"}, "source: is base, whose loss hypernetwork would ask before it has learned"),
     ({"source": "base", "ranks": "drone_tolerance"}, "source: is base, whose loss tolerance would ask before it has"),
-    ({"weighting": {"kind": "kfac"}, "sequential": 0}, "sequential: is 0; write greater than or equal to 1"),
+    (
+        {"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "layers": 0}},
+        "sequential.layers: is 0; write greater than or equal to 1",
+    ),
+    (
+        {"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "anchor": 1.5}},
+        "sequential.anchor: is 1.5; write less than or equal to 1",
+    ),
+    (
+        {"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "ridge": 0.0}},
+        "sequential.ridge: is 0.0; write greater than 0",
+    ),
+    (
+        {"weighting": {"kind": "fisher", "axis": "output"}, "sequential": {**IN_ORDER, "anchor": 0.5}},
+        "sequential.anchor: is 0.5, which minimises an error on the inputs",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eckart.evidence import collect
-from eckart.factorization import factorize_at_once, factorize_in_order
+from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.targets import Target, find_targets
 from eckart.weighting import Inputs, Kfac, Scored, Weighting
@@ -19,6 +19,10 @@ from tests import tiny
 INPUTS = Inputs(kind="inputs")
 WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac"), Scored(kind="fisher", axis="output")]
 BATCHES = tiny.batches(tiny.samples(16), 4)
+
+
+def order(layers: int, anchor: float = 0.0) -> InOrder:
+    return InOrder(layers=layers, anchor=anchor, ridge=1e-9)
 
 
 class Chain(nn.Module):
@@ -46,7 +50,7 @@ def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None], la
     wanted = dict(zip([target.name for target in targets], ranks, strict=True))
     at_once, in_order, dense = Chain(weights), Chain(weights), Chain(weights)
     factorize_at_once(at_once, targets, wanted, INPUTS, collect(at_once, batches, targets, ["inputs"]))
-    factorize_in_order(in_order, targets, wanted, INPUTS, lambda: batches, layers)
+    factorize_in_order(in_order, targets, wanted, INPUTS, lambda: batches, order(layers))
     with torch.no_grad():
         y = dense(x).y
         return tuple(float((y - model(x).y).square().sum()) for model in (at_once, in_order))  # type: ignore[return-value]
@@ -92,7 +96,7 @@ def test_full_rank_gives_the_model_back(weighting, layers):
     dense, model = tiny.llama().double().eval(), tiny.llama().double().eval()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
-    factorize_in_order(model, targets, ranks, weighting, lambda: BATCHES, layers)
+    factorize_in_order(model, targets, ranks, weighting, lambda: BATCHES, order(layers))
     assert factorized(model) == ranks
     torch.testing.assert_close(model(**BATCHES[0]).logits, dense(**BATCHES[0]).logits, rtol=1e-5, atol=1e-6)
 
@@ -104,7 +108,7 @@ def test_one_capture_for_all_layers_is_the_evidence_of_the_dense_model(family, w
     targets = find_targets(at_once, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
     factorize_at_once(at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, weighting.evidence))
-    factorize_in_order(in_order, targets, ranks, weighting, lambda: BATCHES, 99)
+    factorize_in_order(in_order, targets, ranks, weighting, lambda: BATCHES, order(99))
     assert all(torch.equal(value, in_order.state_dict()[key]) for key, value in at_once.state_dict().items())
 
 
@@ -112,7 +116,7 @@ def test_a_shared_input_is_captured_though_its_first_reader_stays_dense():
     model = tiny.llama()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: None if target.input_of == target.name else 2 for target in targets}
-    factorize_in_order(model, targets, ranks, INPUTS, lambda: BATCHES, 1)
+    factorize_in_order(model, targets, ranks, INPUTS, lambda: BATCHES, order(1))
     assert set(factorized(model)) == {name for name, rank in ranks.items() if rank is not None}
 
 
@@ -125,7 +129,7 @@ def test_evidence_is_gathered_once_for_each_group_on_the_model_as_it_is():
         seen.append(len(factorized(model)))
         return BATCHES
 
-    factorize_in_order(model, targets, ranks, INPUTS, batches, 1)
+    factorize_in_order(model, targets, ranks, INPUTS, batches, order(1))
     assert seen == [0, 6, 12]  # two layers of six maps, and the pooler
 
 

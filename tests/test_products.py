@@ -24,7 +24,7 @@ import eckart  # noqa: F401  teaches transformers the format
 from eckart.budget import cost, largest_rank, total
 from eckart.decomposition import decompose_product, decompose_target
 from eckart.evidence import collect
-from eckart.factorization import factorize_at_once, factorize_in_order
+from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.hub import save
 from eckart.layers import factorized
 from eckart.onnx import export
@@ -285,7 +285,9 @@ def test_in_order_of_layers_the_first_is_that_of_the_dense_model() -> None:
     once, targets = compressed(3)
     model = tiny.bert().eval()
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
-    factorize_in_order(model, targets.targets, ranks, INPUTS, lambda: BATCHES, 1)
+    factorize_in_order(
+        model, targets.targets, ranks, INPUTS, lambda: BATCHES, InOrder(layers=1, anchor=0.5, ridge=0.01)
+    )
     first, second = products(targets)
     for each in first.maps:
         ours, others = (some.get_submodule(each.name).factor for some in (model, once))

@@ -76,9 +76,15 @@ class Tolerance(Method):
             )
 
     def search(self, problem: SearchProblem) -> Found:
-        batches, loss = problem.calibration(self.rows), problem.objective.loss
         ranks = tolerated_ranks(
-            problem.model, problem.targets, self, problem.keep, batches, problem.weighting, loss=loss
+            problem.model,
+            problem.targets,
+            self,
+            problem.keep,
+            problem.calibration(self.rows),
+            problem.weighting,
+            loss=problem.objective.loss,
+            evidence_loss=problem.objective.evidence_loss,
         )
         return Found(ranks, changed=True)
 
@@ -92,6 +98,7 @@ def tolerated_ranks(
     weighting: Weighting,
     seconds: Mapping[str, float] | None = None,
     loss: Loss = mean_loss_times_batch,
+    evidence_loss: Loss | None = None,
 ) -> Ranks:
     """Ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
 
@@ -106,6 +113,7 @@ def tolerated_ranks(
         seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
             are measured anew can differ between two runs.
         loss: sum over samples of each sample's loss.
+        evidence_loss: whose gradients are evidence; by default `loss`.
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
@@ -118,7 +126,14 @@ def tolerated_ranks(
         raise ValueError("there is no calibration sample: raise data.sizes.calibration")
     with eval_mode(model):
         walks = _Walks(
-            model, targets, settings.grid, batches, weighting, _times(model, targets, settings, batches, seconds), loss
+            model,
+            targets,
+            settings.grid,
+            batches,
+            weighting,
+            _times(model, targets, settings, batches, seconds),
+            loss,
+            evidence_loss or loss,
         )
         try:
             if settings.increase is None:
@@ -212,9 +227,11 @@ class _Walks:
         weighting: Weighting,
         times: Mapping[str, float],
         loss: Loss,
+        evidence_loss: Loss,
     ) -> None:
         self.model = model
         self.of_samples = loss
+        self.evidence_loss = evidence_loss
         self.targets = tuple(targets)
         self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
         self.dense = self._weights()
@@ -316,7 +333,7 @@ class _Walks:
             return self.gathered[1]
         names = {name for each in target.maps for name in (each.name, each.input_of)}
         wanted = [each for some in self.targets for each in some.maps if each.name in names]
-        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.of_samples)
+        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.evidence_loss)
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:

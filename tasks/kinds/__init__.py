@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from eckart.losses import Objective
+from eckart.losses import Loss, Objective, drawn_loss, expected_losses
 from tasks.dataset import Task
 from tasks.kinds.answers import ANSWERS
 from tasks.kinds.kind import TaskKind, loss_of_training
@@ -13,6 +13,7 @@ from tasks.kinds.sequence import SEQUENCE
 from tasks.kinds.summaries import SUMMARIES
 from tasks.kinds.tokens import TOKENS
 from tasks.metrics import TaskKindName
+from tasks.params import Labels
 
 _KINDS: Mapping[TaskKindName, TaskKind] = {
     "classification": SEQUENCE,
@@ -28,7 +29,23 @@ def kind_of(task: Task) -> TaskKind:
     return _KINDS[task.kind]
 
 
-def objective_of(task: Task) -> Objective:
-    """What methods are told of it."""
+def evidence_loss(task: Task, labels: Labels) -> Loss:
+    """Of which evidence is the gradient; which labels a kind of task can have, tasks/check_params.py says."""
     kind = kind_of(task)
-    return Objective(kind.loss, loss_of_training(kind), kind.logits, classes=task.kind != "regression")
+    return {"given": kind.loss, "expected": expected_losses, "drawn": drawn_loss(kind.logits, task.seed)}[labels]
+
+
+def objective_of(task: Task, labels: Labels = "given") -> Objective:
+    """What methods are told of it.
+
+    Args:
+        labels: of the evidence that a method gathers.
+    """
+    kind = kind_of(task)
+    return Objective(
+        loss=kind.loss,
+        evidence_loss=evidence_loss(task, labels),
+        training_loss=loss_of_training(kind),
+        predictions=kind.logits,
+        classes=task.kind != "regression",
+    )

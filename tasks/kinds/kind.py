@@ -52,7 +52,7 @@ class TaskKind:
     collate: Callable[[PreTrainedTokenizerBase, PreTrainedModel], Collate]
     """Rows of `encode` → a batch."""
     loss: Loss
-    """Of which evidence is the gradient."""
+    """By the labels that are given."""
     own_loss: bool
     """Whether its mean over samples is the model's own loss; if not, training takes that mean in place of it."""
     logits: Predictions
