@@ -2,7 +2,6 @@
 
 # Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
 
-import json
 import os
 import threading
 import time
@@ -24,11 +23,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import cluster, engine, run_page, settings, warm
-from flows.engine import Outcome, Planned, processes
+from flows.engine import Outcome, Planned, durations, processes
 from flows.options import Options
 from flows.up_to_date import summary
 from tasks.errors import EckartError
-from tasks.records import SECONDS
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
@@ -129,6 +127,7 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
+        durations.write(finished.values())
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)
@@ -136,15 +135,6 @@ def _run(options: Options) -> State[Any]:
         failure = StudyFailed(_report(states, finished, len(planned)))
         return Failed(message=str(failure), data=failure)  # raised to the caller, without a traceback in the log
     return Completed(message=summary(list(finished.values())), data=list(finished.values()))
-
-
-def _write_seconds(finished: Mapping[str, Outcome]) -> None:
-    known = {name: outcome.seconds for name, outcome in finished.items() if outcome.seconds is not None}
-    try:
-        SECONDS.parent.mkdir(exist_ok=True)
-        SECONDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    except OSError as error:
-        get_run_logger().warning("what the stages took cannot be written down: %s", error)
 
 
 def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:

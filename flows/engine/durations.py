@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.records import SECONDS
+
+if TYPE_CHECKING:
+    from flows.engine.stages import Outcome
+
+log = logging.getLogger(__name__)
 
 
 def keep(cache_dir: Path, key: str, seconds: float | None) -> None:
@@ -24,6 +35,16 @@ def known(cache_dir: Path, key: str) -> float | None:
         return float(_path(cache_dir, key).read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def write(outcomes: Iterable[Outcome]) -> None:
+    """Write what is known of the stages of a study to where its table looks for it."""
+    seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds is not None}
+    try:
+        SECONDS.parent.mkdir(exist_ok=True)
+        SECONDS.write_text(json.dumps(seconds, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        log.warning("%s cannot be written: %s", SECONDS, error)
 
 
 def _path(cache_dir: Path, key: str) -> Path:
