@@ -13,7 +13,7 @@ CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
-SECONDS = Path("reports/seconds.json")
+SECONDS = Path(".eckart/seconds.json")
 """Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
 
 

@@ -222,6 +222,7 @@ class TestSummary:
         finished(tmp_path, rows)
         assert summary.collect({0: tmp_path}).seconds.isna().all()
         known = {"search@b-0.25": 1, "factorize@b-0.25": 2, "finetune@b-0.25": 4, "evaluate@b-0.25": 8, "control": 16}
+        (tmp_path / SECONDS).parent.mkdir()
         (tmp_path / SECONDS).write_text(json.dumps({**known, "finetune@a-0.5": 32}))
         found = summary.collect({0: tmp_path}).set_index(CANDIDATE).seconds
         assert found.dropna().to_dict() == {CONTROL: 16, ("b", "0.25"): 7}

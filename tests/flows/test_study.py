@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
 
+from tasks.records import SECONDS
 from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
@@ -78,7 +79,7 @@ class TestAfterTheFirstRun:
         assert (workspace / "reports/comparison.html").read_text().startswith("<!doctype html>")
 
     def test_what_each_stage_took_is_written_down(self, workspace: Path) -> None:
-        seconds = json.loads((workspace / "reports/seconds.json").read_text())
+        seconds = json.loads((workspace / SECONDS).read_text())
         assert {"teacher", "search@svd-0.5", "finetune@kfac-0.5", "compare"} < set(seconds)
         assert min(seconds.values()) > 0
 
