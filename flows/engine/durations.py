@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def keep(cache_dir: Path, key: str, seconds: float | None) -> None:
-    """Keep what the computation `key` took; nothing if that is not known.
+    """Keep what the computation `key` took; nothing if that is not known, or the disk is full.
 
     Args:
         cache_dir: as `dvc cache dir` names it.
@@ -25,8 +26,9 @@ def keep(cache_dir: Path, key: str, seconds: float | None) -> None:
     if seconds is None:
         return
     path = _path(cache_dir, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(repr(seconds))
+    with suppress(OSError):  # the stage has succeeded all the same
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(repr(seconds))
 
 
 def known(cache_dir: Path, key: str) -> float | None:

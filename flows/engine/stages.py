@@ -102,7 +102,8 @@ def plan() -> list[Planned]:
                 _note_input(stage)
                 continue
             upstream = tuple(up.name for up in graph.successors(stage) if up.cmd)
-            kind = (_nameless(stage), *(kinds[name] for name in upstream))
+            definition = _definition(stage)
+            kind = (_nameless(stage.name, definition), *(kinds[name] for name in upstream))
             kinds[stage.name] = numbers.setdefault(kind, len(numbers))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             planned[stage.name] = Planned(
@@ -111,7 +112,7 @@ def plan() -> list[Planned]:
                 alone=bool((stage.meta or {}).get("alone")),
                 reads=tuple(dep.fs_path for dep in stage.deps),
                 writes=tuple(out.fs_path for out in stage.outs),
-                definition=definition_of(stage),
+                definition=_digest(definition),
                 twin=None,
                 cached=_outcome(stage, "Cached") if current else None,
             )
@@ -216,7 +217,11 @@ def _take(repo: Repo, stage: PipelineStage, twin: str) -> bool:
     except StageNotFound:  # its recipe was removed meanwhile
         return False
     same_inputs = [dep.hash_info for dep in _files(stage)] == [dep.hash_info for dep in _files(other)]
-    if not _up_to_date(other) or _nameless(other) != _nameless(stage) or not same_inputs:
+    if (
+        not _up_to_date(other)
+        or _nameless(twin, _definition(other)) != _nameless(stage.name, _definition(stage))
+        or not same_inputs
+    ):
         return False
     for out, theirs in zip(stage.outs, other.outs, strict=True):
         out.hash_info, out.meta, out.obj = theirs.hash_info, theirs.meta, None
@@ -229,19 +234,18 @@ def _files(stage: PipelineStage) -> list[Dependency]:
     return [dep for dep in stage.deps if not isinstance(dep, ParamsDependency)]
 
 
-def _nameless(stage: PipelineStage) -> str:
-    """The definition of a stage, without the name of its recipe if it is a candidate's."""
-    text = _definition(stage)
-    _, _, candidate = stage.name.partition("@")
+def _nameless(name: str, definition: str) -> str:
+    """The definition of the stage `name`, without the name of its recipe if it is a candidate's."""
+    _, _, candidate = name.partition("@")
     if not candidate:
-        return text
+        return definition
     recipe = candidate.rpartition("-")[0]
     named = {
         f"/{candidate}": "/*",
         f"--recipe {recipe} ": "--recipe * ",
         f'"recipes": {{"{recipe}": ': '"recipes": {"*": ',
     }
-    return reduce(lambda done, pair: done.replace(*pair), named.items(), text)
+    return reduce(lambda done, pair: done.replace(*pair), named.items(), definition)
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
@@ -289,7 +293,11 @@ def _unchanged(repo: Repo, planned: Planned) -> PipelineStage:
 
 def definition_of(stage: PipelineStage) -> str:
     """Digest of command, parameters and paths."""
-    return hashlib.sha256(_definition(stage).encode()).hexdigest()
+    return _digest(_definition(stage))
+
+
+def _digest(definition: str) -> str:
+    return hashlib.sha256(definition.encode()).hexdigest()
 
 
 def _definition(stage: PipelineStage) -> str:
