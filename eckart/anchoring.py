@@ -89,7 +89,7 @@ def anchor_targets(
         ValueError: a device map left one on the CPU or the disk.
     """
     for target in (each for some in targets for each in some.maps):
-        if target.input_of not in evidence["dense_inputs"]:
+        if target.input_of not in evidence.get("dense_inputs", {}):
             continue  # an embedding
         module = deepcopy(present(model, target.name))
         inputs, dense_inputs = (evidence[kind][target.input_of] for kind in ("inputs", "dense_inputs"))

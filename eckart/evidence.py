@@ -11,8 +11,8 @@ those of all its calls)
 
 Squares are of per-sample gradients: squaring the mean gradient of a batch is another, smaller number.
 
-Where a model was factorized in part, what its targets read in the dense model, X_n, stands beside what they read by
-now, X̂_n, for anchoring (eckart/anchoring.py):
+Where a model was factorized in part, a walk (eckart/walk.py) sees what a target reads in the dense model, X_n, beside
+what it reads by now, X̂_n, for anchoring (eckart/anchoring.py):
 
     dense_inputs      D     = (1/N) Σ X_nᵀ X̂_n
 """
@@ -20,8 +20,8 @@ now, X̂_n, for anchoring (eckart/anchoring.py):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -46,7 +46,7 @@ Evidence = Mapping[str, Mapping[str, Tensor]]
     inputs            Target.input_of            (in, in)   (in,) for an embedding: its diagonal, and there is no more
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs
     input_sums        Target.input_of            (in,)      (1/N) Σ of the inputs of a Product, gathered with inputs
-    dense_inputs      Target.input_of            (in, in)   gathered with inputs beside a dense model; of no embedding
+    dense_inputs      Target.input_of            (in, in)   of a walk beside the dense model; of no embedding
     output_gradients  Target.name                (out, out)
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
@@ -62,7 +62,6 @@ def collect(
     loss: Loss = mean_loss_times_batch,
     then: Target | None = None,
     offload_activations: bool = False,
-    dense: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Evidence:
     """Gather evidence of `kinds` for `targets` in one pass; memory does not grow with the number of samples.
 
@@ -74,22 +73,17 @@ def collect(
         then: a target that runs after all of `targets`. Where inputs are all that is asked for, the forward ends
             there; not where the first batch shows that one of `targets` runs later too.
         offload_activations: keep what the backward pass needs on the CPU until then.
-        dense: a context within which `model` is the dense one, but for `targets`, which are the same in both; with it
-            each batch has another forward, which ends as above, and `dense_inputs` are gathered beside inputs.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
             samples, or there is no sample.
     """
-    collector = _Collector(model, tuple(targets), frozenset(kinds), beside_dense=dense is not None)
+    collector = Collector(model, targets, frozenset(kinds))
     end = None if then is None else _End(model, collector.modules.values(), then)
     needs_gradients = bool(collector.kinds - {"inputs"})
-    with _frozen(model), collector.attached():
+    with frozen(model), collector.attached():
         for batch in batches:
             collector.start(batch)
-            if dense is not None:
-                with dense(), collector.reading_dense():
-                    _read(model, batch, loss, end)
             if not needs_gradients:
                 _read(model, batch, loss, end)
                 continue
@@ -200,12 +194,11 @@ def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Collector:
+class Collector:
     """Accumulates statistics from hooks: inputs on the way forward, everything else on the way back."""
 
-    def __init__(
-        self, model: nn.Module, targets: tuple[Target, ...], kinds: frozenset[str], beside_dense: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, targets: Iterable[Target], kinds: frozenset[str]) -> None:
+        targets = tuple(targets)
         maps = [each for target in targets for each in target.maps]
         self.modules = {target: model.get_submodule(target.name) for target in maps}
         self.of_products = {each.input_of for target in targets if isinstance(target, Product) for each in target.maps}
@@ -213,17 +206,8 @@ class _Collector:
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
         """Of this batch: what each call read and its gradient, kept where calls must be joined."""
-        self.dense: dict[Target, list[Tensor]] = {}
-        """Of this batch: what each call read in the dense model."""
-        self.reads_dense = False
         self.samples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in EVIDENCE_KINDS if kind in kinds}
-        if "inputs" in kinds:
-            self.sums["tokens"] = {}
-        if "inputs" in kinds and self.of_products:
-            self.sums["input_sums"] = {}
-        if beside_dense:
-            self.sums["dense_inputs"] = {}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -239,39 +223,36 @@ class _Collector:
     def start(self, batch: Batch) -> None:
         """Go on to the next batch; all calls of the one before are done."""
         self.batch = batch
-        self.calls, self.dense = {}, {}
+        self.calls = {}
         self.samples += _batch_size(batch)
 
-    @contextmanager
-    def reading_dense(self) -> Iterator[None]:
-        """The forward that runs is that of the dense model."""
-        self.reads_dense = True
-        try:
-            yield
-        finally:
-            self.reads_dense = False
-            self.calls = {}
+    def read(self, target: Target, reads: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Take in what a call of `target` reads, `dense` in the dense model.
 
-    def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        Returns:
+            It as samples, and which tokens are no padding.
+        """
+        module = self.modules[target]
         call = self._call(target)
-        shape = args[0].shape if is_embedding(module) else args[0].shape[:-1]
-        real = self._real(target, shape, call)
-        real = None if real is None else real.to(args[0].device)
-        x = self._samples(args[0].unsqueeze(-1) if is_embedding(module) else args[0].detach(), real)
-        if self.reads_dense:
-            if target.input_of == target.name and not is_embedding(module):
-                self.dense.setdefault(target, []).append(x)
-            return output
+        ids = is_embedding(module)
+        real = self._real(target, reads.shape if ids else reads.shape[:-1], call)
+        real = None if real is None else real.to(reads.device)
+        x = self._samples(reads.unsqueeze(-1) if ids else reads.detach(), real)
         if "inputs" in self.kinds and target.input_of == target.name:
-            precision = torch.promote_types(output.dtype, torch.float32)
-            moment = _counts(x, real, target.in_features) if is_embedding(module) else _gram(x)
+            precision = _summed(module.get_parameter("weight"))
+            moment = _counts(x, real, target.in_features) if ids else _gram(x)
             tokens = moment.new_tensor(x.shape[0] * x.shape[1]) if real is None else real.sum()
             self._add("inputs", target.name, moment.to(precision))
             self._add("tokens", target.name, tokens.to(precision))
-            if target in self.dense:
-                self._add("dense_inputs", target.name, _gram(self.dense[target][call], x).to(precision))
+            if dense is not None and not ids:
+                self._add("dense_inputs", target.name, _gram(self._samples(dense, real), x).to(precision))
             if target.name in self.of_products:
                 self._add("input_sums", target.name, x.sum((0, 1)).to(precision))
+        return x, real
+
+    def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        call = len(self.calls.get(target, ()))
+        x, real = self.read(target, args[0])
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # parameters are frozen, so the first targets start the graph
@@ -358,7 +339,7 @@ class _Collector:
         return values if real is None else values.masked_fill(real.unsqueeze(-1) == 0, 0)
 
     def _add(self, kind: str, key: str, value: Tensor) -> None:
-        sums = self.sums[kind]
+        sums = self.sums.setdefault(kind, {})
         sums[key] = sums[key].add_(value) if key in sums else value
 
     def _fill(self) -> None:
@@ -448,7 +429,7 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = getattr(model, "config", None)

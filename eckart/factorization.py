@@ -1,19 +1,18 @@
 """Factorizing a whole model: every target that has a rank gives way to its factors.
 
-Either all under the evidence of the dense model, or in order of execution, each group of layers under evidence that is
-gathered anew after those below it were factorized: what a layer reads is by then what it will read (sequential
-calibration).
+Either all under the evidence of the dense model, or in order of execution, each under what it reads once those before
+it were factorized: what a layer reads is by then what it will read (sequential calibration).
 
 Source of the order: DRONE (Chen et al., NeurIPS 2021), section 3.3: "the changes of lower layer parameters will cause
 the distribution of representation shifts in upper layers", so components are approximated one by one from the lower
 layers to the higher ones, as algorithm 2 does.
-Departs from the paper: ranks are those that were decided before, and evidence is gathered anew after a number of layers
-rather than after each component, as each capture is a pass over the calibration data.
+Departs from the paper: ranks are those that were decided before. What a loss says, such as gradients of outputs, stays
+that of the dense model (choice): gathered anew for each layer it changed nothing that could be measured.
 
 By default the error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖,
-as in the paper; what the layers below have lost already is not made up for. On a chain of two linear maps without
-biases, under weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁
-the best of its rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
+as in the paper; what was lost before it is not made up for. On a chain of two linear maps without biases, under
+weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its
+rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
@@ -23,7 +22,7 @@ anchor above 0 a target is held to the outputs of the dense model (eckart/anchor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,24 +32,23 @@ from transformers import PreTrainedModel
 from eckart.anchoring import DenseModules, anchor_targets
 from eckart.budget import Ranks
 from eckart.decomposition import decompose_target, factorize_product
-from eckart.evidence import Evidence, collect, passes
+from eckart.evidence import Evidence
 from eckart.layers import factorize_target
-from eckart.losses import Batch, Loss, mean_loss_times_batch
+from eckart.losses import Batch
 from eckart.targets import Product, Target, weight_of
+from eckart.walk import walking
 from eckart.weighting import Weighting
 
 
 class InOrder(BaseModel):
     """How targets are factorized in order.
 
-    layers: that are factorized between two captures of their evidence.
-    anchor: a, from 0, the dense weight, to 1, the map that makes up best for what the layers below have lost.
+    anchor: a, from 0, the dense weight, to 1, the map that makes up best for what was lost before.
     ridge: λ of that map ÷ the mean of the inputs' second moments.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    layers: int = Field(ge=1)
     anchor: float = Field(ge=0, le=1)
     ridge: float = Field(gt=0)
 
@@ -98,45 +96,57 @@ def factorize_in_order(
     targets: Sequence[Target],
     ranks: Ranks,
     weighting: Weighting,
-    batches: Callable[[], Iterable[Batch]],
+    evidence: Evidence,
+    batches: Iterable[Batch],
     order: InOrder,
-    loss: Loss = mean_loss_times_batch,
-    offload_activations: bool = False,
 ) -> None:
-    """As `factorize_at_once`, with evidence gathered anew for each group of layers; no more is in memory.
+    """As `factorize_at_once`, but the inputs in `evidence` give way to what targets read when their turn comes.
 
     With an anchor, targets without a rank stay dense and are anchored, too; dense weights stay in memory beside their
-    factors until the end.
+    factors until the end. A target that runs several times comes before all others, under `evidence` as it is, and so
+    does a product of maps that read two tensors: there is no moment at which all that they read is known.
 
     Args:
         targets: in order of execution, as `find_targets` gives them.
-        batches: the calibration data from their beginning; model inputs with labels, each tensor `(batch, …)`.
-        loss, offload_activations: as for `collect`.
+        batches: the calibration data; model inputs, each tensor `(batch, …)`.
 
     Raises:
-        ValueError: as for `factorize_at_once` and `collect`.
+        ValueError: as for `factorize_at_once`; or a batch does not run a target.
     """
-    dense = DenseModules(model)
-    wanted = [target for target in targets if ranks[target.name] is not None or (order.anchor and target.sampled)]
-    for part in passes(wanted, order.layers):
-        some = _among_themselves(part.targets)
-        beside = dense.back if dense.modules else None  # at first nothing is lost
-        evidence = collect(model, batches(), some, weighting.evidence, loss, part.then, offload_activations, beside)
-        if order.anchor:
-            dense.keep(some)
-        if beside:
-            anchor_targets(model, some, evidence, order.anchor, order.ridge)
-        factorize_at_once(model, some, ranks, weighting, evidence)
+    first = [target for target in targets if _has_no_turn(target)]
+    dense = DenseModules(model) if order.anchor else None
+    if dense:
+        dense.keep(first)
+    factorize_at_once(model, first, ranks, weighting, evidence)
+    wanted = [
+        target
+        for target in targets
+        if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
+    ]
+    groups = _readers(wanted)
+    with walking(model, groups, batches, dense) as walk:
+        for group in groups:
+            anew = {**evidence, **walk.to(group)}
+            if dense:
+                dense.keep(group)
+                anchor_targets(model, group, anew, order.anchor, order.ridge)
+            factorize_at_once(model, group, ranks, weighting, anew)
 
 
-def _among_themselves(targets: Iterable[Target]) -> list[Target]:
-    """The same targets, whose first reader of a tensor is the first of these: others may be factorized, or dense."""
-    first: dict[str, str] = {}
+def _has_no_turn(target: Target) -> bool:
+    return target.repeated or len({each.input_of for each in target.maps}) > 1
 
-    def renamed(target: Target) -> Target:
-        update: dict[str, Any] = {"input_of": first.setdefault(target.input_of, target.name)}
-        if isinstance(target, Product):
-            update["other"] = renamed(target.other)
-        return target.model_copy(update=update)
 
-    return [renamed(target) for target in targets]
+def _readers(targets: Iterable[Target]) -> list[list[Target]]:
+    """Those that read the same tensor, in order; the first of them is whose input it is, as others may be missing."""
+    readers: dict[str, list[Target]] = {}
+    for target in targets:
+        readers.setdefault(target.input_of, []).append(target)
+    return [[_reads_what(group[0].name, target) for target in group] for group in readers.values()]
+
+
+def _reads_what(leader: str, target: Target) -> Target:
+    update: dict[str, Any] = {"input_of": leader}
+    if isinstance(target, Product):
+        update["other"] = target.other.model_copy(update=update)
+    return target.model_copy(update=update)

@@ -48,7 +48,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     if recipe.source == "base":
         yield from _of_source(recipe)
     if recipe.sequential is not None:
-        yield from _of_order(recipe, recipe.sequential)
+        yield from _of_order(recipe)
 
 
 def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
@@ -63,14 +63,12 @@ def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _of_order(recipe: Recipe, order: InOrder) -> Iterator[Contradiction]:
-    if not recipe.weighting.evidence:
-        yield "sequential", f"weighting {recipe.weighting.kind} has no evidence to gather anew; write null"
-    elif order.anchor and "inputs" not in recipe.weighting.evidence:
+def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
+    if "inputs" not in recipe.weighting.evidence:
         yield (
-            "sequential.anchor",
-            f"is {order.anchor:g}, which minimises an error on the inputs, by which weighting {recipe.weighting.kind} "
-            "does not weigh; write 0, or weighting inputs, kfac or fisher_inputs",
+            "sequential",
+            f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or weighting "
+            "inputs, kfac or fisher_inputs",
         )
     if recipe.ranks.leaves_low_rank:
         yield "sequential", f"{recipe.ranks.kind} leaves weights of low rank, which evidence cannot change; write null"

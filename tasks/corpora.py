@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import pandas as pd
 
@@ -14,9 +15,9 @@ from tasks import packages
 from tasks.stage import StageError
 
 
-def movie_reviews() -> pd.DataFrame:
-    """Sentences of movie reviews with the sign of their mean human rating (-4 to 4) where it passes ±0.5."""
-    frame = _rated("movieReviewSnippets")
+def _signed(name: str) -> pd.DataFrame:
+    """Texts of a file with the sign of their mean human rating (-4 to 4) where it passes ±0.5."""
+    frame = _rated(name)
     frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
     return pd.DataFrame(
         {"text": frame["text"], "label": (frame["rating"] > 0).map({True: "positive", False: "negative"})}
@@ -42,4 +43,9 @@ def _rated(name: str) -> pd.DataFrame:
     return frame.assign(rating=frame["rating"].astype(float), text=frame["text"].str.strip())
 
 
-PACKAGED: Mapping[str, Callable[[], pd.DataFrame]] = {"movie-reviews": movie_reviews, "editorials": editorials}
+PACKAGED: Mapping[str, Callable[[], pd.DataFrame]] = {
+    "movie-reviews": partial(_signed, "movieReviewSnippets"),
+    "product-reviews": partial(_signed, "amazonReviewSnippets"),
+    "tweets": partial(_signed, "tweets"),
+    "editorials": editorials,
+}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub
-from eckart.evidence import load_evidence
+from eckart.evidence import Evidence, load_evidence
 from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
-from eckart.losses import Batch
 from eckart.methods import Source
 from eckart.residual import Residual
 from eckart.weighting import Weighting
@@ -18,7 +15,7 @@ from tasks.batches import batches, encoded
 from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import evidence_loss, kind_of
+from tasks.kinds import kind_of
 from tasks.kinds.kind import TaskKind
 from tasks.models import DENSE, load, place
 from tasks.params import Importance, Model, section
@@ -49,17 +46,6 @@ def factorize(recipe: str, keep: str) -> None:
     say(f"{len(factorized(model))} linear maps factorized, {model.num_parameters():,} parameters in all")
 
 
-def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
-    factorize_at_once(
-        model,
-        load_targets().targets,
-        load_decision(name).ranks,
-        section(f"recipes.{recipe}.weighting", Weighting),
-        {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)},
-        residual=section(f"recipes.{recipe}.residual", Residual | None) is not None,
-    )
-
-
 def _in_order(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,23 +54,31 @@ def _in_order(
     name: str,
     order: InOrder,
 ) -> None:
-    settings, data = section("importance", Importance), encoded("calibration", tokenizer)
-    collate, device = kind.collate(tokenizer, model), place(model)
-
-    def calibration() -> Iterator[Batch]:
-        say(f"evidence anew, {len(factorized(model))} linear maps factorized")
-        return batches(data, collate, settings.batch_size, device)
-
+    data, size = encoded("calibration", tokenizer), section("importance", Importance).batch_size
     factorize_in_order(
         model,
         load_targets().targets,
         load_decision(name).ranks,
         section(f"recipes.{recipe}.weighting", Weighting),
-        calibration,
+        _evidence(name),
+        batches(data, kind.collate(tokenizer, model), size, place(model)),
         order,
-        evidence_loss(load_task(), settings.labels),
-        settings.offload_activations,
     )
+
+
+def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
+    factorize_at_once(
+        model,
+        load_targets().targets,
+        load_decision(name).ranks,
+        section(f"recipes.{recipe}.weighting", Weighting),
+        _evidence(name),
+        residual=section(f"recipes.{recipe}.residual", Residual | None) is not None,
+    )
+
+
+def _evidence(name: str) -> Evidence:
+    return {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)}
 
 
 if __name__ == "__main__":

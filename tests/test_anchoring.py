@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.anchoring import DenseModules, anchor_targets, anchored
-from eckart.evidence import collect
+from eckart.evidence import Evidence, collect
 from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.losses import Batch
 from eckart.products import find_products
 from eckart.svd import weighted_loss
 from eckart.targets import Target, find_targets, is_embedding, weight_of
+from eckart.walk import walking
 from eckart.weighting import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weighting, weigh
 from tests import architectures, tiny
-from tests.test_factorization import BATCHES, Chain
+from tests.test_factorization import BATCHES, Chain, targets_of
 
 WEIGHTINGS: list[Weighting] = [Inputs(kind="inputs"), Kfac(kind="kfac"), FisherInputs(kind="fisher_inputs")]
 INPUTS, KFAC, _ = WEIGHTINGS
@@ -38,7 +39,7 @@ def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def order(anchor: float, ridge: float = 1e-9) -> InOrder:
-    return InOrder(layers=1, anchor=anchor, ridge=ridge)
+    return InOrder(anchor=anchor, ridge=ridge)
 
 
 # --- the map that makes up for what was lost -------------------------------------------------------------------------
@@ -101,6 +102,10 @@ def chain(seed: int = 0) -> tuple[Chain, Tensor, list[Target]]:
     return model, x, [Target(name=name, input_of=name, **shape) for name, shape in zip(names, shapes, strict=True)]
 
 
+def gathered(model: Chain, x: Tensor, targets: Sequence[Target]) -> Evidence:
+    return collect(model, [{"x": x}], targets, ["inputs", "output_gradients"])
+
+
 def read(model: Chain, x: Tensor, position: int) -> Tensor:
     """What a map reads `(tokens, in)`."""
     with torch.no_grad():
@@ -112,7 +117,7 @@ def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solut
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
     ranks = {"maps.0": 2, "maps.2": rank}
-    factorize_in_order(model, targets[:2], ranks, KFAC, lambda: [{"x": x}], order(1.0))
+    factorize_in_order(model, targets[:2], ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
     lost, wanted = read(model, x, 2), read(dense, x, 3)
     best = lost.numpy() @ np.linalg.lstsq(lost.numpy(), wanted.numpy(), rcond=None)[0]
     np.testing.assert_allclose(read(model, x, 3).numpy(), best, rtol=1e-6, atol=1e-6)
@@ -129,7 +134,9 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
     kept.keep(targets[:1])
     factorize_at_once(model, targets[:1], {"maps.0": 2}, PLAIN, {})
     lost, wanted = read(model, x, 2), read(dense, x, 3)
-    evidence = collect(model, [{"x": x}], targets[1:2], weighting.evidence, dense=kept.back)
+    evidence = collect(dense, [{"x": x}], targets[1:2], weighting.evidence)
+    with walking(model, [targets[1:2]], [{"x": x}], kept) as walk:
+        evidence = {**evidence, **walk.to(targets[1:2])}
     norm = ErrorNorm(left=weigh(weighting, targets[1], evidence).left)
 
     def error(weight: Tensor) -> float:
@@ -154,7 +161,7 @@ def test_what_stays_dense_is_anchored_too_and_the_model_it_was_made_of_is_not_ch
     modules = [model.get_submodule(target.name) for target in targets]
     before = [module.weight.detach().clone() for module in modules]
     ranks = {"maps.0": 2, "maps.2": None, "maps.3": None}
-    factorize_in_order(model, targets, ranks, KFAC, lambda: [{"x": x}], order(1.0))
+    factorize_in_order(model, targets, ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
     assert set(factorized(model)) == {"maps.0"}
     assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
     assert not any(torch.equal(model.maps[position].weight, before[position - 1]) for position in (2, 3))
@@ -183,13 +190,18 @@ def case(family: str, products: bool = False):
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
 def test_beside_itself_a_model_reads_the_same_in_every_family(family):
-    """D = C, whatever the padding and the calls of a target; ids have no D."""
+    """D = C = what a pass gathers, whatever the padding; ids have no D."""
     model, targets, batches, loss = case(family)
-    evidence = collect(model, batches, targets, ["inputs"], loss, dense=nullcontext)
-    embeddings = {target.name for target in targets if is_embedding(model.get_submodule(target.name))}
-    assert set(evidence["dense_inputs"]) == set(evidence["inputs"]) - embeddings
-    for name, dense_inputs in evidence["dense_inputs"].items():
-        torch.testing.assert_close(dense_inputs, evidence["inputs"][name], rtol=1e-12, atol=1e-12)
+    targets = [target for target in targets if not target.repeated]
+    expected = collect(model, batches, targets, ["inputs"], loss)["inputs"]
+    groups = [[target for target in targets if target.input_of == name] for name in expected]
+    with walking(model, groups, batches, DenseModules(model)) as walk:
+        for name, group in zip(expected, groups, strict=True):
+            found = walk.to(group)
+            torch.testing.assert_close(found["inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
+            assert ("dense_inputs" in found) != is_embedding(model.get_submodule(name))
+            if "dense_inputs" in found:
+                torch.testing.assert_close(found["dense_inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
@@ -198,31 +210,20 @@ def test_full_rank_gives_the_model_back_in_every_family(family):
     with torch.no_grad():
         expected = model(**batches[0]).logits
     ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
-    factorize_in_order(model, targets, ranks, KFAC, lambda: batches, order(1.0), loss)
+    evidence = collect(model, batches, targets, KFAC.evidence, loss)
+    factorize_in_order(model, targets, ranks, KFAC, evidence, batches, order(1.0))
     assert factorized(model) == ranks
     torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_maps_of_a_product_are_anchored():
-    model, targets, batches, loss = case("bert", products=True)
+    model, targets, batches, _ = case("bert", products=True)
     first, second = [target for target in targets if len(target.maps) > 1]
     ranks = {target.name: None for target in targets} | {first.name: 2}
     before = [weight_of(model.get_submodule(each.name)).clone() for each in second.maps]
-    factorize_in_order(model, targets, ranks, INPUTS, lambda: batches, order(1.0), loss)
+    factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(1.0))
     for each, weight in zip(second.maps, before, strict=True):
         assert not torch.equal(weight_of(model.get_submodule(each.name)), weight)
-
-
-@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_without_an_anchor_targets_are_held_to_their_own_maps(weighting):
-    """Evidence anew, group by group, of the one model that there is: bit for bit."""
-    found, expected = tiny.bert(), tiny.bert()
-    targets = find_targets(found, BATCHES[0]).targets
-    ranks = {target.name: 3 for target in targets}
-    factorize_in_order(found, targets, ranks, weighting, lambda: BATCHES, order(0.0))
-    for some in (targets[:6], targets[6:12], targets[12:]):
-        factorize_at_once(expected, some, ranks, weighting, collect(expected, BATCHES, some, weighting.evidence))
-    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
 # --- the two models side by side -------------------------------------------------------------------------------------
@@ -249,13 +250,17 @@ def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
 @pytest.mark.parametrize("family", architectures.FAMILIES)
 def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(family):
     """Of padded batches, against one sample at a time."""
-    model, targets, batches, loss = case(family)
+    model, targets, batches, _ = case(family)
     dense, kept = copy.deepcopy(model), DenseModules(model)
     targets = [target for target in targets if not is_embedding(model.get_submodule(target.name))]
-    below, above = targets[:2], [target.model_copy(update={"input_of": target.name}) for target in targets[2:]]
+    below = [target for target in targets if target.repeated] or targets[:2]
+    above = [target.model_copy(update={"input_of": target.name}) for target in targets if target not in below]
     kept.keep(below)
     factorize_at_once(model, below, {target.name: 1 for target in below}, PLAIN, {})
-    found = collect(model, batches, above, ["inputs"], loss, dense=kept.back)["dense_inputs"]
+    found: dict[str, Tensor] = {}
+    with walking(model, [[target] for target in above], batches, kept) as walk:
+        for target in above:
+            found |= walk.to([target])["dense_inputs"]
     expected = dict.fromkeys(found, 0.0)
     count = 0
     for sample in double(architectures.samples(architectures.FAMILIES[family].kind)):
@@ -282,16 +287,39 @@ def test_a_context_brings_the_dense_model_back_and_then_the_other():
     assert not torch.equal(lost, dense(**batch).logits)
 
 
-@pytest.mark.parametrize("weighting", [INPUTS, KFAC], ids=lambda weighting: weighting.kind)
-def test_the_dense_model_runs_once_a_batch_and_no_further_than_the_group(weighting):
-    """Not at all for the first of three groups, and whole for the first batch, which shows what runs where."""
+def test_one_forward_of_each_model_is_enough_and_none_is_left():
     model, batches = tiny.bert(), tiny.batches(tiny.samples(12), 4)
     targets = find_targets(model, batches[0]).targets
+    evidence = collect(model, batches, targets, KFAC.evidence)
     ran: list[str] = []
-    for name in ("bert.encoder.layer.0", "classifier"):
+    for name in ("bert.encoder.layer.0", "bert.encoder.layer.1"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
-    factorize_in_order(model, targets, {target.name: 2 for target in targets}, weighting, lambda: batches, order(0.5))
-    count = len(batches)
-    gathering = {INPUTS: 0, KFAC: count}[weighting]
-    first, second = max(1, gathering), 1 + gathering
-    assert Counter(ran) == {"bert.encoder.layer.0": 5 * count, "classifier": first + second + 2 * count}
+    threads = threading.active_count()
+    factorize_in_order(model, targets, {target.name: 2 for target in targets}, KFAC, evidence, batches, order(0.5))
+    assert Counter(ran) == dict.fromkeys(ran, 2 * len(batches))
+    assert threading.active_count() == threads
+
+
+def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
+    model, batches = tiny.bert().train(), [dict(batch) for batch in BATCHES]
+    targets = find_targets(model, BATCHES[0]).targets
+    batches[1]["input_ids"] = batches[1]["input_ids"] + 10**6
+    ranks = {target.name: 2 for target in targets}
+    with pytest.raises(IndexError):
+        factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(0.5))
+    assert not factorized(model)
+    assert model.training
+    assert model(**BATCHES[0]).loss.requires_grad
+
+
+def test_a_target_that_not_every_batch_runs_is_named():
+    class Sometimes(Chain):
+        def forward(self, x: Tensor):
+            return self.maps[0](x) if len(x) < 3 else self.maps(x)
+
+    weights = draw(0, (5, 5), (5, 5))
+    model, (large, small) = Sometimes(weights), draw(1, (4, 3, 5), (2, 3, 5))
+    with pytest.raises(ValueError, match=r"maps\.1"):
+        factorize_in_order(
+            model, targets_of(weights), {"maps.0": 2, "maps.1": 2}, INPUTS, {}, [{"x": large}, {"x": small}], order(0.5)
+        )

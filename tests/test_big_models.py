@@ -20,7 +20,7 @@ from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, wri
 
 AUTO = AutoModelForSequenceClassification
 HALF = {"model": {"dtype": "bfloat16"}}
-NAMES = ["ars", "softlm", "lpaf", "losparse", "drone_tolerance", "kfac_in_order", "kfac_distilled"]
+NAMES = ["ars", "softlm", "lpaf", "losparse", "drone_tolerance", "kfac_anchored", "kfac_distilled"]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_a_device_map_leaves_the_results_as_they_are(workspace: Path) -> None:
     for device_map in (None, "auto"):
         change(
             model={"device_map": device_map},
-            recipes={"kfac": {"sequential": {"layers": 1, "anchor": 0.5, "ridge": 0.01}}},
+            recipes={"kfac": {"sequential": {"anchor": 0.5, "ridge": 0.01}}},
         )
         run_stage("importance")
         for stage in stages:

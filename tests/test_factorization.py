@@ -13,16 +13,15 @@ from eckart.evidence import collect
 from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.targets import Target, find_targets
-from eckart.weighting import Inputs, Kfac, Scored, Weighting
+from eckart.weighting import Inputs, Kfac, Weighting
 from tests import tiny
 
 INPUTS = Inputs(kind="inputs")
-WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac"), Scored(kind="fisher", axis="output")]
+WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac")]
 BATCHES = tiny.batches(tiny.samples(16), 4)
 
 
-def order(layers: int, anchor: float = 0.0) -> InOrder:
-    return InOrder(layers=layers, anchor=anchor, ridge=1e-9)
+IN_ORDER = InOrder(anchor=0.0, ridge=1e-9)
 
 
 class Chain(nn.Module):
@@ -44,13 +43,14 @@ def targets_of(weights: Sequence[Tensor]) -> list[Target]:
     return [Target(name=name, out_features=rows, in_features=columns, input_of=name) for name, rows, columns in shapes]
 
 
-def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None], layers: int = 1) -> tuple[float, float]:
+def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None]) -> tuple[float, float]:
     """‖Y − Ŷ‖² with the evidence of the dense chain, and with that of the chain as it is factorized by then."""
     targets, batches = targets_of(weights), [{"x": x}]
     wanted = dict(zip([target.name for target in targets], ranks, strict=True))
     at_once, in_order, dense = Chain(weights), Chain(weights), Chain(weights)
-    factorize_at_once(at_once, targets, wanted, INPUTS, collect(at_once, batches, targets, ["inputs"]))
-    factorize_in_order(in_order, targets, wanted, INPUTS, lambda: batches, order(layers))
+    evidence = collect(at_once, batches, targets, ["inputs"])
+    factorize_at_once(at_once, targets, wanted, INPUTS, evidence)
+    factorize_in_order(in_order, targets, wanted, INPUTS, evidence, batches, IN_ORDER)
     with torch.no_grad():
         y = dense(x).y
         return tuple(float((y - model(x).y).square().sum()) for model in (at_once, in_order))  # type: ignore[return-value]
@@ -90,47 +90,39 @@ def test_a_dense_layer_below_changes_nothing():
     assert fresh == pytest.approx(stale, rel=1e-12)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_full_rank_gives_the_model_back(weighting, layers):
+def test_full_rank_gives_the_model_back(weighting):
     dense, model = tiny.llama().double().eval(), tiny.llama().double().eval()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
-    factorize_in_order(model, targets, ranks, weighting, lambda: BATCHES, order(layers))
+    evidence = collect(model, BATCHES, targets, weighting.evidence)
+    factorize_in_order(model, targets, ranks, weighting, evidence, BATCHES, IN_ORDER)
     assert factorized(model) == ranks
     torch.testing.assert_close(model(**BATCHES[0]).logits, dense(**BATCHES[0]).logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_one_capture_for_all_layers_is_the_evidence_of_the_dense_model(family, weighting):
-    at_once, in_order = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
-    targets = find_targets(at_once, BATCHES[0]).targets
+def test_each_target_is_that_of_the_inputs_which_the_model_has_by_then(family, weighting):
+    """Bit for bit as from a forward of its own, on what is factorized so far, for each tensor that targets read."""
+    found, expected = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
+    targets = find_targets(found, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
-    factorize_at_once(at_once, targets, ranks, weighting, collect(at_once, BATCHES, targets, weighting.evidence))
-    factorize_in_order(in_order, targets, ranks, weighting, lambda: BATCHES, order(99))
-    assert all(torch.equal(value, in_order.state_dict()[key]) for key, value in at_once.state_dict().items())
+    evidence = collect(found, BATCHES, targets, weighting.evidence)
+    factorize_in_order(found, targets, ranks, weighting, evidence, BATCHES, IN_ORDER)
+    for name in dict.fromkeys(target.input_of for target in targets):
+        group = [target for target in targets if target.input_of == name]
+        anew = {**evidence, **collect(expected, BATCHES, group, ["inputs"])}
+        factorize_at_once(expected, group, ranks, weighting, anew)
+    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
 def test_a_shared_input_is_captured_though_its_first_reader_stays_dense():
     model = tiny.llama()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: None if target.input_of == target.name else 2 for target in targets}
-    factorize_in_order(model, targets, ranks, INPUTS, lambda: BATCHES, order(1))
+    factorize_in_order(model, targets, ranks, INPUTS, {}, BATCHES, IN_ORDER)
     assert set(factorized(model)) == {name for name, rank in ranks.items() if rank is not None}
-
-
-def test_evidence_is_gathered_once_for_each_group_on_the_model_as_it_is():
-    model, seen = tiny.bert(), []
-    targets = find_targets(model, BATCHES[0]).targets
-    ranks = dict.fromkeys([target.name for target in targets], 2)
-
-    def batches():
-        seen.append(len(factorized(model)))
-        return BATCHES
-
-    factorize_in_order(model, targets, ranks, INPUTS, batches, order(1))
-    assert seen == [0, 6, 12]  # two layers of six maps, and the pooler
 
 
 def test_an_error_names_the_target():

@@ -25,7 +25,7 @@ KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
 PRUNING = {"warmup": 0.1, "weight_decay": 0.01, "remaining": [0.5], "start": 0.25, "end": 0.25, "learning_rate": 1e-3}
 ROWS = {"kind": "sparse_rows", "low_rank": 0.2, "smoothing": 0.85, "start": 0.25, "end": 0.25, "window": None}
-IN_ORDER = {"layers": 1, "anchor": 0.0, "ridge": 0.01}
+IN_ORDER = {"anchor": 0.0, "ridge": 0.01}
 DISTILLED = {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}
 
 THRESHOLD = {"steps": 60, "batch_size": 8, "threshold_learning_rate": 0.05}
@@ -53,7 +53,6 @@ RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_pivoted": ("kfac", {"storage": "pivoted"}),
     "softlm_pivoted": ("softlm", {"storage": "pivoted", "ranks": THRESHOLD}),
     "drone_in_order": ("drone", {"sequential": IN_ORDER}),
-    "kfac_in_order": ("kfac", {"sequential": {**IN_ORDER, "layers": 2}}),
     "kfac_anchored": ("kfac", {"sequential": {**IN_ORDER, "anchor": 0.5}}),
     "pruned_in_order": ("lpaf", {"shaping": FEW, "weighting": {"kind": "inputs"}, "sequential": IN_ORDER}),
     "pruned_base": ("lpaf", {"source": "base", "shaping": {**FEW, "learning_rate": 1e-12}}),

@@ -285,9 +285,7 @@ def test_in_order_of_layers_the_first_is_that_of_the_dense_model() -> None:
     once, targets = compressed(3)
     model = tiny.bert().eval()
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
-    factorize_in_order(
-        model, targets.targets, ranks, INPUTS, lambda: BATCHES, InOrder(layers=1, anchor=0.5, ridge=0.01)
-    )
+    factorize_in_order(model, targets.targets, ranks, INPUTS, {}, BATCHES, InOrder(anchor=0.5, ridge=0.01))
     first, second = products(targets)
     for each in first.maps:
         ours, others = (some.get_submodule(each.name).factor for some in (model, once))
