@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -19,7 +21,7 @@ from eckart.svd import decompose
 from eckart.targets import weight_of
 from eckart.weighting import ErrorNorm
 from tasks.training import train
-from tests.workspace import digests, merged, run_stage, tiny_params, tiny_workspace, write_params
+from tests.workspace import REPOSITORY, digests, merged, plain, run_stage, tiny_params, tiny_workspace, write_params
 
 KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
@@ -78,11 +80,8 @@ WITH_ROWS = [
 PRUNED = ["pruned_base", "lpaf", "kfac_lpaf", "pruned_ars", "lpaf_distilled", "pruned_in_order"]
 
 
+@cache
 def recipes() -> dict[str, Any]:
-    from ruamel.yaml import YAML
-
-    from tests.workspace import REPOSITORY, plain
-
     own = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]
     made = {name: merged(own[name], changes) for name, changes in METHODS.items()}
     for name, (origin, changes) in RECOMBINATIONS.items():
@@ -100,14 +99,24 @@ def recipes() -> dict[str, Any]:
     return {**quick, IN_TURN: {**made[IN_TURN], "recovery": both}}
 
 
+def write(root: Path, chosen: dict[str, Any]) -> None:
+    """params.yaml of a study of these recipes."""
+    params = tiny_params(study={"recipes": list(chosen)})
+    write_params(root, {**params, "recipes": chosen})
+
+
+def run(recipe: str, *stages: str) -> None:
+    """Stages of a candidate, in a study of nothing else: to read all recipes again and again takes seconds."""
+    write(Path(), {recipe: recipes()[recipe]})
+    for stage in stages:
+        run_stage(stage, recipe, KEEP)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A workspace after importance, as the working directory."""
     root = tiny_workspace(tmp_path_factory.mktemp("methods"))
-    params = tiny_params()
-    params["recipes"] = recipes()
-    params["study"]["recipes"] = NAMES
-    write_params(root, params)
+    write(root, recipes())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         patch.setattr("datasets.config.HF_DATASETS_CACHE", root.parent / "cache")
@@ -120,8 +129,7 @@ def _workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def name(request: pytest.FixtureRequest, _workspace: None) -> str:
     """A candidate, after all its stages; the teacher is as it was."""
     before = digests(Path("models/teacher"))
-    for stage in ("search", "factorize", "finetune", "evaluate"):
-        run_stage(stage, request.param, KEEP)
+    run(request.param, "search", "factorize", "finetune", "evaluate")
     assert digests(Path("models/teacher")) == before
     return f"{request.param}-{KEEP}"
 
@@ -204,7 +212,7 @@ def test_pivots_take_the_place_of_the_recovered_factors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["svd_at_drone"], indirect=True)
 def test_borrowed_ranks_are_the_lenders_and_the_factors_the_recipes_own(name: str) -> None:
-    run_stage("search", "drone_tolerance", KEEP)
+    run("drone_tolerance", "search")
     ranks = read(f"models/ranks/{name}/ranks.json")["ranks"]
     assert ranks == read(f"models/ranks/drone_tolerance-{KEEP}/ranks.json")["ranks"]
     small = model(f"models/factorized/{name}")
@@ -272,7 +280,7 @@ def test_a_search_sees_the_rows_of_its_sample_alone(recipe: str, seen: int, monk
         return train(model, collate, data, *arguments, **options)
 
     monkeypatch.setattr("tasks.training.train", recording)
-    run_stage("search", recipe, KEEP)
+    run(recipe, "search")
     assert [len(rows) for rows in samples] == [seen]
 
 
@@ -281,7 +289,6 @@ def test_the_same_seed_gives_the_same_bytes(recipe: str) -> None:
     folders = ("models/ranks", "models/factorized", "models/finetuned")
     found = []
     for _ in range(2):
-        for stage in ("search", "factorize", "finetune"):
-            run_stage(stage, recipe, KEEP)
+        run(recipe, "search", "factorize", "finetune")
         found.append([digests(Path(folder) / f"{recipe}-{KEEP}") for folder in folders])
     assert found[0] == found[1]
