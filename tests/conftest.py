@@ -38,10 +38,30 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every second file first: xdist's processes begin far apart, and those of flows, the slowest, are neighbours."""
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: tests of flows wait for servers and for processes, a quarter of the time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each of xdist's processes begins with its share of the files of flows, which wait; the end is what never does.
+
+    The first of them makes the finished study meanwhile that the others come to need.
+    """
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    if processes == 1:
+        return
     files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
-    items[:] = itertools.chain(*files[::2], *files[1::2])
+    slow = [tests for tests in files if tests[0].path.parent.name == "flows"]
+    slow.sort(key=lambda tests: "study" in getattr(tests[0], "fixturenames", ()))  # those that need it at once last
+    quick = itertools.chain(*(tests for tests in files if tests not in slow))
+    shares = [slow[::processes][::-1], *(slow[number::processes] for number in range(1, processes))]
+    ordered: list[pytest.Item] = []
+    for number, share in enumerate(shares, start=1):
+        ordered.extend(itertools.chain(*share))
+        ordered.extend(itertools.islice(quick, max(0, number * len(items) // processes - len(ordered))))
+    items[:] = ordered
+    items.extend(quick)
 
 
 def pytest_collection_finish() -> None:

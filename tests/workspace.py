@@ -150,11 +150,11 @@ def tiny_config(**changes: Any) -> BertConfig:
     return BertConfig(**{"vocab_size": len(tiny_tokenizer()), "max_position_embeddings": 64, **sizes, **changes})
 
 
-def bert() -> PreTrainedModel:
+def bert(**changes: Any) -> PreTrainedModel:
     """A classifier, the same every time, and in eval mode, as `from_pretrained` gives it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return BertForSequenceClassification(tiny_config()).eval()
+        return BertForSequenceClassification(tiny_config(**changes)).eval()
 
 
 def rows() -> Dataset:

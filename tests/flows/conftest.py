@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import chdir
+from collections.abc import Callable, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,10 +33,36 @@ def _a_flow_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_stopping", threading.Event())
 
 
+@contextmanager
+def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bool]]:
+    """A folder of all of xdist's processes, held by one at a time, and whether it is to be filled: nobody has."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        filled = folder / "filled"
+        if not filled.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
+            folder.mkdir()
+        yield folder, not filled.exists()
+        filled.touch()
+
+
 @pytest.fixture(scope="session")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """What makes a home for a Prefect server in a folder: with a database, for which a server needs seconds."""
+    with shared("prefect", tmp_path_factory) as (folder, new):
+        if new:
+            (folder / "home").mkdir()
+            with prefect_server(folder / "home"):
+                pass
+    return lambda parent: Path(shutil.copytree(folder / "home", parent / "prefect"))
+
+
+@pytest.fixture(scope="session")
+def prefect(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment that leads to a server for all flows of this process, none of which then starts its own."""
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as (places, _):
+    with prefect_server(prefect_home(tmp_path_factory.mktemp("server"))) as (places, _):
         yield places
 
 
@@ -57,17 +83,11 @@ def flows(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Flows:
 @pytest.fixture(scope="session")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     """The tiny study, run as a newcomer runs it: no server is there. Once for all of xdist's processes."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    folder = shared / "study"
-    found = Study(folder / "workspace", "", "")
-    with (shared / "study.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "stderr").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
-            _run(tiny_repository(found.root), folder)
-    return Study(found.root, (folder / "stdout").read_text(), (folder / "stderr").read_text())
+    with shared("study", tmp_path_factory) as (folder, new):
+        root = folder / "workspace"
+        if new:
+            _run(tiny_repository(root), folder)
+    return Study(root, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 
 def _run(root: Path, folder: Path) -> None:

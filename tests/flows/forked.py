@@ -1,17 +1,25 @@
-"""`python -m flows …` in a process of its own, without the seconds of imports: forked from the warm server of stages.
+"""`python -m flows …` and `dvc …` in processes of their own, without the seconds of imports.
 
-That has other packages alone: what is ours is imported from the workspace, as by a fresh interpreter.
+They are forked from the warm server of stages, which has other packages alone: what is ours is imported from the
+workspace, as by a fresh interpreter.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PRELOAD = ["dvc.repo", "mlflow.data.meta_dataset", "mlflow.store.tracking.sqlalchemy_store", "prefect.flow_engine"]
+_PRELOAD = [
+    "dvc.cli",
+    "dvc.repo",
+    "mlflow.data.meta_dataset",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "prefect.flow_engine",
+]
 _OURS = ("eckart", "flows", "tasks", "tests")
 
 
@@ -48,6 +56,30 @@ def preload() -> None:
     from flows.engine import processes
 
     processes._PRELOAD += _PRELOAD
+
+
+def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """`dvc WORDS` in `root`, told of no environment but this."""
+    from flows.engine import processes
+
+    processes._context.set_forkserver_preload(processes._PRELOAD)
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        arguments = (words, str(root.absolute()), dict(environment), out.name, err.name)
+        process = processes._context.Process(target=_dvc, args=arguments)
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(["dvc", *words], process.exitcode or 0, out.read(), err.read())
+
+
+def _dvc(words: Sequence[str], root: str, environment: dict[str, str], *streams: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(root)
+    for number, name in enumerate(streams, start=1):
+        os.dup2(os.open(name, os.O_WRONLY), number)
+    from dvc.cli import main
+
+    sys.exit(main(list(words)))
 
 
 def _become(words: list[str], root: str, environment: dict[str, str], said: str) -> None:

@@ -181,10 +181,12 @@ class TestAfterAFinishedRun:
         assert said.splitlines()[-1] == f"{workspace} cannot be written: a run needs a workspace of its own"
         assert "Traceback" not in said
 
-    def test_prefect_and_mlflow_gone_in_the_middle(self, workspace: Path, flows: Flows, tmp_path: Path) -> None:
+    def test_prefect_and_mlflow_gone_in_the_middle(
+        self, workspace: Path, flows: Flows, prefect_home: Callable[[Path], Path], tmp_path: Path
+    ) -> None:
         """All stages end all the same, and MLflow is told of them by the next run."""
         change(workspace, 7.0e-5)
-        with prefect_server(tmp_path) as (places, prefect), mlflow_server(tmp_path) as (address, mlflow):
+        with prefect_server(prefect_home(tmp_path)) as (places, prefect), mlflow_server(tmp_path) as (address, mlflow):
 
             def kill() -> None:
                 prefect.kill()

@@ -71,8 +71,8 @@ def test_a_failure_says_the_last_words(root: Path) -> None:
 
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
 def test_a_timeout_leaves_no_orphan(root: Path, command: str) -> None:
-    with pytest.raises(processes.CommandFailed, match="stopped after 5 s"):
-        processes.run(f"{command} hang", root, print, {}, timeout=5)
+    with pytest.raises(processes.CommandFailed, match="stopped after 3 s"):
+        processes.run(f"{command} hang", root, print, {}, timeout=3)
     assert gone([int(pid) for pid in (root / "pids").read_text().split()])
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from uuid import UUID
@@ -38,10 +38,17 @@ def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(workspace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncPrefectClient]:
+def served(
+    workspace: Path, prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SyncPrefectClient]:
     """`python -m flows serve` in the workspace, with a server of its own; at the end Ctrl-C stops both."""
     port = free_port()
-    places = {"PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")), "PREFECT_SERVER_API_PORT": str(port)}
+    places = {
+        "PREFECT_HOME": str(prefect_home(tmp_path_factory.mktemp("scheduling"))),
+        "PREFECT_SERVER_API_PORT": str(port),
+        "PREFECT_RUNNER_POLL_FREQUENCY": "1",  # seconds between two looks for a run
+        "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
+    }
     command = [sys.executable, "-m", "flows", "serve", "--cron", "0 2 1 1 *", "--workers", "2"]
     process = subprocess.Popen(
         command,

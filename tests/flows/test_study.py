@@ -11,12 +11,13 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
+from transformers import AutoModelForSequenceClassification
 
+from eckart.layers import LowRankLinear
 from tasks.records import SECONDS
 from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
-ROOT = Path(__file__).parents[2]
 CANDIDATE = ("search", "factorize", "finetune", "evaluate", "benchmark")
 COLUMNS = [
     "recipe",
@@ -97,11 +98,8 @@ class TestAfterTheFirstRun:
     def test_a_candidate_is_a_hugging_face_folder(self, workspace: Path) -> None:
         folder = workspace / "models/finetuned/kfac-0.5"
         assert {file.suffix for file in folder.iterdir()} <= {".json", ".safetensors", ".txt"}
-        script = (
-            "import sys, eckart; from transformers import AutoModelForSequenceClassification as Auto\n"
-            "print(type(Auto.from_pretrained(sys.argv[1]).bert.encoder.layer[0].intermediate.dense).__name__)"
-        )
-        assert "LowRankLinear" in call(ROOT, sys.executable, "-c", script, str(folder))
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        assert isinstance(model.bert.encoder.layer[0].intermediate.dense, LowRankLinear)
 
     def test_mlflow_mirrors_the_study(self, study: Study) -> None:
         found = runs(study.root)

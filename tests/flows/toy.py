@@ -18,6 +18,7 @@ from typing import Any
 from click.testing import Result
 from dvc.repo import Repo
 
+from tests.flows import forked
 from tests.workspace import REPOSITORY, tiny_workspace
 
 PARAMS = """\
@@ -86,7 +87,10 @@ def stale(root: Path) -> list[str]:
 
 def call(root: Path, *command: str) -> str:
     """Run a command in `root` and give what it printed; its failure is the test's."""
-    done = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
+    if command[0] == "dvc":
+        done = forked.dvc(root, ENVIRONMENT, *command[1:])
+    else:
+        done = subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
