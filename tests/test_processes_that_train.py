@@ -61,6 +61,7 @@ def test_what_ended_one_of_them_ends_the_stage(workspace: Path, monkeypatch: pyt
     tiny_workspace(workspace, trainer={"processes": 2})
     code = workspace / "tasks/teacher.py"
     code.parent.mkdir()
+    (code.parent / "__init__.py").touch()
     code.write_text("import os, sys\nsys.exit('teacher: the cause' if os.environ['RANK'] == '1' else 0)\n")
     monkeypatch.setattr(stage, "__file__", str(code))
     with pytest.raises(SystemExit, match=r"^teacher: the cause$"):
