@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 _PRELOAD = [
@@ -27,14 +28,9 @@ class Command:
     """One that was started in `root`, told of no environment but this. What it prints goes into a file."""
 
     def __init__(self, root: Path, environment: Mapping[str, str], *words: str) -> None:
-        from flows.engine import processes
-
-        processes._context.set_forkserver_preload(processes._PRELOAD)
         file, self._said = tempfile.mkstemp()
         os.close(file)
-        arguments = (["flows", *words], str(root), dict(environment), self._said)
-        self._process = processes._context.Process(target=_become, args=arguments)
-        self._process.start()
+        self._process = start(_become, ["flows", *words], str(root), dict(environment), self._said)
 
     def poll(self) -> int | None:
         """The code with which it has ended, if it has."""
@@ -51,6 +47,16 @@ class Command:
         return self._process.exitcode, said
 
 
+def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
+    """A process that calls a function of a test's module."""
+    from flows.engine import processes
+
+    processes._context.set_forkserver_preload(processes._PRELOAD)
+    process = processes._context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
 def preload() -> None:
     """Have the server import what commands import, too; before it starts."""
     from flows.engine import processes
@@ -60,13 +66,8 @@ def preload() -> None:
 
 def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     """`dvc WORDS` in `root`, told of no environment but this."""
-    from flows.engine import processes
-
-    processes._context.set_forkserver_preload(processes._PRELOAD)
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        arguments = (words, str(root.absolute()), dict(environment), out.name, err.name)
-        process = processes._context.Process(target=_dvc, args=arguments)
-        process.start()
+        process = start(_dvc, words, str(root.absolute()), dict(environment), out.name, err.name)
         process.join()
         return subprocess.CompletedProcess(["dvc", *words], process.exitcode or 0, out.read(), err.read())
 

@@ -1,8 +1,6 @@
 """Stage processes: what they print arrives, and nothing of them outlives its time."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.engine import processes
-from tests.flows.toy import ENVIRONMENT
+from tests.flows import forked
 
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
 
@@ -76,19 +74,19 @@ def test_a_timeout_leaves_no_orphan(root: Path, command: str) -> None:
     assert gone([int(pid) for pid in (root / "pids").read_text().split()])
 
 
+def hang(root: Path) -> None:
+    processes.run("python -m tasks.act hang", root, print, {})
+
+
 def test_a_killed_parent_takes_its_stage_along(root: Path) -> None:
-    script = "import sys; from pathlib import Path; from flows.engine import processes\n" + (
-        "processes.run('python -m tasks.act hang', Path(sys.argv[1]), print, {})"
-    )
-    environment = {**ENVIRONMENT, "PYTHONPATH": str(Path.cwd())}
-    parent = subprocess.Popen([sys.executable, "-c", script, str(root)], env=environment)
+    parent = forked.start(hang, root)
     while not (root / "pids").exists() or not (root / "pids").read_text():
-        assert parent.poll() is None
+        assert parent.is_alive()
         time.sleep(0.1)
     pids = [int(pid) for pid in (root / "pids").read_text().split()]
     assert all(map(alive, pids))
     parent.kill()
-    parent.wait()
+    parent.join()
     assert gone(pids)
 
 

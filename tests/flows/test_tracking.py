@@ -3,8 +3,7 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from mlflow.entities import Run
 
 from flows.engine import Outcome, Planned
 from flows.tracking.mirror import Mirror
-from tests.workspace import REPOSITORY
+from tests.flows import forked
 
 CURVE = "reports/finetune/kfac-0.5.jsonl"
 SEARCH = "reports/search/kfac-0.5.jsonl"
@@ -240,23 +239,20 @@ def test_a_store_that_goes_in_the_middle_stops_nothing(
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
 
 
-ABANDON = """
-import os
-from pathlib import Path
-from flows.tracking.mirror import Mirror
-from tests.flows.test_tracking import planned
-mirror = Mirror("s", [planned("finetune@kfac-0.5")], {})
-mirror.start({}, "killed")
-with mirror.following(planned("finetune@kfac-0.5")):
-    os.kill(os.getpid(), 9)
-"""
+def abandon(root: str) -> None:
+    """Be killed while a stage runs."""
+    os.chdir(root)
+    mirror = Mirror("s", [planned("finetune@kfac-0.5")], {})
+    mirror.start({}, "killed")
+    with mirror.following(planned("finetune@kfac-0.5")):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_runs_of_a_flow_that_was_killed_are_ended_and_those_of_others_go_on(root: Path, plan: list[Planned]) -> None:
     living = started(root, plan)
-    command = [sys.executable, "-c", ABANDON]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    assert killed.returncode == -9
+    killed = forked.start(abandon, str(root))
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     client = living.client
     assert sorted(run.info.status for run in client.search_runs([living.experiment])) == ["RUNNING"] * 3
     started(root, plan)
