@@ -38,15 +38,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     multiprocessing.util.Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests of flows wait for servers and for processes, a quarter of the time."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each of xdist's processes begins with its share of the files of flows, which wait; the end is what never does.
+    """Each of xdist's processes begins with a share of the files of flows, the slowest; others help from its end.
 
-    The first of them makes the finished study meanwhile that the others come to need.
+    The first begins with a file that needs the finished study, and makes it; the others with files that do not.
     """
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if processes == 1:
