@@ -106,8 +106,8 @@ def write(root: Path, chosen: dict[str, Any]) -> None:
 
 
 def run(recipe: str, *stages: str) -> None:
-    """Stages of a candidate, in a study of nothing else: to read all recipes again and again takes seconds."""
-    write(Path(), {recipe: recipes()[recipe]})
+    """Stages of a candidate, in a study of one more recipe: to read all again and again takes seconds."""
+    write(Path(), {name: recipes()[name] for name in (IN_TURN, recipe)})
     for stage in stages:
         run_stage(stage, recipe, KEEP)
 
