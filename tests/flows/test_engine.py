@@ -433,26 +433,17 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     run_all(workspace)
     expected = entries(workspace)
     script = (
-        "import os, resource, sys\nfrom flows import engine; from flows.engine import processes\n"
-        "for size in map(int, sys.stdin):\n"
-        "    if os.fork():\n"
-        "        print(os.wait()[1], flush=True)\n"
-        "        continue\n"
-        "    sys.stdout = sys.stderr\n"
-        "    stages = engine.plan()\n"
-        "    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))\n"
-        "    for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"
-        "    os._exit(0)\n"
+        "import resource, sys\nfrom flows import engine; from flows.engine import processes\n"
+        "stages = engine.plan()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+        "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"
     )
-    environment, pipe = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}, subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdin=pipe, stdout=pipe, text=True) as full:
-        assert full.stdin
-        assert full.stdout
-        for size in (0, 40, 400, 1200):
-            call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")
-            print(size, file=full.stdin, flush=True)
-            assert int(full.stdout.readline())
-            run_all(workspace)
-            assert entries(workspace) == expected
-            assert stale(workspace) == []
-        full.stdin.close()
+    for size in (0, 40, 400, 1200):
+        call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")
+        command = [sys.executable, "-c", script, str(size)]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+        full = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert full.returncode
+        run_all(workspace)
+        assert entries(workspace) == expected
+        assert stale(workspace) == []
