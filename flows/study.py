@@ -23,7 +23,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import cluster, engine, run_page, settings, warm
-from flows.engine import Outcome, Planned, durations, processes
+from flows.engine import Outcome, Planned, computed, processes
 from flows.options import Options
 from flows.up_to_date import summary
 from tasks.errors import EckartError
@@ -127,7 +127,7 @@ def _run(options: Options) -> State[Any]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        durations.write(finished.values())
+        computed.write_seconds(finished.values())
         _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
     finally:
         mirror.finish(complete)

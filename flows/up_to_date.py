@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flows import engine
-from flows.engine import Outcome, durations
+from flows.engine import Outcome, computed
 from tasks import check_params
 
 
@@ -21,7 +21,7 @@ def outcomes() -> list[Outcome] | None:
     found = [one.cached for one in planned if one.cached]
     if len(found) < len(planned):
         return None
-    durations.write(found)
+    computed.write_seconds(found)
     from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
 
     typed = check_params.check()

@@ -28,10 +28,13 @@ from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc.stage.exceptions import StageNotFound
 from dvc.stage.serialize import to_single_stage_lockfile
+from dvc_data.hashfile.hash_info import HashInfo
+from dvc_data.hashfile.meta import Meta
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cached_objects, durations, lock_file, locks, processes
+from flows.engine import cached_objects, computed, lock_file, locks, processes
+from flows.engine.computed import Computed
 from flows.engine.locks import bookkeeping, machine, repository
 from tasks.errors import EckartError
 
@@ -55,7 +58,7 @@ class Outcome:
     stage: str
     status: Status
     seconds: float | None
-    """That its commands ran when it was executed, or its twin; None if that was not with this cache."""
+    """That its commands ran when this was computed; None if that was not with this cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -77,7 +80,7 @@ class Planned:
     definition: str
     """Digest of command, parameters and paths, as they were when the plan was made."""
     twin: str | None
-    """A stage that is the same but for the recipe's name, as are all before it; of several the one to begin with."""
+    """A stage that is the same but for the recipe's name, as are all before it; of several the one to wait for."""
     cached: Outcome | None
     """Set if the stage and all before it were up to date when the plan was made."""
 
@@ -114,7 +117,7 @@ def plan() -> list[Planned]:
                 writes=tuple(out.fs_path for out in stage.outs),
                 definition=_digest(definition),
                 twin=None,
-                cached=_outcome(stage, "Cached") if current else None,
+                cached=_outcome(stage, "Cached", definition) if current else None,
             )
     return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
 
@@ -143,7 +146,8 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
     with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
         with bookkeeping(repo):
             stage = _unchanged(repo, planned)
-            status = _prepare(repo, stage, planned.twin)
+            definition = _definition(stage)
+            status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
         there, seconds = None, 0.0
         for command in _commands(stage) if status == "Executed" else ():
@@ -162,8 +166,10 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.commit()
                 lock_file.write(stage)
             if status == "Executed":
-                durations.keep(_cache(stage), _key(stage), there.seconds if there else seconds)
-            here = _outcome(stage, status)
+                outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
+                made = Computed(there.seconds if there else seconds, outs)
+                computed.keep(_cache(stage), _computation(stage, definition), made)
+            here = _outcome(stage, status, definition)
     return _made_there(here, there) if there else here
 
 
@@ -198,7 +204,7 @@ def _up_to_date(stage: PipelineStage) -> bool:
         return False
 
 
-def _prepare(repo: Repo, stage: PipelineStage, twin: str | None) -> Status:
+def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
     """DVC's verdict. A stale stage's outputs are removed, and what it is about to read is noted in it."""
     if not stage.changed():
         return "Cached"
@@ -207,26 +213,20 @@ def _prepare(repo: Repo, stage: PipelineStage, twin: str | None) -> Status:
         restored = restore(repo, stage)
     finally:
         stage.save_deps()
-    return "Restored" if restored or (twin and _take(repo, stage, twin)) else "Executed"
+    return "Restored" if restored or _take(repo, stage, definition) else "Executed"
 
 
-def _take(repo: Repo, stage: PipelineStage, twin: str) -> bool:
-    """Take the outputs of a twin, if it is up to date and has read the same."""
-    try:
-        (other,) = repo.stage.collect(twin)
-    except StageNotFound:  # its recipe was removed meanwhile
+def _take(repo: Repo, stage: PipelineStage, definition: str) -> bool:
+    """Take what the same computation gave under another name of its recipe, a twin's, if the cache still has it."""
+    found = computed.known(_cache(stage), _computation(stage, definition))
+    if not found:
         return False
-    same_inputs = [dep.hash_info for dep in _files(stage)] == [dep.hash_info for dep in _files(other)]
-    if (
-        not _up_to_date(other)
-        or _nameless(twin, _definition(other)) != _nameless(stage.name, _definition(stage))
-        or not same_inputs
-    ):
+    for out, (digest, meta) in zip(stage.outs, found.outs, strict=True):
+        out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None
+    if any(out.changed_cache() for out in stage.outs):
         return False
-    for out, theirs in zip(stage.outs, other.outs, strict=True):
-        out.hash_info, out.meta, out.obj = theirs.hash_info, theirs.meta, None
+    for out in stage.outs:
         out.checkout()
-    durations.keep(_cache(stage), _key(stage), durations.known(_cache(stage), _key(other)))
     return _is_whole(repo, stage)
 
 
@@ -270,7 +270,7 @@ def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
 
     DVC takes a read-only object of its cache for whole: it would be checked out as it is, and never be written anew.
     """
-    digests = _outcome(stage, "Cached").outs.values()
+    digests = _digests(to_single_stage_lockfile(stage)).values()
     corrupt = [
         path for digest in digests for path in cached_objects.corrupted(Path(repo.cache.local_cache_dir), digest)
     ]
@@ -345,12 +345,22 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
     return {str(dep): str(dep.hash_info.value) for dep in stage.deps}
 
 
-def _outcome(stage: PipelineStage, status: Status) -> Outcome:
+def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     # Taken from the stage, not by reading dvc.lock: DVC rewrites that file in place.
-    entry, key = to_single_stage_lockfile(stage), _key(stage)
+    entry = to_single_stage_lockfile(stage)
     deps, params = _inputs(entry)
-    outs = {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
-    return Outcome(stage.name, status, durations.known(_cache(stage), key), key, deps, params, outs)
+    found = computed.known(_cache(stage), _computation(stage, definition))
+    return Outcome(stage.name, status, found.seconds if found else None, _key(stage), deps, params, _digests(entry))
+
+
+def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
+    return {out["path"]: out.get("md5", "") for out in entry.get("outs", [])}
+
+
+def _computation(stage: PipelineStage, definition: str) -> str:
+    """Digest of what is computed: of all that makes its key, but for its recipe's name."""
+    read = [str(dep.hash_info.value) for dep in _files(stage)]
+    return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
 
 def _key(stage: PipelineStage) -> str:

@@ -212,6 +212,22 @@ class TestTwins:
         run_all(candidates)
         assert ran(candidates) == [f"tuned/{new}-0.25", f"tuned/{new}-0.5"]
 
+    def test_a_recipe_of_another_name_takes_what_is_in_the_cache(self, candidates: Path) -> None:
+        """It was renamed, or another study had it, in a workspace with the same cache."""
+        self.write(candidates, one={"ranks": 1, "recovery": 2})
+        first = run_all(candidates)
+        ran(candidates)
+        self.write(candidates, other={"ranks": 1, "recovery": 2})
+        assert set(run_all(candidates).values()) == {"Restored"}
+        assert ran(candidates) == []
+        assert stale(candidates) == []
+        shutil.rmtree(candidates / ".dvc/cache/files")
+        shutil.rmtree(candidates / "tuned")
+        shutil.rmtree(candidates / "ranks")
+        self.write(candidates, third={"ranks": 1, "recovery": 2})
+        assert set(run_all(candidates).values()) == {"Executed"}
+        assert len(first) == len(ran(candidates))
+
     def test_other_parameters_are_no_twin_s(self, candidates: Path) -> None:
         self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
         assert set(run_all(candidates).values()) == {"Executed"}
