@@ -251,8 +251,8 @@ class Collector:
         return x, real
 
     def _forward(self, target: Target, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        call = len(self.calls.get(target, ()))
         x, real = self.read(target, args[0])
+        call = len(self.calls[target]) - 1
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:  # parameters are frozen, so the first targets start the graph
@@ -431,7 +431,7 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
     try:
@@ -443,8 +443,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         if config is not None and caches is not None:
             config.use_cache = caches
-        for parameter in wanted:
-            parameter.requires_grad_(True)
+        for name, parameter in model.named_parameters():  # by name: others may have taken their places
+            if name in wanted:
+                parameter.requires_grad_(True)
 
 
 def _summed(values: Tensor) -> torch.dtype:

@@ -103,8 +103,8 @@ def factorize_in_order(
     """As `factorize_at_once`, but the inputs in `evidence` give way to what targets read when their turn comes.
 
     With an anchor, targets without a rank stay dense and are anchored, too; dense weights stay in memory beside their
-    factors until the end. A target that runs several times comes before all others, under `evidence` as it is, and so
-    does a product of maps that read two tensors: there is no moment at which all that they read is known.
+    factors until the end. A target that runs several times comes before all others, under `evidence` as it is and
+    without an anchor, and so does a product of maps that read two tensors: no one pause knows all that they read.
 
     Args:
         targets: in order of execution, as `find_targets` gives them.

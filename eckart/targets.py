@@ -440,11 +440,11 @@ def _samples(batch: Mapping[str, Tensor]) -> int:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode; each module comes back to the one it was in."""
-    modes = {module: module.training for module in model.modules()}
+    """Eval mode; each module, or what has taken its place, comes back to the one it was in."""
+    modes = {name: module.training for name, module in model.named_modules()}
     try:
         model.eval()
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)

@@ -1,20 +1,22 @@
 """A walk through a model, from what one target reads to what the next one does, with all calibration data at once.
 
-Each batch's forward runs in a thread of its own and pauses where a target was called. When all of them are there, what
-they read is known, and the target can be replaced: what it then gives is what the module gives that is there by now.
-So a model that changes on the way costs one forward, whatever code stands between its layers; what the forwards need
-further on stays in memory. One thread runs at a time, always in the same order.
+Each batch's forward is a coroutine that pauses where a target is called. When all of them are there, what they read is
+known, and the target can be replaced: what is then called is the module that is there by now. So a model that changes
+on the way costs one forward, whatever code stands between its layers. What the forwards need further on stays in
+memory, of all calibration tokens; and a model must keep nothing of a forward on its modules, as those of other batches
+come in between.
 
 The dense model walks beside it in forwards of its own, for anchoring (eckart/anchoring.py).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,9 +39,11 @@ def walking(
         groups: targets that read one tensor each, in order of execution.
         dense: the modules that made way for others, to walk beside the dense model; None: the model walks alone.
     """
-    walk = Walk(model, groups, batches, dense)
     with frozen(model):
+        walk = Walk(model, list(batches), dense)
         try:
+            for group in groups:
+                walk.pause_at(group[0].name)
             yield walk
         finally:
             walk.end()
@@ -48,19 +52,28 @@ def walking(
 class Walk:
     """The forwards, and where they are."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        groups: Iterable[Sequence[Target]],
-        batches: Iterable[Batch],
-        dense: DenseModules | None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], dense: DenseModules | None) -> None:
         self._model = model
+        self._batches = batches
         self._dense = dense
-        self._runs: _Forward | None = None
-        leaders = [group[0].name for group in groups]
-        self._hooks = {name: model.get_submodule(name).register_forward_hook(self._hook(name)) for name in leaders}
-        self._pairs = [(batch, self._forward(batch), self._forward(batch) if dense else None) for batch in batches]
+        self._forwards = [_Forward(model, batch) for batch in batches]
+        self._beside = [_Forward(model, batch) for batch in batches] if dense else []
+        self._pauses: dict[str, ExitStack] = {}
+
+    def pause_at(self, name: str) -> None:
+        """Have all forwards pause where they call the target `name`, until they have been there."""
+        module = self._model.get_submodule(name)
+        own = module.forward
+
+        def forward(*args: Tensor) -> Tensor:
+            _Forward.pause(name, args[0])
+            there = self._model.get_submodule(name)
+            result: Tensor = own(*args) if there is module else there(*args)
+            return result
+
+        undo = self._pauses[name] = ExitStack()
+        undo.callback(_restore_forward, module, module.__dict__.get("forward"))
+        module.forward = forward
 
     def to(self, group: Sequence[Target]) -> Evidence:
         """Go on to `group`, and give the evidence of what it reads: inputs, and dense_inputs beside the dense model.
@@ -70,92 +83,56 @@ class Walk:
         """
         leader = group[0]
         collector = Collector(self._model, group, frozenset({"inputs"}))
-        for batch, forward, dense in self._pairs:
+        for number, batch in enumerate(self._batches):
             collector.start(batch)
             beside = None
-            if self._dense and dense:
+            if self._dense:
                 with self._dense.back():
-                    beside = self._go_on(dense, leader.name)
-            collector.read(leader, self._go_on(forward, leader.name), beside)
-        self._hooks.pop(leader.name).remove()
+                    beside = self._beside[number].go_on(leader.name)
+            collector.read(leader, self._forwards[number].go_on(leader.name), beside)
+        self._pauses.pop(leader.name).close()
         return collector.finish()
 
     def end(self) -> None:
-        for _, *forwards in self._pairs:
-            for forward in forwards:
-                if forward:
-                    forward.abandon()
-        for hook in self._hooks.values():
-            hook.remove()
+        for pause in self._pauses.values():
+            pause.close()
+        for forward in (*self._forwards, *self._beside):
+            forward.throw()
 
-    def _forward(self, batch: Batch) -> _Forward:
-        return _Forward(lambda: self._model(**batch))
 
-    def _go_on(self, forward: _Forward, name: str) -> Tensor:
-        """What the target `name` reads in this forward."""
-        self._runs = forward
-        pause = forward.go_on()
+def _restore_forward(module: nn.Module, own: Callable[..., Tensor] | None) -> None:
+    """Give `module` its `forward` back: one of its own, as accelerate sets, or that of its class."""
+    del module.forward
+    if own is not None:
+        module.forward = own
+
+
+class _Forward(greenlet):
+    """A forward that runs while its caller waits, from pause to pause. Thrown away, it ends where it is."""
+
+    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
+        super().__init__(partial(_run, model, batch))
+
+    @torch.no_grad()
+    def go_on(self, name: str) -> Tensor:
+        """What the target `name` reads, where this forward pauses next.
+
+        Raises:
+            ValueError: it pauses elsewhere, or ends.
+        """
+        pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
             raise ValueError(f"{name}: not every batch runs it when its turn comes; exclude this target")
-        return pause[1]
+        reads: Tensor = pause[1]
+        return reads
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            assert self._runs, "only forwards of the walk run now"
-            self._runs.pause(name, args[0])
-            there = self._model.get_submodule(name)
-            return output if there is module else there(*args)
-
-        return hook
-
-
-class _Abandoned(BaseException):
-    """Ends a forward that nobody waits for; not caught by what catches errors."""
+    @staticmethod
+    def pause(name: str, reads: Tensor) -> None:
+        """Wait there, if a forward of a walk is what runs."""
+        here = getcurrent()
+        if isinstance(here, _Forward) and here.parent:
+            here.parent.switch((name, reads))
 
 
-class _Forward:
-    """A forward in a thread that runs while its caller waits, as far as its next pause."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-        self._pause: tuple[str, Tensor] | None = None
-        self._error: BaseException | None = None
-        self._abandoned = False
-        self._turn, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._in_thread, daemon=True)
-        self._thread.start()
-
-    def go_on(self) -> tuple[str, Tensor] | None:
-        """Run to the next pause: the target there, and what it reads; None at the end."""
-        self._pause = None
-        self._turn.release()
-        self._done.acquire()
-        if self._error:
-            raise self._error
-        return self._pause
-
-    def pause(self, name: str, reads: Tensor) -> None:
-        """Called in the thread: wait there."""
-        self._pause = name, reads
-        self._done.release()
-        self._turn.acquire()
-        if self._abandoned:
-            raise _Abandoned
-
-    def abandon(self) -> None:
-        self._abandoned = True
-        self._turn.release()
-        self._thread.join()
-
-    def _in_thread(self) -> None:
-        self._turn.acquire()
-        try:
-            if not self._abandoned:
-                with torch.no_grad():  # each thread has its own mode
-                    self._run()
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.release()
+def _run(model: PreTrainedModel, batch: Batch) -> None:
+    model(**batch)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -294,10 +293,50 @@ def test_one_forward_of_each_model_is_enough_and_none_is_left():
     ran: list[str] = []
     for name in ("bert.encoder.layer.0", "bert.encoder.layer.1"):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
-    threads = threading.active_count()
     factorize_in_order(model, targets, {target.name: 2 for target in targets}, KFAC, evidence, batches, order(0.5))
     assert Counter(ran) == dict.fromkeys(ran, 2 * len(batches))
-    assert threading.active_count() == threads
+
+
+def test_afterwards_the_model_trains_as_before():
+    """Also the anchored copies of what stays dense, which were made while nothing trained."""
+    model = tiny.bert().train()
+    targets = find_targets(model, BATCHES[0]).targets
+    ranks = {target.name: 2 if target is targets[0] else None for target in targets}
+    model.classifier.requires_grad_(False)
+    factorize_in_order(model, targets, ranks, INPUTS, {}, BATCHES, order(0.5))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"classifier.weight", "classifier.bias"}
+    assert all(module.training for module in model.modules())
+
+
+def broken_batches() -> Iterator[Batch]:
+    yield from BATCHES
+    raise OSError("cannot be read")
+
+
+def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
+    model = tiny.bert().eval()
+    targets = find_targets(model, BATCHES[0]).targets
+    with torch.no_grad():
+        before = model(**BATCHES[0]).logits
+    with pytest.raises(OSError, match="cannot be read"):
+        factorize_in_order(
+            model, targets, {target.name: 2 for target in targets}, INPUTS, {}, broken_batches(), order(0.5)
+        )
+    with torch.no_grad():
+        assert torch.equal(model(**BATCHES[0]).logits, before)
+    assert "forward" not in vars(model.get_submodule(targets[0].name))
+
+
+def test_meanwhile_the_model_answers_others():
+    model = tiny.bert().eval()
+    targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
+    with torch.no_grad():
+        before = model(**BATCHES[0]).logits
+        with walking(model, [[target] for target in targets], BATCHES) as walk:
+            walk.to(targets[:1])
+            assert torch.equal(model(**BATCHES[0]).logits, before)
+            walk.to(targets[1:2])
 
 
 def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
