@@ -84,9 +84,11 @@ def _by_prefect(options: Options) -> list[Outcome]:
     import httpx  # slow imports, of no use where nothing is to be run
 
     from flows.study import study
+    from flows.workspaces import terminable
 
     try:
-        return study(**asdict(options))
+        with terminable():  # a plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit
+            return study(**asdict(options))
     except httpx.TransportError as error:
         _end_without_prefect(error)
 

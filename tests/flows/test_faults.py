@@ -108,16 +108,34 @@ def log(root: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_a_flow_that_is_killed_in_a_stage_loses_nothing_and_repeats_nothing(
-    workspace: Path, prefect: dict[str, str], flows: Flows
+def kill(root: Path, stage: str, environment: dict[str, str]) -> None:
+    flow = Command(root, environment, "run")
+    await_begin(root, stage, flow)
+    flow.kill()
+    flow.end()
+
+
+def terminate(root: Path, stage: str, environment: dict[str, str]) -> None:
+    """End a flow that has a temporary server, which ends with it; a forked process would not do what an exit does."""
+    flow = subprocess.Popen([sys.executable, "-m", "flows", "run"], cwd=root, env=environment)
+    until(lambda: begins(root, stage) or flow.poll() is not None)
+    threads = Path(f"/proc/{flow.pid}/task").glob("*/children")
+    children = [Path("/proc", pid) for children in threads for pid in children.read_text().split()]
+    servers = [child for child in children if b"uvicorn" in (child / "cmdline").read_bytes()]
+    assert servers
+    flow.terminate()
+    assert flow.wait(timeout=600)
+    assert not any(server.exists() for server in servers)
+
+
+def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
+    workspace: Path, prefect: dict[str, str], prefect_home: Callable[[Path], Path], flows: Flows, tmp_path: Path
 ) -> None:
-    for stage in KILLED:
+    alone = {"PREFECT_HOME": str(prefect_home(tmp_path))}
+    for stage, end, places in zip(KILLED, (terminate, kill, kill), (alone, prefect, prefect), strict=True):
         hold = workspace / f"hold-{stage}"
         hold.touch()
-        flow = Command(workspace, BARE | prefect, "run")
-        await_begin(workspace, stage, flow)
-        flow.kill()
-        flow.end()
+        end(workspace, stage, BARE | places)
         hold.unlink()
     done = flows(workspace, "run")
     assert "10 cached, 1 executed" in done.output
