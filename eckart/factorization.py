@@ -121,7 +121,7 @@ def factorize_in_order(
     wanted = [
         target
         for target in targets
-        if target not in first and (ranks[target.name] is not None or (order.anchor and target.sampled))
+        if not _has_no_turn(target) and (ranks[target.name] is not None or (order.anchor and target.sampled))
     ]
     groups = _readers(wanted)
     with walking(model, groups, batches, dense) as walk:

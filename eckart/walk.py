@@ -12,7 +12,7 @@ The dense model walks beside it in forwards of its own, for anchoring (eckart/an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -58,7 +58,7 @@ class Walk:
         self._dense = dense
         self._forwards = [_Forward(model, batch) for batch in batches]
         self._beside = [_Forward(model, batch) for batch in batches] if dense else []
-        self._pauses: dict[str, ExitStack] = {}
+        self._undo: dict[str, Callable[[], None]] = {}
 
     def pause_at(self, name: str) -> None:
         """Have all forwards pause where they call the target `name`, until they have been there."""
@@ -71,8 +71,7 @@ class Walk:
             result: Tensor = own(*args) if there is module else there(*args)
             return result
 
-        undo = self._pauses[name] = ExitStack()
-        undo.callback(_restore_forward, module, module.__dict__.get("forward"))
+        self._undo[name] = partial(_restore_forward, module, vars(module).get("forward"))
         module.forward = forward
 
     def to(self, group: Sequence[Target]) -> Evidence:
@@ -90,12 +89,12 @@ class Walk:
                 with self._dense.back():
                     beside = self._beside[number].go_on(leader.name)
             collector.read(leader, self._forwards[number].go_on(leader.name), beside)
-        self._pauses.pop(leader.name).close()
+        self._undo.pop(leader.name)()
         return collector.finish()
 
     def end(self) -> None:
-        for pause in self._pauses.values():
-            pause.close()
+        for undo in self._undo.values():
+            undo()
         for forward in (*self._forwards, *self._beside):
             forward.throw()
 

@@ -145,8 +145,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
         return planned.cached
     with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
         with bookkeeping(repo):
-            stage = _unchanged(repo, planned)
-            definition = _definition(stage)
+            stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
         there, seconds = None, 0.0
@@ -280,15 +279,16 @@ def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
     return bool(corrupt)
 
 
-def _unchanged(repo: Repo, planned: Planned) -> PipelineStage:
-    """The stage as it was planned: a run whose parameters changed on the way would mix two studies."""
+def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
+    """The stage as it was planned, and its definition: had parameters changed since, a run would mix two studies."""
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
         stage = None
-    if not stage or definition_of(stage) != planned.definition:
+    definition = _definition(stage) if stage else ""
+    if _digest(definition) != planned.definition:
         raise StageChanged(f"params.yaml or dvc.yaml changed what {planned.name} is since the run began; run again")
-    return stage
+    return stage, definition
 
 
 def definition_of(stage: PipelineStage) -> str:
