@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.engine import processes
 from tests.flows import forked
-from tests.flows.servers import prefect_server
+from tests.flows.servers import start_prefect
 from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
 
 forked.preload()
@@ -41,29 +44,47 @@ def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, b
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         filled = folder / "filled"
-        if not filled.exists():
+        if new := not filled.exists():
             shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
             folder.mkdir()
-        yield folder, not filled.exists()
-        filled.touch()
-
-
-@pytest.fixture(scope="session")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """What makes a home for a Prefect server in a folder: with a database, for which a server needs seconds."""
-    with shared("prefect", tmp_path_factory) as (folder, new):
+        yield folder, new
         if new:
-            (folder / "home").mkdir()
-            with prefect_server(folder / "home"):
-                pass
-    return lambda parent: Path(shutil.copytree(folder / "home", parent / "prefect"))
+            filled.touch()
 
 
 @pytest.fixture(scope="session")
-def prefect(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment that leads to a server for all flows of this process, none of which then starts its own."""
-    with prefect_server(prefect_home(tmp_path_factory.mktemp("server"))) as (places, _):
+def prefect_home(prefect: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """What makes a home for another Prefect server in a folder: with a database, for which a server needs seconds."""
+    return lambda parent: Path(shutil.copytree(Path(prefect["PREFECT_HOME"]).with_name("new"), parent / "prefect"))
+
+
+def copy_database(home: Path, new: Path) -> None:
+    """Of a server that runs."""
+    new.mkdir()
+    with closing(sqlite3.connect(home / "prefect.db")) as ours, closing(sqlite3.connect(new / "prefect.db")) as copy:
+        ours.backup(copy)
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment that leads to a server for all flows of xdist's processes, none of which then starts its own.
+
+    Who needs it first starts it; it ends with the last who used it.
+    """
+    with ExitStack() as using:
+        with shared("prefect", tmp_path_factory) as (folder, new):
+            users = using.enter_context((folder / "users").open("w"))
+            fcntl.flock(users, fcntl.LOCK_SH)
+            if new:
+                places, server = start_prefect(folder / "home")
+                copy_database(folder / "home", folder / "new")
+                (folder / "places.json").write_text(json.dumps([places, server.pid]))
+        places, pid = json.loads((folder / "places.json").read_text())
         yield places
+        with shared("prefect", tmp_path_factory), suppress(BlockingIOError):
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.kill(pid, signal.SIGTERM)
+            (folder / "filled").unlink()
 
 
 @pytest.fixture

@@ -1,11 +1,12 @@
 """`python -m flows …` and `dvc …` in processes of their own, without the seconds of imports.
 
 They are forked from the warm server of stages, which has other packages alone: what is ours is imported from the
-workspace, as by a fresh interpreter.
+workspace, as by a fresh interpreter. Their stages are forked from that server, too.
 """
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -91,6 +92,8 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     os.environ.clear()
     os.environ.update(environment)
     refresh_global_settings_context()
+    # It would start one of its own, with seconds of imports.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     with open(said, "w") as writer:

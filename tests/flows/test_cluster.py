@@ -26,6 +26,7 @@ from flows.engine import Planned, cached_objects, processes, remote
 from flows.engine.remote import NotTheSame, TransportFailed
 from flows.options import Options, OptionsError
 from flows.study import _run_all
+from tests.flows.forked import Command
 from tests.flows.servers import until
 from tests.flows.toy import BARE, ENVIRONMENT, PARAMS, PIPELINE, Study, call, ran, tiny_repository, toy_workspace
 
@@ -486,15 +487,8 @@ def test_a_tiny_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_
     root = tiny_repository(tmp_path / "study", study={"recipes": ["kfac"]})
     call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "remote"))
     commit(root)
-    done = subprocess.run(
-        [sys.executable, "-m", "flows", "run", "--task-runner", "dask", "--workers", "2"],
-        cwd=root,
-        env=BARE | prefect,
-        capture_output=True,
-        text=True,
-    )
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+    code, printed = Command(root, BARE | prefect, "run", "--task-runner", "dask", "--workers", "2").end()
+    assert code == 0, printed
     assert json.loads(call(root, "dvc", "status", "--json")) == {}
     assert call(root, "git", "status", "--porcelain").split() == ["??", "dvc.lock"]
 
