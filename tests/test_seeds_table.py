@@ -257,14 +257,20 @@ class TestPairs:
         folders = {seed: tmp_path / str(seed) for seed in range(2)}
         for seed, folder in folders.items():
             finished(folder, made_up(seeds=1))
+            answered(folder, "dense", dense=[1, 1, 1, 0] * 200, control=[1, 1, 1, 1] * 200)
             for recipe, seeds in right.items():
                 answered(folder, f"{recipe}-0.5", recovered=seeds[seed] * 200)
-        one, *others = differences(made_up(), folders).query("keep == '0.5'").itertuples()
+        rows = made_up().query("keep == '0.5'")
+        found = differences(rows, folders)
+        one, *others = found[found["first"] == "a"].itertuples()
         assert not others  # none was scored before recovery
+        dense = found[found.second.isin(["a", "b"])].set_index(["first", "second", "model"]).difference
+        assert dense["dense model", "a", "recovered"] == 0.25  # 0 and 0.5
+        assert dense["dense + recovery", "b", "recovered"] == 0.5
         assert (one.model, one.first, one.second, one.difference) == ("recovered", "a", "b", 0)
         # The seeds differ by 1 and by -1 on the third row in four: together never.
         assert (one.low, one.high) == (0, 0)
-        (one,) = differences(made_up(), {0: folders[0]}).query("keep == '0.5'").itertuples()
+        (one,) = differences(rows, {0: folders[0]}).query("first == 'a'").itertuples()
         assert one.difference == 0.25
         assert one.low == pytest.approx(0.25 - 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
         assert one.high == pytest.approx(0.25 + 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
@@ -272,7 +278,7 @@ class TestPairs:
     def test_keeps_and_models_have_lines_of_their_own(self, tmp_path: Path) -> None:
         finished(tmp_path, made_up(seeds=1))
         found = differences(made_up(), {0: tmp_path})
-        assert list(found.groupby(["keep", "model"]).size()) == [1, 1, 1, 1]
+        assert list(found[found["first"] == "a"].groupby(["keep", "model"]).size()) == [1, 1, 1, 1]
 
     def test_who_leads_and_who_cannot_be_told_from_it(self) -> None:
         """In the metric's direction; `b` leads at 0.5, `a` at 0.25."""
@@ -280,6 +286,7 @@ class TestPairs:
         for metric, first in (("accuracy", {"0.5": "b", "0.25": "a"}), ("perplexity", {"0.5": "a", "0.25": "b"})):
             ends = {"0.5": decided, "0.25": undecided}
             lines = [(keep, "recovered", "a", "b", 0.1, *ends[keep]) for keep in ends]
+            lines += [(keep, "recovered", "dense model", "b", 0.1, *undecided) for keep in ends]
             said = dict.fromkeys(leaders(pd.DataFrame(lines, columns=list(COLUMNS)), made_up(metric)))
             assert [one.split(",")[0] for one in said] == [f"at keep {keep} {first[keep]}" for keep in ("0.25", "0.5")]
             assert [{"a", "b"} <= set(re.findall(r"\b[ab]\b", one)) for one in said] == [True, False]

@@ -1,9 +1,9 @@
-"""Every two candidates of a keep, over all seeds of a study: how far apart they are, and how sure the test rows are."""
+"""Every two of a keep's candidates, the dense model and its control: how far apart they are, and how sure test rows are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,19 @@ from tasks.dataset import SPLITS, Task
 from tasks.metrics import METRICS
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import Draws, interval, metric_of, resampled
-from tasks.report.results import read_rows
+from tasks.report.results import CONTROL, DENSE, read_rows
 from tasks.stage import candidate_name
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high")
 _MODELS = ("factorized", "recovered")
+_OF_DENSE = {"dense model": DENSE, CONTROL_NAME: CONTROL}
+"""What stands beside the recipes: no recipe has a space in its name."""
 
 
 def differences(rows: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame:
     """A line for each two recipes, keep and model (factorized, recovered): the first's metric less the second's.
+
+    The dense model and its control stand first, beside both models of the recipes.
 
     It is averaged over the seeds, which have the same test rows; `low` and `high` are the ends of its interval.
 
@@ -44,10 +48,14 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
         for model, part in read_rows(folder, candidate_name(recipe, keep), "evaluate").groupby("model")
         if model in _MODELS
     }
+    for seed, folder in folders.items():
+        of_dense = read_rows(folder, DENSE[0], "dense")
+        for model, (name, scored_model) in product(_MODELS, _OF_DENSE.items()):
+            scored[model, name, seed] = of_dense[of_dense.model == scored_model[1]]
     drawn = resampled(task, scored)
     whole = Draws(np.arange(len(next(iter(scored.values()))))[None])
     for model in _MODELS:
-        there = [recipe for recipe in recipes if (model, recipe, next(iter(folders))) in scored]
+        there = [one for one in [*_OF_DENSE, *recipes] if (model, one, next(iter(folders))) in scored]
         mean = {one: np.mean([drawn[model, one, seed] for seed in folders], axis=0) for one in there}
         value = {one: np.mean([metric_of(task, scored[model, one, seed])(whole) for seed in folders]) for one in there}
         for first, second in combinations(there, 2):
@@ -56,11 +64,12 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
-    """Of each keep the recipe that recovers best, in words, and those that the test rows cannot tell from it."""
+    """Of each keep the recipe that recovers best, in words, and the recipes that the test rows cannot tell from it."""
     goodness = METRICS[rows.metric.iloc[0]].goodness
     for keep, group in rows[rows.recipe != CONTROL_NAME].groupby("keep", sort=False):
         best = str(group.groupby("recipe").recovered.mean().map(goodness).idxmax())
-        there = pairs[(pairs.keep == keep) & (pairs.model == "recovered")]
+        of_recipes = pairs["first"].isin(group.recipe) & pairs.second.isin(group.recipe)
+        there = pairs[(pairs.keep == keep) & (pairs.model == "recovered") & of_recipes]
         undecided = there[(there.low <= 0) & (there.high >= 0) & ((there["first"] == best) | (there.second == best))]
         rivals = [
             name for pair in undecided[["first", "second"]].itertuples(index=False) for name in pair if name != best
