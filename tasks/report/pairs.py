@@ -1,4 +1,4 @@
-"""Every two of a keep's candidates, the dense model and its control: how far apart they are, and how sure test rows are."""
+"""Every two of a keep's candidates, the dense model and its control: how far apart they are, and how sure rows are."""
 
 from __future__ import annotations
 
