@@ -22,7 +22,6 @@ import torch
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, load_model, save_model
 from rich.console import Console
-from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
@@ -386,39 +385,3 @@ class TestSecrets:
         (line,) = str(caught.value).splitlines()[1:]
         assert line.strip().startswith(f"{section}.{key}: holds a user name or password")
         assert SECRET not in line
-
-    def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(self, home: Path, tmp_path: Path) -> None:
-        """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
-        root = study(tmp_path / "workspace")
-        told = environment(home, MLFLOW_TRACKING_URI=URL, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0", HF_TOKEN=f"hf_{SECRET}")
-        done = flows(root, told, "run")
-        said = done.stdout + done.stderr
-        assert done.returncode == 0, said
-        assert "MLflow cannot be used" in said
-        assert "connected to http://127.0.0.1:9 with ***" in said  # what the stage printed
-        assert SECRET not in said
-        written = [file for folder in (root, home) for file in folder.rglob("*") if file.is_file()]
-        assert any(file.name == "prefect.db" for file in written)
-        assert [file for file in written if SECRET.encode() in file.read_bytes()] == []
-
-
-def study(root: Path) -> Path:
-    """A workspace whose only stage tells what it was told."""
-    write_params(root, tiny_params())
-    commands = [
-        "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
-        "mkdir -p reports && echo done > reports/comparison.txt",
-        "printf 'recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup\\n"
-        "svd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\\n' > reports/comparison.csv",
-    ]
-    outs = ["reports/comparison.txt", "reports/comparison.csv"]
-    with (root / "dvc.yaml").open("w") as file:
-        YAML().dump({"stages": {"compare": {"cmd": commands, "outs": outs}}}, file)
-    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
-        subprocess.run(words, cwd=root, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
-    return root
-
-
-def flows(root: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows", *words]
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, closing, contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 from click.testing import Result
@@ -28,6 +30,8 @@ from tests.flows.servers import start_prefect
 from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
 
 forked.preload()
+at_exit = ExitStack()
+atexit.register(at_exit.close)  # by now: after Prefect, which delivers at an exit what it has, and tries for minutes
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +48,11 @@ def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, b
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         filled = folder / "filled"
-        if new := not filled.exists():
+        if not filled.exists():
             shutil.rmtree(folder, ignore_errors=True)  # of a process that failed
             folder.mkdir()
-        yield folder, new
-        if new:
-            filled.touch()
+        yield folder, not filled.exists()
+        filled.touch()
 
 
 @pytest.fixture(scope="session")
@@ -66,25 +69,28 @@ def copy_database(home: Path, new: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment that leads to a server for all flows of xdist's processes, none of which then starts its own.
 
-    Who needs it first starts it; it ends with the last who used it.
+    Who needs it first starts it; it ends with the last process that used it.
     """
-    with ExitStack() as using:
-        with shared("prefect", tmp_path_factory) as (folder, new):
-            users = using.enter_context((folder / "users").open("w"))
-            fcntl.flock(users, fcntl.LOCK_SH)
-            if new:
-                places, server = start_prefect(folder / "home")
-                copy_database(folder / "home", folder / "new")
-                (folder / "places.json").write_text(json.dumps([places, server.pid]))
-        places, pid = json.loads((folder / "places.json").read_text())
-        yield places
-        with shared("prefect", tmp_path_factory), suppress(BlockingIOError):
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.kill(pid, signal.SIGTERM)
-            (folder / "filled").unlink()
+    with shared("prefect", tmp_path_factory) as (folder, new):
+        users = (folder / "users").open("w")
+        fcntl.flock(users, fcntl.LOCK_SH)
+        if new:
+            places, server = start_prefect(folder / "home")
+            copy_database(folder / "home", folder / "new")
+            (folder / "places.json").write_text(json.dumps([places, server.pid]))
+    places, pid = json.loads((folder / "places.json").read_text())
+    at_exit.callback(end_with_the_last, users, pid)
+    return places
+
+
+def end_with_the_last(users: IO[str], server: int) -> None:
+    """End the server unless another process holds the file of its users."""
+    with users, suppress(BlockingIOError):
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.kill(server, signal.SIGTERM)
 
 
 @pytest.fixture

@@ -53,9 +53,15 @@ def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
     from flows.engine import processes
 
     processes._context.set_forkserver_preload(processes._PRELOAD)
-    process = processes._context.Process(target=target, args=arguments)
+    process = processes._context.Process(target=_with_our_server, args=(target, *arguments))
     process.start()
     return process
+
+
+def _with_our_server(target: Callable[..., object], *arguments: object) -> None:
+    # It would start one of its own, with seconds of imports.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    target(*arguments)
 
 
 def preload() -> None:
@@ -92,8 +98,6 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     os.environ.clear()
     os.environ.update(environment)
     refresh_global_settings_context()
-    # It would start one of its own, with seconds of imports.
-    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     with open(said, "w") as writer:

@@ -21,7 +21,7 @@ import mlflow.models.model
 import pandas as pd
 import pytest
 import torch
-from mlflow.pyfunc import PythonModelContext
+from mlflow.pyfunc import PythonModelContext, scoring_server
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
@@ -352,8 +352,12 @@ class TestVersion:
         assert [row["score"] for row in found] == pytest.approx(scores.tolist(), abs=1e-6)
 
 
-def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path) -> None:
-    """Of words, and of tags of which some are null."""
+def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of words, and of tags of which some are null; by what `mlflow models predict` calls, in this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which MLflow adds the version's code
+    monkeypatch.setattr(
+        asking, "_predict", lambda model, *files: scoring_server._predict(model, *map(str, files), "json")
+    )
     case = CASES["token_classification"]
     files = write(tmp_path / "files", case.model())
     save(files, tmp_path / "saved", case.task, pairs=False, batch_size=3, continuation=CONTINUATION)

@@ -16,6 +16,7 @@ FLOW = """
 from flows import settings
 from flows.engine import processes
 settings.apply()
+processes._PRELOAD[:] = ["torch", "sklearn.metrics"]  # each brings an OpenMP; the rest brings none and takes seconds
 with processes.reaping():
     for command in ("python -m tasks.extract --help", "cd . && python -c 'import torch'"):
         processes.run(command, ".", print, {})
