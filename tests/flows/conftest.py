@@ -1,4 +1,4 @@
-"""What tests of flows share: one Prefect server for each process of pytest, and one finished study for all of them."""
+"""What tests of flows share: one Prefect server and one finished study for all processes of pytest."""
 
 from __future__ import annotations
 
