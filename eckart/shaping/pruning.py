@@ -3,8 +3,9 @@
 Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1. First-order scores
 are what the paper uses: they tend to empty whole rows, so that what is left has low rank; magnitudes do not (its
 section 3). `sensitivity` is the same product without its sign, which a draft in the paper's source has and its text has
-not (choice, for our use): signed scores prune weights, however large, that training drew towards zero. They need a
-training that goes somewhere: the paper prunes a pre-trained model while it learns the task, ours has learned it before.
+not (choice, for our use): signed scores prune weights, however large, that training drew towards zero. In our short
+trainings that leaves chance level, from the pre-trained model, which is the paper's start, and from the fine-tuned one
+alike (docs/methods.md).
 """
 
 from __future__ import annotations
