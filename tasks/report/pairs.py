@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -50,17 +50,19 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
     }
     for seed, folder in folders.items():
         of_dense = read_rows(folder, DENSE[0], "dense")
-        for model, (name, scored_model) in product(_MODELS, _OF_DENSE.items()):
-            scored[model, name, seed] = of_dense[of_dense.model == scored_model[1]]
+        for name, (_, model) in _OF_DENSE.items():
+            scored["dense", name, seed] = of_dense[of_dense.model == model]
     drawn = resampled(task, scored)
     whole = Draws(np.arange(len(next(iter(scored.values()))))[None])
+    value = {one: metric_of(task, part)(whole) for one, part in scored.items()}
     for model in _MODELS:
-        there = [one for one in [*_OF_DENSE, *recipes] if (model, one, next(iter(folders))) in scored]
-        mean = {one: np.mean([drawn[model, one, seed] for seed in folders], axis=0) for one in there}
-        value = {one: np.mean([metric_of(task, scored[model, one, seed])(whole) for seed in folders]) for one in there}
+        there = [("dense", name) for name in _OF_DENSE]
+        there += [(model, recipe) for recipe in recipes if (model, recipe, next(iter(folders))) in scored]
+        mean = {one: np.mean([drawn[*one, seed] for seed in folders], axis=0) for one in there}
+        score = {one: np.mean([value[*one, seed] for seed in folders]) for one in there}
         for first, second in combinations(there, 2):
             ends = interval(mean[first] - mean[second])
-            yield keep, model, first, second, float(value[first] - value[second]), ends.low, ends.high
+            yield keep, model, first[1], second[1], float(score[first] - score[second]), ends.low, ends.high
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:

@@ -56,7 +56,7 @@ def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, b
 
 
 @pytest.fixture(scope="session")
-def prefect_home(prefect: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def prefect_home(prefect: dict[str, str]) -> Callable[[Path], Path]:
     """What makes a home for another Prefect server in a folder: with a database, for which a server needs seconds."""
     return lambda parent: Path(shutil.copytree(Path(prefect["PREFECT_HOME"]).with_name("new"), parent / "prefect"))
 

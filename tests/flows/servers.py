@@ -43,15 +43,20 @@ def start_prefect(home: Path) -> tuple[dict[str, str], subprocess.Popen[bytes]]:
         "uvicorn",
         "--factory",
         "prefect.server.api.server:create_app",
-        "--lifespan",
-        "on",
-        "--log-level",
-        "error",
+        "--host",
+        settings.LOOPBACK,
+        "--port",
+        port,
     ]
-    command += ["--host", settings.LOOPBACK, "--port", port]
+    command += ["--lifespan", "on", "--log-level", "error"]
     environment = ENVIRONMENT | NO_MORE_THAN_RECORDS | {"PREFECT_HOME": str(home)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    until(lambda: settings.answers(f"{address}/health"))
+    try:
+        until(lambda: settings.answers(f"{address}/health"))
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     return places, process
 
 
