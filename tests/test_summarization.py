@@ -334,7 +334,7 @@ def test_beams_and_chance_of_the_model_s_own_settings_do_not_count() -> None:
 def test_an_output_that_is_not_finite_is_an_error() -> None:
     model = constant("dull", 3.0)
     model.final_logits_bias[0, VOCABULARY["plot"]] = math.nan
-    with pytest.raises(StageError, match="not finite"):
+    with pytest.raises(StageError):
         scored(model, rows(6))
 
 
