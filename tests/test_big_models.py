@@ -117,7 +117,7 @@ def test_a_model_that_a_device_map_placed_stays_there(root: Path) -> None:
 def test_what_waits_on_the_disk_cannot_be_factorized_there(root: Path) -> None:
     model, name = offloaded(), "bert.encoder.layer.1.output.dense"
     left, right = torch.zeros(32, 2), torch.zeros(2, 64)
-    with pytest.raises(ValueError, match=f"{name} waits on the CPU or the disk"):
+    with pytest.raises(ValueError, match=name):
         factorize_target(model, name, left, right)
     factorize_target(model, name.replace("1", "0"), left, right)
 

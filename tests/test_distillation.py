@@ -239,7 +239,7 @@ def test_without_the_logits_term_no_logits_are_needed():
     one = rule(teacher, logits=0.0)
     assert added(one, model, tokens) > 0
     assert set(one.measures()) == {"distill_layers"}
-    with pytest.raises(ValueError, match=r"no logits: set distillation\.logits to 0"):
+    with pytest.raises(ValueError, match=r"distillation\.logits"):
         extra(rule(teacher), model, tokens)
 
 
@@ -303,27 +303,27 @@ def test_states_of_an_encoder_and_of_its_decoder_add_up_each_without_its_own_pad
 def test_a_model_without_hidden_states_is_an_error():
     model = tiny.bert().eval()
     outputs = model(**BATCH)
-    with pytest.raises(ValueError, match=r"no hidden states: set distillation\.layers to 0"):
+    with pytest.raises(ValueError, match=r"distillation\.layers"):
         rule(model).extra_loss(model, BATCH, outputs)
 
 
 @pytest.mark.parametrize("shapes", [[(1, 2, 3)], [(1, 2, 3), (1, 2, 4)]], ids=["fewer layers", "wider"])
 def test_states_that_differ_in_number_or_shape_are_an_error(shapes):
     states = [torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)]
-    with pytest.raises(ValueError, match=r"shapes: set distillation\.layers to 0"):
+    with pytest.raises(ValueError, match=r"distillation\.layers"):
         hidden_error(states, [torch.zeros(shape) for shape in shapes], None)
 
 
 def test_a_mask_that_does_not_fit_the_states_is_an_error():
     state = torch.zeros(1, 2, 3)
-    with pytest.raises(ValueError, match=r"padding cannot be told from data: set distillation\.layers to 0"):
+    with pytest.raises(ValueError, match=r"distillation\.layers"):
         hidden_error([state], [state], torch.ones(1, 4))
 
 
 def test_logits_of_other_classes_are_an_error():
     """Which a plain mean square would broadcast."""
     for temperature in (None, 1.0):
-        with pytest.raises(ValueError, match=r"shape: set distillation\.logits to 0"):
+        with pytest.raises(ValueError, match=r"distillation\.logits"):
             logits_error(torch.zeros(2, 1), torch.zeros(2, 3), temperature)
 
 

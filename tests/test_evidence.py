@@ -399,7 +399,7 @@ def test_inputs_alone_ask_for_no_gradient():
 
 
 def test_no_sample_is_an_error():
-    with pytest.raises(ValueError, match="no calibration sample"):
+    with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
         collect(Sum(), [], [MAP])
 
 
@@ -407,7 +407,7 @@ def test_what_is_not_finite_is_an_error_that_names_the_target():
     model = tiny.bert()
     targets = targets_of(model)
     model.bert.encoder.layer[1].intermediate.dense.bias.data[0] = float("inf")
-    with pytest.raises(ValueError, match=r"inputs of bert\.encoder\.layer\.1\.output\.dense is not finite"):
+    with pytest.raises(ValueError, match=r"^inputs .*\bbert\.encoder\.layer\.1\.output\.dense\b"):
         collect(model, tiny.batches(SAMPLES, 4), targets)
 
 
@@ -424,14 +424,14 @@ class Reshaped(Sum):
 
 def test_tokens_that_cannot_be_split_into_samples_are_an_error():
     model = Reshaped(lambda x: x.flatten(0, 1)[1:])
-    with pytest.raises(ValueError, match=r"map: .* cannot be split into 2 samples; exclude this target"):
+    with pytest.raises(ValueError, match=r"^map: .*\b2\b"):
         collect(model, [{"x": TWO}], [MAP])
 
 
 def test_padding_that_cannot_be_told_from_data_is_an_error():
     model = Reshaped(lambda x: torch.cat([x, x], 1))
     mask = torch.tensor([[1, 1], [1, 0]])
-    with pytest.raises(ValueError, match=r"map: 4 tokens per sample, but attention_mask has 2.*exclude this target"):
+    with pytest.raises(ValueError, match=r"^map: 4 .*\battention_mask\b.*\b2\b"):
         collect(model, [{"x": TWO, "attention_mask": mask}], [MAP])
 
 
@@ -442,7 +442,7 @@ def test_tokens_before_samples_are_an_error(tokens, padding):
     x = torch.arange(4.0 * tokens).reshape(2, tokens, 2)
     mask = torch.ones(2, tokens, dtype=torch.int64)
     mask[1, tokens - padding :] = 0
-    with pytest.raises(ValueError, match="map"):
+    with pytest.raises(ValueError, match=r"^map: "):
         collect(Reshaped(lambda x: x.transpose(0, 1)), [{"x": x, "attention_mask": mask}], [MAP])
 
 
@@ -521,13 +521,13 @@ def test_a_cell_that_runs_more_often_than_there_are_tokens_is_an_error():
         def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
             return super().forward(torch.cat([x, x], 1), torch.cat([attention_mask] * 2, 1))
 
-    with pytest.raises(ValueError, match="map: 1 tokens per sample, but attention_mask has 0"):
+    with pytest.raises(ValueError, match=r"^map: 1 .*\battention_mask\b.*\b0\b"):
         collect(Twice(), rows(left=False)[-1:], [CELL])
 
 
 def test_a_target_that_runs_again_unexpectedly_is_an_error():
     once = CELL.model_copy(update={"repeated": False})
-    with pytest.raises(ValueError, match="map: its forward ran again for the same batch; exclude this target"):
+    with pytest.raises(ValueError, match=r"^map: "):
         collect(Cell(), rows(left=False)[1:2], [once])
 
 
@@ -549,7 +549,7 @@ def test_each_target_is_masked_by_its_own_mask():
 def test_a_batch_without_the_mask_of_a_target_is_an_error():
     target = MAP.model_copy(update={"mask": "decoder_attention_mask"})
     batch = {"x": TWO, "attention_mask": torch.ones(2, 2)}
-    with pytest.raises(ValueError, match="map: the batch has no decoder_attention_mask: add it"):
+    with pytest.raises(ValueError, match=r"^map: .*\bdecoder_attention_mask\b"):
         collect(Sum(), [batch], [target])
 
 
@@ -557,7 +557,7 @@ def test_tokens_of_no_mask_beside_padding_are_an_error():
     target = MAP.model_copy(update={"mask": None})
     assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
     batch = {"x": torch.cat([TWO, TWO], 1), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
-    with pytest.raises(ValueError, match=r"map: 4 tokens per sample.*exclude this target"):
+    with pytest.raises(ValueError, match=r"^map: 4 "):
         collect(Reshaped(lambda x: x), [batch], [target])
 
 

@@ -128,5 +128,5 @@ def test_a_shared_input_is_captured_though_its_first_reader_stays_dense():
 def test_an_error_names_the_target():
     model = tiny.bert()
     targets = find_targets(model, BATCHES[0]).targets
-    with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0\.attention\.self\.query: weighting inputs reads"):
+    with pytest.raises(ValueError, match=r"^bert\.encoder\.layer\.0\.attention\.self\.query: "):
         factorize_at_once(model, targets, dict.fromkeys([target.name for target in targets], 2), INPUTS, {})

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.budget import Ranks, allowance, cost, largest_rank, total
+from eckart.budget import NoRank, Ranks, allowance, cost, largest_rank, total
 from eckart.layers import LowRankLinear, factorized, low_rank_layers
 from eckart.ranks.hypernetwork import Hypernetwork, HypernetworkSearch
 from eckart.svd import Decomposition, decompose
@@ -517,20 +517,20 @@ def test_a_target_that_no_rank_makes_smaller_is_not_masked():
 def test_keep_that_leaves_no_rank_is_an_error_before_the_search(keep):
     model = Maps(*TWO)
     before = bytes_of(model)
-    with pytest.raises(ValueError, match=rf"keep={keep} leaves no rank .* 12 parameters a rank: raise keep or exclude"):
+    with pytest.raises(NoRank, match=rf"^keep={keep} .*\b12\b"):
         searching(model, keep=keep)
     assert bytes_of(model) == before
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_targets_that_are_all_too_small_are_an_error():
-    with pytest.raises(ValueError, match="no rank makes any target smaller"):
+    with pytest.raises(ValueError, match="smaller"):
         searching(Maps((1, 7), (2, 2)), keep=1.0)
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.5, math.nan])
 def test_what_is_no_share_is_refused(keep):
-    with pytest.raises(ValueError, match="is no share"):
+    with pytest.raises(ValueError, match=rf"^keep={keep} "):
         searching(Maps(*TWO), keep=keep)
 
 

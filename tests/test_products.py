@@ -75,7 +75,7 @@ def test_products_are_the_queries_and_keys_of_attention_that_does_nothing_else_w
     model, batch = family.build(), collate(samples(family.kind)[:1])
     before = find_targets(model, batch, heads=family.everything, embeddings=family.everything)
     if name not in OF_PRODUCTS:
-        with pytest.raises(ValueError, match=r"write targets\.products: false"):
+        with pytest.raises(ValueError, match=r"targets\.products"):
             find_products(model, batch, before)
         return
     after = find_products(model, batch, before)
@@ -114,7 +114,7 @@ def test_rotated_queries_and_keys_are_no_product() -> None:
         **LAYERS,
         **LENGTH,
     )
-    with pytest.raises(ValueError, match="no two targets are a product"):
+    with pytest.raises(ValueError, match=r"targets\.products"):
         found(tiny.drawn(LlamaForSequenceClassification, config))
 
 
@@ -323,7 +323,7 @@ def test_a_walk_that_fails_leaves_both_maps_as_they_were() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings = Tolerance(kind="tolerance", increase=1e9, grid=4, rows=12, times="macs")
     targets = found(model).targets
-    with pytest.raises(ValueError, match=r"raise ranks\.increase or keep"):
+    with pytest.raises(ValueError, match=r"ranks\.increase"):
         tolerated_ranks(model, targets, settings, 1e-6, BATCHES, INPUTS)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -551,17 +551,17 @@ def test_the_training_loop_prunes_and_its_result_comes_back(window, tmp_path: Pa
 
 
 def test_factors_beyond_the_budget_are_an_error():
-    with pytest.raises(ValueError, match=r"7 parameters, more than the 6 .* lower residual\.low_rank or raise keep"):
+    with pytest.raises(ValueError, match=r"\b7\b.*\b6\b.*residual\.low_rank"):
         RowPruning(model_of(layer(torch.ones(4, 3), rank=1)), settings(), budget=6, steps=1)
 
 
 def test_a_model_without_residuals_is_an_error():
-    with pytest.raises(ValueError, match="factorize with a residual"):
+    with pytest.raises(ValueError, match="residual"):
         RowPruning(model_of(LowRankLinear(3, 4, 1, bias=False)), settings(), budget=99, steps=1)
 
 
 def test_no_steps_are_an_error():
-    with pytest.raises(ValueError, match=r"raise recovery\.steps"):
+    with pytest.raises(ValueError, match=r"recovery\.steps"):
         RowPruning(model_of(layer(torch.ones(4, 3))), settings(), budget=99, steps=0)
 
 
@@ -668,5 +668,5 @@ def test_merging_keeps_precision_mode_and_bias():
 
 
 def test_merging_what_is_dense_is_an_error():
-    with pytest.raises(ValueError, match="not factorized"):
+    with pytest.raises(ValueError, match=r"bert\.pooler\.dense"):
         merge(tiny.bert(), "bert.pooler.dense")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -194,7 +195,7 @@ def test_exactly_the_share_of_the_best_scores_stays(rows, columns, distinct, rem
     scores = torch.randint(-distinct, distinct, (rows, columns), generator=generator).float()
     count = round(remaining * weight.numel())
     if not count:
-        with pytest.raises(ValueError, match=r"raise shaping\.remaining"):
+        with pytest.raises(ValueError, match=r"shaping\.remaining"):
             pruning(*single(weight), settings(remaining=remaining))
         return
     left = []
@@ -325,9 +326,9 @@ def test_each_keep_has_the_least_share_that_is_not_below_it():
 
 def test_what_cannot_prune_is_refused():
     model, targets = single(torch.ones(2, 3))
-    with pytest.raises(ValueError, match="greater than or equal to 1"):
+    with pytest.raises(ValidationError, match="steps"):
         settings(steps=0)
-    with pytest.raises(ValueError, match=r"map no weight: raise shaping\.remaining"):
+    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.remaining"):
         pruning(model, targets, settings(remaining=0.01))
 
 
@@ -371,7 +372,7 @@ def test_zero_order_rows_score_by_their_magnitudes():
 
 
 def test_scores_that_are_not_finite_are_an_error():
-    with pytest.raises(ValueError, match="scores of map are not finite: lower"):
+    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.learning_rate"):
         row_scores(torch.ones(1, 2), torch.tensor([[1.0, torch.nan]]))
 
 

