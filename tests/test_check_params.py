@@ -1,7 +1,12 @@
-"""The whole of params.yaml at once: the repository's own and the tiny one pass, each mistake gets one line."""
+"""The whole of params.yaml at once: the repository's own and the tiny one pass, each mistake gets one line.
+
+Of a line the path is compared, which stands before the colon, and the names that it gives to choose from; its wording
+is for tests/test_messages.py.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,11 @@ def only(params: Mapping[str, Any], path: str) -> str:
     assert paths(lines) == [path], lines
     assert lines[0].split("; ", 1)[1]
     return lines[0]
+
+
+def advice(line: str) -> set[str]:
+    """The words of what to write."""
+    return set(re.findall(r"\w+", line.split("; ", 1)[1]))
 
 
 def places(content: Any, above: Place = ()) -> Iterator[tuple[Place, Any]]:
@@ -133,7 +143,7 @@ class TestFoundGood:
     def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
         for _ in range(2):
             write_params(tmp_path, tiny(seed=1))
-            with pytest.raises(ParamsError, match="seed: is bad"):
+            with pytest.raises(ParamsError, match=r"\n  seed: "):
                 check()
         assert len(checks) == 2
 
@@ -145,7 +155,7 @@ class TestFoundGood:
 
 def test_a_missing_key_is_one_line() -> None:
     for place in set(KEYS) - set(RECIPES) - set(KINDS_OF_PARTS):
-        assert "missing" in only(without(place), dotted(place))
+        only(without(place), dotted(place))
 
 
 def test_a_missing_kind_is_one_line() -> None:
@@ -159,12 +169,12 @@ def test_an_unknown_kind_is_one_line_with_those_there_are() -> None:
         (line,) = mistakes(put(place, "magic"))
         assert line.startswith(dotted(place[:-1]))
         assert "magic" in line
-        assert EVERYWHERE[place] in line.split("; write ")[1]
+        assert EVERYWHERE[place] in advice(line)
 
 
 def test_an_unknown_key_is_one_line() -> None:
     for place in MAPPINGS:
-        assert "unknown" in only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
+        only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
 
 
 @pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])
@@ -194,13 +204,13 @@ def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
     params["techer"] = params.pop("teacher")
     lines = mistakes(params)
     assert sorted(paths(lines)) == ["teacher", "techer"]
-    assert any(line.startswith("techer:") and line.endswith("write teacher") for line in lines)
+    assert any(line.startswith("techer:") and "teacher" in advice(line) for line in lines)
 
 
 def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
     line = only(tiny(study={"recipes": ["svd", "kfca"]}), "study.recipes")
     assert "kfca" in line
-    assert {"svd", "kfac"} <= set(line.split("; ")[1].replace(",", " ").split())
+    assert {"svd", "kfac"} <= advice(line)
 
 
 def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
@@ -210,9 +220,7 @@ def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
 
 @pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
 def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
-    line = only(tiny(study={key: values}), f"study.{key}")
-    assert str(values[0]) in line
-    assert "2 times" in line
+    assert re.search(rf"{values[0]} 2\b", only(tiny(study={key: values}), f"study.{key}"))
 
 
 def test_evidence_that_a_weighting_lacks_is_named() -> None:
@@ -261,25 +269,25 @@ def test_a_metric_fits_its_task(task: TaskKindName) -> None:
             assert mistakes(params) == []
         else:
             line = only(params, "data.metric")
-            assert set(line.split("; write one of ")[1].split(", ")) == METRICS_OF[task]
+            assert advice(line) & set(METRICS) == METRICS_OF[task]
 
 
 @pytest.mark.parametrize(
-    ("task", "column", "name", "advice"),
+    ("task", "column", "name"),
     [
-        *((kind, "label", None, "write the name of a column") for kind in TASK_KINDS if kind != "language_modeling"),
-        ("language_modeling", "label", "label", "write null"),
-        ("question_answering", "text_pair", None, "write the name of the contexts' column"),
-        ("token_classification", "text_pair", "other", "write null"),
-        ("summarization", "text_pair", "other", "write null"),
-        ("language_modeling", "text_pair", "other", "write null"),
+        *((kind, "label", None) for kind in TASK_KINDS if kind != "language_modeling"),
+        ("language_modeling", "label", "label"),
+        ("question_answering", "text_pair", None),
+        ("token_classification", "text_pair", "other"),
+        ("summarization", "text_pair", "other"),
+        ("language_modeling", "text_pair", "other"),
     ],
 )
-def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None, advice: str) -> None:
+def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None) -> None:
     params = tiny(data=data_of(task, columns={column: name}))
     line = only(params, f"data.columns.{column}")
     assert task in line
-    assert line.endswith(f"; {advice}")
+    assert ("null" in advice(line)) is (name is not None)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +317,7 @@ def test_labels_of_the_evidence_fit_the_task(labels: str, kinds: set[TaskKindNam
         if task in kinds:
             assert mistakes(params) == []
         else:
-            assert only(params, "importance.labels").endswith("; write given")
+            assert "given" in advice(only(params, "importance.labels"))
 
 
 def test_summaries_have_a_length() -> None:
@@ -341,18 +349,16 @@ def test_a_recipe_s_name_is_a_word(name: str) -> None:
     only(put(("recipes", name), TINY["recipes"]["svd"]), f"recipes.{name}")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("absent", "there is no recipe absent"), ("mixed", "cannot recover as mixed")]
-)
-def test_the_control_recovers_as_a_recipe_that_a_dense_model_can(name: str, words: str) -> None:
+@pytest.mark.parametrize("name", ["absent", "mixed"])
+def test_the_control_recovers_as_a_recipe_that_a_dense_model_can(name: str) -> None:
     params = plain(TINY)
     mixed = {"kind": "mixed_rank", "initial": 0.5, "until": 0.5, "consistency": 1.0, "consistency_after": False}
     svd = params["recipes"]["svd"]
     params["recipes"]["mixed"] = {**svd, "recovery": {**svd["recovery"], **mixed}}
     params["study"]["control"] = name
     line = only(params, "study.control")
-    assert words in line
-    assert line.endswith("write one of svd, kfac")
+    assert name in line
+    assert advice(line) & {*params["recipes"]} == {"svd", "kfac"}
 
 
 @pytest.mark.parametrize(
@@ -416,73 +422,43 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
 FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
 IN_ORDER = {"anchor": 0.0, "ridge": 0.01}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
-    ({"weighting": {"kind": "movement"}}, "weighting: movement reads the scores of pruning"),
-    ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting: threshold cuts the singular values of W itself"),
-    ({"ranks": "softlm", "shaping": "lpaf"}, "shaping: threshold trains all weights"),
-    ({"ranks": "drone_tolerance", "residual": "losparse"}, "residual: tolerance leaves weights of low rank"),
-    ({"recovery": "lpaf", "residual": "losparse"}, "recovery: mixed_rank runs the dense weight beside the factors"),
-    ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps: is 0, but the residual is pruned"),
-    ({"residual": "losparse", "residual.start": 0.8}, "residual: start and end are shares of the steps"),
-    (
-        {"residual": "losparse", "residual.window": 43},
-        "residual.window: is 43, but all pruning is done after 42 steps; write at most 42",
-    ),
-    (
-        {"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}},
-        "recovery.then.steps: is 0; write at least 1, or a single training",
-    ),
-    ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping: start and end are shares of the steps"),
-    ({"ranks": "softlm", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
-    ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery: mixed_rank runs the weight that was factorized"),
-    ({"ranks": "kfac", "residual": "losparse", "residual.low_rank": 0.0}, "ranks: all ranks are 0 where"),
-    ({"shaping": "lpaf", "shaping.steps": 0}, "shaping.steps: is 0; write greater than or equal to 1"),
-    (
-        {"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"},
-        "residual: hypernetwork leaves weights of low rank",
-    ),
+    ({"weighting": {"kind": "movement"}}, "weighting"),
+    ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting"),
+    ({"ranks": "softlm", "shaping": "lpaf"}, "shaping"),
+    ({"ranks": "drone_tolerance", "residual": "losparse"}, "residual"),
+    ({"recovery": "lpaf", "residual": "losparse"}, "recovery"),
+    ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps"),
+    ({"residual": "losparse", "residual.start": 0.8}, "residual"),
+    ({"residual": "losparse", "residual.window": 43}, "residual.window"),
+    ({"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}}, "recovery.then.steps"),
+    ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping"),
+    ({"ranks": "softlm", "recovery": "lpaf"}, "recovery"),
+    ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery"),
+    ({"ranks": "kfac", "residual": "losparse", "residual.low_rank": 0.0}, "ranks"),
+    ({"shaping": "lpaf", "shaping.steps": 0}, "shaping.steps"),
+    ({"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"}, "residual"),
     (
         {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform", "by": "share"}}},
-        "ranks.weighting: movement reads the scores of pruning",
+        "ranks.weighting",
     ),
-    (
-        {"storage": "pivoted", "ranks": "ars"},
-        "storage: is pivoted, where the last ranks of a target cost next to nothing",
-    ),
-    ({"storage": "pivoted", "residual": "losparse"}, "storage: is pivoted, but sparse rows stand beside factors"),
-    ({"sequential": IN_ORDER}, "sequential: is about inputs, by which weighting none does not weigh"),
-    (
-        {"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": IN_ORDER},
-        "sequential: is about inputs, by which weighting movement",
-    ),
-    (
-        {"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": IN_ORDER},
-        "sequential: tolerance leaves weights of low rank",
-    ),
-    (
-        {"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": IN_ORDER},
-        "sequential: factors and residual are W together",
-    ),
-    (
-        {"source": "base", "weighting": {"kind": "kfac"}},
-        "source: is base, but kfac reads evidence, which is the teacher's",
-    ),
-    ({"source": "base", "ranks": "ars"}, "source: is base, whose loss hypernetwork would ask before it has learned"),
-    ({"source": "base", "ranks": "drone_tolerance"}, "source: is base, whose loss tolerance would ask before it has"),
-    (
-        {"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "anchor": 1.5}},
-        "sequential.anchor: is 1.5; write less than or equal to 1",
-    ),
-    (
-        {"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "ridge": 0.0}},
-        "sequential.ridge: is 0.0; write greater than 0",
-    ),
+    ({"storage": "pivoted", "ranks": "ars"}, "storage"),
+    ({"storage": "pivoted", "residual": "losparse"}, "storage"),
+    ({"sequential": IN_ORDER}, "sequential"),
+    ({"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": IN_ORDER}, "sequential"),
+    ({"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": IN_ORDER}, "sequential"),
+    ({"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": IN_ORDER}, "sequential"),
+    ({"source": "base", "weighting": {"kind": "kfac"}}, "source"),
+    ({"source": "base", "ranks": "ars"}, "source"),
+    ({"source": "base", "ranks": "drone_tolerance"}, "source"),
+    ({"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "anchor": 1.5}}, "sequential.anchor"),
+    ({"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "ridge": 0.0}}, "sequential.ridge"),
 ]
 
 
-def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None:
+def test_parts_that_make_no_sense_together_are_refused() -> None:
     """A part is given as itself or by the recipe it is taken from."""
     ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
-    for parts, message in CONTRADICTIONS:
+    for parts, where in CONTRADICTIONS:
         params = plain(ours)
         recipe = params["recipes"]["svd"]
         for path, value in parts.items():
@@ -491,7 +467,7 @@ def test_parts_that_make_no_sense_together_are_refused_with_the_reason() -> None
                 recipe[part][key] = value
             else:
                 recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
-        assert message in only(params, f"recipes.svd.{message.split(':')[0]}")
+        only(params, f"recipes.svd.{where}")
 
 
 def test_products_are_refused_with_what_knows_none() -> None:
@@ -501,7 +477,7 @@ def test_products_are_refused_with_what_knows_none() -> None:
     assert mistakes(ours) == []
     for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
         ours["study"]["recipes"] = [name]
-        assert f"{kind} of recipes.{name}" in only(ours, "targets.products")
+        assert re.search(rf"{kind} .*recipes\.{name}\b", only(ours, "targets.products"))
 
 
 class TestProcesses:

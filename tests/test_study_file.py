@@ -1,8 +1,10 @@
-"""What a file of studies/ may say, and the parameters that are made of it."""
+"""What a file of studies/ may say, and the parameters that are made of it.
+
+Of a mistake the path is compared, which stands before the colon; how one is worded, tests/test_messages.py says.
+"""
 
 import copy
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tasks.study_file import StudyFile, load
 from tasks.trials import Trial, Trials
 from tests.test_published import ROW
 from tests.test_trials import ASKED, FASTER
-from tests.workspace import tiny_params, write_params
+from tests.workspace import REPOSITORY, tiny_params, write_params
 
 MAPPINGS = st.dictionaries(
     st.sampled_from("abc"),
@@ -84,6 +86,13 @@ def only(file: Path, *seeds: list[int]) -> StudyFile:
     return study
 
 
+def mistakes(file: Path, tasks: Sequence[str] = ()) -> list[str]:
+    """The path of each mistake of studies/other.yaml."""
+    with pytest.raises(ParamsError, match=r"^studies/other\.yaml ") as caught:
+        load(file, (), tasks)
+    return [line.strip().partition(": ")[0] for line in str(caught.value).splitlines()[1:]]
+
+
 class TestStudyFiles:
     def test_only_what_is_stated_differs(self, write: Callable[..., Path]) -> None:
         study = only(write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
@@ -105,31 +114,16 @@ class TestStudyFiles:
 
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path]) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
-        with pytest.raises(ParamsError) as caught:
+        assert set(mistakes(file)) == {"study.keeps.0", "study.recipes", "teacher.epoch", "bnechmark"}
+        with pytest.raises(ParamsError, match=r"studies/other\.yaml .*params\.yaml"):
             load(file)
-        head, *lines = str(caught.value).splitlines()
-        assert head == "studies/other.yaml on top of params.yaml has mistakes:"
-        for mistake in (
-            "study.keeps.0: is 1.5",
-            "there is no recipe mine",
-            "teacher.epoch: is unknown",
-            "bnechmark: is",
-        ):
-            assert any(mistake in line for line in lines), mistake
 
     @pytest.mark.parametrize(
-        ("seeds", "message"),
-        [
-            ([], "seeds: is empty"),
-            ([-1], "seeds.0: is -1"),
-            (["one"], 'seeds.0: is "one"'),
-            (3, "seeds: is 3"),
-            ([1, 0, 1], "seeds: has 1 twice"),
-        ],
+        ("seeds", "path"),
+        [([], "seeds"), ([-1], "seeds.0"), (["one"], "seeds.0"), (3, "seeds"), ([1, 0, 1], "seeds")],
     )
-    def test_seeds_are_checked(self, write: Callable[..., Path], seeds: object, message: str) -> None:
-        with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(write({"seeds": seeds}))
+    def test_seeds_are_checked(self, write: Callable[..., Path], seeds: object, path: str) -> None:
+        assert mistakes(write({"seeds": seeds})) == [path]
 
     def test_each_seed_is_a_workspace_with_that_seed(self, write: Callable[..., Path]) -> None:
         study = only(write({"seeds": [3, 1]}))
@@ -146,16 +140,13 @@ class TestStudyFiles:
         assert only(write({"seed": 5}), [7]).content(7)["seed"] == 7
 
     def test_seed_and_seeds_contradict_each_other(self, write: Callable[..., Path]) -> None:
-        with pytest.raises(ParamsError, match="seed: stands beside seeds"):
-            load(write({"seed": 5, "seeds": [5]}))
+        assert mistakes(write({"seed": 5, "seeds": [5]})) == ["seed"]
 
-    def test_a_file_that_cannot_be_one(self, write: Callable[..., Path], tmp_path: Path) -> None:
-        with pytest.raises(ParamsError, match="does not exist"):
-            load(Path("studies/none.yaml"))
-        with pytest.raises(ParamsError, match="write letters"):
-            load(write({"seed": 1}, "a b.yaml"))
-        with pytest.raises(ParamsError, match="outside the repository"):
-            load(tmp_path.parent)
+    @pytest.mark.parametrize("file", ["studies/none.yaml", "studies/a b.yaml", str(REPOSITORY / "params.yaml")])
+    def test_a_file_that_cannot_be_one(self, write: Callable[..., Path], file: str) -> None:
+        write({"seed": 1}, "a b.yaml")
+        with pytest.raises(ParamsError, match=rf"^{file}\b"):
+            load(Path(file))
 
 
 FILE = {"teacher": {"epochs": 2}, "tasks": {"one": {"data": {"seed": 1}}, "two": {"data": {"metric": "f1"}}}}
@@ -180,22 +171,16 @@ class TestTasks:
     def test_some_may_be_chosen(self, write: Callable[..., Path]) -> None:
         file = write(FILE)
         assert [study.task for study in load(file, (), ["two"])] == ["two"]
-        with pytest.raises(ParamsError, match="there is no three; choose from one, two"):
+        with pytest.raises(ParamsError, match=r"\bthree\b.*\bone, two$"):
             load(file, (), ["two", "three"])
-        with pytest.raises(ParamsError, match="there is no one; leave out --task"):
+        with pytest.raises(ParamsError, match=r"\bone\b.*--task\b"):
             load(write({"seed": 1}), (), ["one"])
 
     def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path]) -> None:
         """Of all tasks, the chosen ones or not."""
         tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
-        with pytest.raises(ParamsError) as caught:
-            load(write({"teacher": {"epoch": 1}, "tasks": tasks}), (), ["three"])
-        lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
-        assert [line.partition(": ")[0] for line in lines] == [
-            "teacher.epoch",
-            "tasks.one.data.metric",
-            "tasks.two.bnechmark",
-        ]
+        found = mistakes(write({"teacher": {"epoch": 1}, "tasks": tasks}), ["three"])
+        assert found == ["teacher.epoch", "tasks.one.data.metric", "tasks.two.bnechmark"]
 
     def test_what_a_task_puts_right_is_no_mistake(self, write: Callable[..., Path]) -> None:
         task = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
@@ -203,54 +188,44 @@ class TestTasks:
         assert study.metric == "perplexity"
 
     @pytest.mark.parametrize(
-        ("tasks", "message"),
+        ("tasks", "path"),
         [
-            ({"a/b": {}}, "tasks.a/b: becomes the name of a folder"),
-            ({"..": {}}, "tasks...: becomes"),
-            ({}, "tasks: is"),
-            ({"one": None}, "tasks.one: is null"),
-            ({"one": {"seed": 3}}, "tasks.one.seed: all tasks have the same seeds"),
+            ({"a/b": {}}, "tasks.a/b"),
+            ({"..": {}}, "tasks..."),
+            ({}, "tasks"),
+            ({"one": None}, "tasks.one"),
+            ({"one": {"seed": 3}}, "tasks.one.seed"),
         ],
     )
-    def test_tasks_are_checked(self, write: Callable[..., Path], tasks: object, message: str) -> None:
-        with pytest.raises(ParamsError, match=rf"studies/other.yaml has mistakes:\n  {re.escape(message)}"):
-            load(write({"tasks": tasks}))
+    def test_tasks_are_checked(self, write: Callable[..., Path], tasks: object, path: str) -> None:
+        assert mistakes(write({"tasks": tasks})) == [path]
 
 
 class TestPublished:
     """Numbers of papers that may stand in a file."""
 
     @pytest.mark.parametrize(
-        ("row", "message"),
+        ("row", "path"),
         [
-            ({"scores": {"three": 80}}, "published.0.scores.three: there is no task three; write one of one, two"),
-            ({"score": 80}, "published.0.score: does not say of which task"),
-            ({}, "published.0: needs a score or scores"),
-            ({"scores": {"one": 180}}, "published.0.scores.one: is 180, more than 100 percent"),
-            ({"scores": {"one": 80}, "units": "metric"}, "published.0.scores.one: is 80, and accuracy lies between"),
-            ({"scores": {"two": 80}}, "published.0.scores.two: perplexity is no percentage"),
+            ({"scores": {"three": 80}}, "published.0.scores.three"),
+            ({"score": 80}, "published.0.score"),
+            ({}, "published.0"),
+            ({"scores": {"one": 180}}, "published.0.scores.one"),
+            ({"scores": {"one": 80}, "units": "metric"}, "published.0.scores.one"),
+            ({"scores": {"two": 80}}, "published.0.scores.two"),
         ],
     )
-    def test_what_cannot_stand_beside_a_task(
-        self, write: Callable[..., Path], row: dict[str, Any], message: str
-    ) -> None:
+    def test_what_cannot_stand_beside_a_task(self, write: Callable[..., Path], row: dict[str, Any], path: str) -> None:
         text = {"columns": {"label": None}, "task": "language_modeling", "metric": "perplexity"}
         tasks = {"one": {}, "two": {"data": text}}
-        with pytest.raises(ParamsError, match=re.escape(message)):
-            load(write({"tasks": tasks, "published": [{**ROW, **row}]}))
+        assert mistakes(write({"tasks": tasks, "published": [{**ROW, **row}]})) == [path]
 
     @pytest.mark.parametrize(
-        ("row", "message"),
-        [
-            ({"keep": 48, "score": 80}, "published.0.keep: is 48"),
-            ({"units": "points", "score": 80}, 'published.0.units: is "points"'),
-            ({"score": "80"}, 'published.0.score: is "80"'),
-            ({"score": 80, "page": 3}, "published.0.page: is unknown"),
-        ],
+        ("row", "key"),
+        [({"keep": 48}, "keep"), ({"units": "points"}, "units"), ({"score": "80"}, "score"), ({"page": 3}, "page")],
     )
-    def test_rows_are_typed(self, write: Callable[..., Path], row: dict[str, Any], message: str) -> None:
-        with pytest.raises(ParamsError, match=re.escape(message)):
-            load(write({"published": [{**ROW, **row}]}))
+    def test_rows_are_typed(self, write: Callable[..., Path], row: dict[str, Any], key: str) -> None:
+        assert mistakes(write({"published": [{**ROW, "score": 80, **row}]})) == [f"published.0.{key}"]
 
     def test_a_study_without_tasks_has_a_score_and_other_benchmarks(self, write: Callable[..., Path]) -> None:
         rows = [{**ROW, "score": 80}, {**ROW, "keep": None, "note": None, "scores": {"BoolQ": 61.5}}]
@@ -276,25 +251,22 @@ class TestTrials:
         assert two.of_trials(two.trials).params["data"]["seed"] == 4  # type: ignore[arg-type]
 
     def test_what_the_study_does_not_run_is_not_tried(self, write: Callable[..., Path]) -> None:
-        with pytest.raises(ParamsError, match=r"\n  trials\.recipes\.kfac"):
-            load(write({"trials": ASKED, "study": {"recipes": ["svd"]}}))
+        assert mistakes(write({"trials": ASKED, "study": {"recipes": ["svd"]}})) == ["trials.recipes.kfac"]
 
     def test_no_recipe_is_replaced_by_a_trial(self, write: Callable[..., Path]) -> None:
         mine = tiny_params()["recipes"]["svd"]
-        with pytest.raises(ParamsError, match=r"\n  trials\.recipes\.svd"):
-            load(write({"trials": ASKED, "recipes": {"svd_trial2": mine}}))
+        assert mistakes(write({"trials": ASKED, "recipes": {"svd_trial2": mine}})) == ["trials.recipes.svd"]
 
     @pytest.mark.parametrize(
-        ("change", "where"),
+        ("change", "path"),
         [
             ({"keep": 2}, "trials.keep"),
             ({"recipes": {"mine": [{}]}}, "trials.recipes.mine"),
             ({"recipes": {"svd": []}}, "trials.recipes.svd"),
             ({"recipes": {"svd": [FASTER, {}, FASTER]}}, "trials.recipes.svd"),
             ({"recipes": {"svd": [{}, {"recovery": {"rate": 1}}]}}, "trials.recipes.svd.1.recovery.rate"),
-            ({"recipes": {"svd": [{}, {"recovery": {"steps": 2}}]}}, "trials.recipes.svd: has"),
+            ({"recipes": {"svd": [{}, {"recovery": {"steps": 2}}]}}, "trials.recipes.svd"),
         ],
     )
-    def test_mistakes_are_named(self, write: Callable[..., Path], change: dict[str, Any], where: str) -> None:
-        with pytest.raises(ParamsError, match=rf"\n  {re.escape(where)}"):
-            load(write({"trials": {**ASKED, **change}}))
+    def test_mistakes_are_named(self, write: Callable[..., Path], change: dict[str, Any], path: str) -> None:
+        assert mistakes(write({"trials": {**ASKED, **change}})) == [path]
