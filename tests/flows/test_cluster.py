@@ -121,7 +121,7 @@ class TestBetweenWorkspaces:
         order = remote.order(plan()["source"])
         (here / "source.txt").unlink()
         (here / "raw.txt").write_text("other\n")
-        with pytest.raises(engine.StageChanged, match=r"raw\.txt changed while source ran"):
+        with pytest.raises(engine.StageChanged, match=r"raw\.txt\b.*\bsource\b"):
             engine.run(plan()["source"], lambda command: remote.fetch(order, entry))
         assert "source" in json.loads(call(here, "dvc", "status", "--json"))
 
@@ -131,7 +131,7 @@ class TestBetweenWorkspaces:
             ("params.yaml", PARAMS.replace("a: 1", "a: 2"), "params.yaml"),
             ("raw.txt", "other\n", "raw.txt"),
             ("dvc.yaml", PIPELINE.replace("cp raw.txt", "cp -f raw.txt"), "dvc.yaml"),
-            ("dvc.yaml", PIPELINE.replace("source:\n", "origin:\n"), "no stage source"),
+            ("dvc.yaml", PIPELINE.replace("source:\n", "origin:\n"), "source"),
         ],
     )
     def test_another_workspace_is_refused_by_what_differs(
@@ -143,7 +143,7 @@ class TestBetweenWorkspaces:
         order = remote.order(plan()["work@a" if file == "params.yaml" else "source"])
         enter(there)
         (there / file).write_text(content)
-        with pytest.raises(NotTheSame, match=f"{there}.* has .*{named}.*: bring it up to date"):
+        with pytest.raises(NotTheSame, match=rf"^{there} .*\b{named}\b"):
             remote.accept(order)
         assert ran(there) == []
 
@@ -159,7 +159,7 @@ class TestBetweenWorkspaces:
         run(plan()["source"])
         order = remote.order(plan()["work@a"])
         enter(there)
-        with pytest.raises(TransportFailed, match="pulling what work@a reads"):
+        with pytest.raises(TransportFailed, match="work@a"):
             remote.accept(order)
 
     @pytest.mark.parametrize("where", ["cache", "remote"])
@@ -183,7 +183,7 @@ class TestBetweenWorkspaces:
             remote.accept(order)
             assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()
         else:
-            with pytest.raises(TransportFailed, match=f"object {spoiled.name} of the DVC remote is corrupt"):
+            with pytest.raises(TransportFailed, match=spoiled.name):
                 remote.accept(order)
             assert not (there / "source.txt").exists()
 
@@ -240,7 +240,7 @@ class TestRefusals:
     def test_a_scheduler_that_is_not_there(self, pair: tuple[Path, Path]) -> None:
         with (
             dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
-            pytest.raises(cluster.ClusterError, match="no Dask scheduler"),
+            pytest.raises(cluster.ClusterError, match=r"tcp://127\.0\.0\.1:1\b.*`dask scheduler`"),
             cluster.workers([], "tcp://127.0.0.1:1", 1, None),
         ):
             pass
@@ -252,7 +252,7 @@ class TestRefusals:
         (root / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
         workspaces.check_code()
         (root / "dvc.yaml").write_text(PIPELINE + "# edited\n")
-        with pytest.raises(workspaces.WorkspaceError, match=r"Workers run the code of the last commit(.|\n)*dvc\.yaml"):
+        with pytest.raises(workspaces.WorkspaceError, match=r"^[^\n]*\n  dvc\.yaml$"):
             workspaces.check_code()
 
     def test_a_worker_that_is_in_no_workspace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ class TestRefusals:
             [sys.executable, "-m", "flows", "worker", "tcp://127.0.0.1:1"], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 1
-        assert "run this in the root of a workspace" in done.stderr
+        assert done.stderr.startswith(f"{tmp_path} ")
 
 
 DRIVER = """\

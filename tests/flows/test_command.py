@@ -23,5 +23,5 @@ def test_it_runs_the_commands_of_the_pipeline_here(
 
 def test_where_there_is_no_pipeline_it_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="go to a clone"):
+    with pytest.raises(SystemExit, match=r"^eckart: .*\bflows/"):
         eckart_command.main()

@@ -1,9 +1,11 @@
-"""The gates: what is held against what limit, in which words, and which champions cannot be compared with."""
+"""The gates: what is held against what limit, with which numbers, and which champions cannot be compared with."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from collections.abc import Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -63,10 +65,18 @@ def of_perplexity(**changes: Any) -> Terms:
     return dataclasses.replace(wanting(**changes), metric="perplexity")
 
 
-def refusals(terms: Terms = TERMS, metric: float = 0.84, **changes: Any) -> list[str]:
+def refused(gates: Sequence[Gate]) -> list[tuple[str, ...]]:
+    """The gates that do not pass, each with the numbers that its refusal says."""
+    return [(gate.name, *said(gate.refusal)) for gate in gates if not gate.passed]
+
+
+def said(words: str) -> list[str]:
+    return re.findall(r"-?\d+(?:\.\d+)?", words)
+
+
+def refusals(terms: Terms = TERMS, metric: float = 0.84, **changes: Any) -> list[tuple[str, ...]]:
     candidate = dataclasses.replace(CANDIDATE, **changes)
-    found = limits(candidate, metric, candidate.teacher, terms)
-    return [gate.refusal for gate in found if not gate.passed]
+    return refused(limits(candidate, metric, candidate.teacher, terms))
 
 
 class TestLimits:
@@ -80,18 +90,17 @@ class TestLimits:
         assert not refusals(metric=0.832, speedup=1.2)
 
     @pytest.mark.parametrize(
-        ("changes", "words"),
+        ("changes", "refusal"),
         [
-            (
-                {"metric": 0.801},
-                "accuracy 0.801 is 0.041 worse than the teacher's 0.842; 0.01 are allowed: too much by 0.031",
-            ),
-            ({"keep": 0.62}, "keep is 0.62; 0.5 are allowed: too large by 0.12"),
-            ({"speedup": 1.1}, "1.1 times as fast as the teacher; 1.2 are asked for: too slow by 0.1"),
+            ({"metric": 0.801}, ("drop from the teacher", "0.801", "0.041", "0.842", "0.01", "0.031")),
+            ({"keep": 0.62}, ("keep", "0.62", "0.5", "0.12")),
+            ({"speedup": 1.1}, ("speed-up", "1.1", "1.2", "0.1")),
         ],
     )
-    def test_a_refusal_says_which_number_failed_by_how_much(self, changes: dict[str, float], words: str) -> None:
-        assert refusals(**changes) == [words]
+    def test_a_refusal_says_which_number_failed_by_how_much(
+        self, changes: dict[str, float], refusal: tuple[str, ...]
+    ) -> None:
+        assert refusals(**changes) == [refusal]
 
     def test_every_number_that_failed_is_named(self) -> None:
         assert len(refusals(metric=0.1, keep=0.9, speedup=0.5)) == 3
@@ -105,22 +114,21 @@ class TestPerplexity:
 
     def test_a_higher_one_than_the_teacher_s_is_a_drop(self) -> None:
         assert refusals(of_perplexity(largest_drop=1.0), metric=21.3, teacher=20.1) == [
-            "perplexity 21.3 is 1.2 worse than the teacher's 20.1; 1 are allowed: too much by 0.2"
+            ("drop from the teacher", "21.3", "1.2", "20.1", "1", "0.2")
         ]
         assert not refusals(of_perplexity(largest_drop=1.0), metric=21.1, teacher=20.1)
 
     def test_a_lower_one_than_the_teacher_s_passes_any_limit(self) -> None:
         (drop, *_) = limits(CANDIDATE, 18.1, 20.1, of_perplexity(largest_drop=0.0))
         assert drop.passed
-        assert drop.words.startswith("perplexity 18.1 is 2 better than the teacher's 20.1; 0 are allowed")
+        assert drop.value == pytest.approx(-2)
+        assert said(drop.words) == ["18.1", "2", "20.1", "0"]
 
     def test_a_gain_is_how_much_lower_it_is_than_the_champion_s(self) -> None:
         champion = Champion(Path(), "version 3")
         terms = of_perplexity(least_gain=1.5)
         assert gain(18.5, 20.0, champion, terms).passed
-        assert gain(19.0, 20.0, champion, terms).refusal == (
-            "perplexity 19 against 20 of the champion (version 3) is a gain of 1; 1.5 is asked for: too low by 0.5"
-        )
+        assert said(gain(19.0, 20.0, champion, terms).refusal) == ["19", "20", "3", "1", "1.5", "0.5"]
         assert gain(21.0, 20.0, champion, terms).value == -1
 
     @pytest.mark.parametrize(("recorded", "passes"), [(20.019, True), (20.03, False), (19.97, False)])
@@ -209,19 +217,19 @@ class TestMeasure:
 
     def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Recorded) -> None:
         gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, TERMS)
-        assert [gate.refusal for gate in gates if not gate.passed] == [
-            "accuracy is 0.5 here, but the study recorded 0.7; a difference of 0.1 is allowed: too far off by 0.1",
-            "accuracy 0.5 is 0.2 worse than the teacher's 0.7; 0.01 are allowed: too much by 0.19",
+        assert refused(gates) == [
+            ("difference from the record", "0.5", "0.7", "0.1", "0.1"),
+            ("drop from the teacher", "0.5", "0.2", "0.7", "0.01", "0.19"),
         ]
 
     def test_other_files_than_those_that_were_measured_are_refused(self, files: Path, candidate: Recorded) -> None:
         (files / "config.json").write_text((files / "config.json").read_text() + "\n")
-        with pytest.raises(Refused, match="where the study has measured") as refused:
+        with pytest.raises(Refused) as caught:
             measure(files, candidate, None, TERMS)
-        assert [gate.passed for gate in refused.value.gates] == [False]
+        assert [(gate.name, gate.passed) for gate in caught.value.gates] == [("files other than measured", False)]
 
     def test_other_test_rows_than_those_of_the_study_are_refused(self, files: Path, candidate: Recorded) -> None:
-        with pytest.raises(Refused, match=r"test\.parquet has changed since"):
+        with pytest.raises(Refused, match=r"test\.parquet\b"):
             measure(files, dataclasses.replace(candidate, test="0" * 32), None, TERMS)
 
     @pytest.mark.parametrize(("least", "passes"), [(0.0, True), (-0.1, True), (0.01, False)])
@@ -231,25 +239,22 @@ class TestMeasure:
         champion = Champion(written(tmp_path / "champion", bert()), "version 3")
         gates, _ = measure(files, candidate, champion, wanting(least_gain=least))
         assert (gates[-1].name, gates[-1].value, gates[-1].passed) == ("gain over the champion", 0, passes)
-        assert gates[-1].words == (
-            f"accuracy 0.5 against 0.5 of the champion (version 3) is a gain of 0; {least:g} is asked for"
-        )
+        assert said(gates[-1].words) == ["0.5", "0.5", "3", "0", f"{least:g}"]
 
     def test_a_champion_with_other_labels_cannot_be_compared_with(
         self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         champion = Champion(written(tmp_path / "champion", bert(), ("bad", "good")), "version 3")
-        with pytest.raises(Refused) as refused:
+        named = r"version 3\b.*\bbad, good\b.*\bnegative, positive\b.*promotion\.model\b"
+        with pytest.raises(Refused, match=named):
             measure(files, candidate, champion, TERMS)
-        assert "the champion (version 3) answers bad, good, and this study negative, positive" in str(refused.value)
-        assert "name another model in promotion.model" in str(refused.value)
 
     def test_a_champion_of_another_task_cannot_be_compared_with(
         self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
         model = type(bert())(tiny_config(num_labels=1, problem_type="regression"))
         champion = Champion(written(tmp_path / "champion", model, ("LABEL_0",)), "version 3")
-        with pytest.raises(Refused, match="answers a number, and this study negative, positive"):
+        with pytest.raises(Refused, match=r"version 3\b.*\bnumber\b.*\bnegative, positive\b"):
             measure(files, candidate, champion, TERMS)
 
     def test_a_champion_with_another_head_cannot_be_compared_with(
@@ -258,10 +263,7 @@ class TestMeasure:
         """Whose labels and weights have the same names and shapes."""
         model = BertForTokenClassification(bert().config)
         champion = Champion(written(tmp_path / "champion", model), "version 3")
-        with pytest.raises(
-            Refused,
-            match="is a BertForTokenClassification, and this study needs a BertForSequenceClassification; they cannot",
-        ):
+        with pytest.raises(Refused, match=r"BertForTokenClassification\b.*\bBertForSequenceClassification\b"):
             measure(files, candidate, champion, TERMS)
 
     def test_a_champion_with_too_few_positions_cannot_be_compared_with(
@@ -270,13 +272,13 @@ class TestMeasure:
         champion = Champion(
             written(tmp_path / "champion", type(bert())(tiny_config(max_position_embeddings=8))), "version 3"
         )
-        with pytest.raises(Refused, match=r"cannot be loaded for these test rows .*has 8 positions"):
+        with pytest.raises(Refused, match=r"version 3\b.*data\.max_length.*\b8\b"):
             measure(files, candidate, champion, TERMS)
 
     def test_a_champion_that_was_registered_otherwise_cannot_be_compared_with(
         self, files: Path, candidate: Recorded, tmp_path: Path
     ) -> None:
-        with pytest.raises(Refused, match=r"version 3\) was not registered by `promote`"):
+        with pytest.raises(Refused, match=r"version 3\b.*`promote`"):
             measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), TERMS)
 
 
@@ -317,7 +319,7 @@ class TestLanguage:
         tokenizer = tiny.words()
         tokenizer.add_tokens("w30")
         champion = Champion(spoken(tmp_path / "champion", tokenizer), "version 3")
-        with pytest.raises(Refused, match=r"version 3\) has another vocabulary"):
+        with pytest.raises(Refused, match=r"version 3\b.*promotion\.model\b"):
             measure(files, candidate, champion, of_perplexity())
 
 

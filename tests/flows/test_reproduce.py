@@ -1,5 +1,6 @@
 """Results that travel and come back: clones that share a remote, and stages got back from any revision."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,7 +197,7 @@ class TestClones:
         for command in ("push", "pull"):
             done = CliRunner().invoke(app, [command])
             assert done.exit_code == 1
-            assert "the DVC remote cannot be used" in done.output
+            assert "`dvc remote list`" in done.output
 
 
 class TestInputs:
@@ -350,23 +351,23 @@ class TestReproduce:
         assert [file.path for file in reproduce("extract").files] == ["data/splits/train"]
 
     def test_what_is_not_recorded_is_refused_with_what_to_do(self, main: Path) -> None:
-        for arguments, message in {
-            ("c-0.5",): "has no candidate c-0.5; it has a-0.5, b-0.5",
-            ("a-0.5", "--rev", "nope"): "nope is no revision",
-            ("a-0.5", "--rev", "--all"): "--all is no revision",
+        for arguments, named in {
+            ("c-0.5",): r"dvc\.lock\b.* c-0\.5\b.* a-0\.5, b-0\.5$",
+            ("a-0.5", "--rev", "nope"): r"^nope .*`git log --oneline`",
+            ("a-0.5", "--rev", "--all"): r"^--all .*`git log --oneline`",
         }.items():
             done = CliRunner().invoke(app, ["reproduce", *arguments])
             assert done.exit_code == 1
-            assert message in done.output
+            assert re.search(named, done.output.strip())
         call(main, "git", "rm", "-q", "--cached", "dvc.lock")
         call(main, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
-        with pytest.raises(CannotReproduce, match=r"commit dvc\.lock to record"):
+        with pytest.raises(CannotReproduce, match=r"dvc\.lock\b"):
             record("a-0.5")
         call(main, "git", "reset", "-q", "HEAD~1")
 
     def test_an_input_that_is_nowhere_is_named(self, main: Path) -> None:
         forget(main)
-        with pytest.raises(CannotReproduce, match=r"data/raw as data/raw\.dvc of that revision names it"):
+        with pytest.raises(CannotReproduce, match=r"^data/raw .*data/raw\.dvc\b"):
             reproduce()
 
     def test_in_a_hook_of_git(self, main: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,14 +380,14 @@ class TestReproduce:
     def test_two_at_once_are_refused(self, main: Path) -> None:
         with (
             workspaces.held(main / record("a-0.5").folder),
-            pytest.raises(workspaces.WorkspaceError, match="already"),
+            pytest.raises(workspaces.WorkspaceError, match=record("a-0.5").folder.name),
         ):
             reproduce()
 
     def test_a_stage_that_fails_is_said_with_its_cause(self, main: Path) -> None:
         (main / "dvc.yaml").write_text(PIPELINE.replace("tr a-z A-Z <", "tr a-z A-Z < missing"))
         commit(main)
-        with pytest.raises(CannotReproduce, match="could not be made again"):
+        with pytest.raises(CannotReproduce, match=r"finetune@a-0\.5\b.*\bmissing\b"):
             reproduce(again=True)
         call(main, "git", "reset", "-q", "--hard", "HEAD~1")
 

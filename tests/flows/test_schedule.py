@@ -123,15 +123,15 @@ def test_runs_come_one_after_the_other_and_do_what_changed(served: SyncPrefectCl
 
 
 @pytest.mark.parametrize(
-    ("cron", "timezone", "advice"),
+    ("cron", "timezone", "named"),
     [
-        ("0 2 *", "UTC", "write minute, hour"),
-        ("61 2 * * *", "UTC", "write minute"),
-        ("0 2 * * *", "Mars", "Europe/Berlin"),
+        ("0 2 *", "UTC", r"^--cron '0 2 \*': "),
+        ("61 2 * * *", "UTC", "^--cron '61 "),
+        ("0 2 * * *", "Mars", "^--timezone Mars: "),
     ],
 )
-def test_what_is_no_schedule_is_refused(cron: str, timezone: str, advice: str) -> None:
-    with pytest.raises(schedule.ScheduleError, match=advice):
+def test_what_is_no_schedule_is_refused(cron: str, timezone: str, named: str) -> None:
+    with pytest.raises(schedule.ScheduleError, match=named):
         schedule.serve("nightly", cron, timezone, Options())
 
 
@@ -144,5 +144,5 @@ def test_a_server_that_is_gone_is_named(command: str, tmp_path: Path, monkeypatc
     with temporary_settings({PREFECT_API_URL: address}):
         done = CliRunner().invoke(app, [command])
     assert done.exit_code == 1
-    assert done.output.startswith("Prefect's server at http://127.0.0.1:9/api does not answer")
+    assert "http://127.0.0.1:9/api" in done.output
     assert "topsecret" not in done.output

@@ -237,7 +237,7 @@ class TestSpans:
         served = loaded(write(tmp_path, test_answers.bert()), test_answers.task(12))
         found = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
         assert found.to_dict("records") == [{"answer": "", "score": 0.0}]
-        with pytest.raises(NoRoom, match="shorten the question"):
+        with pytest.raises(NoRoom):
             ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
 
 
@@ -279,7 +279,7 @@ def test_what_is_written_has_positions(tmp_path: Path) -> None:
     found = ask(served, pd.DataFrame({"text": [" ".join(words), " ".join(words[-29:])]}))
     assert len(set(found["continuation"])) == 1
     settings = settings_of(task, 2, 32)
-    with pytest.raises(ValueError, match=r"promotion\.continuation is 32, but the model has 32 positions: lower it"):
+    with pytest.raises(ValueError, match=r"^promotion\.continuation .*\b32\b"):
         Served().load_context(PythonModelContext({"model": str(tmp_path)}, settings))
 
 

@@ -111,7 +111,7 @@ class TestCommitted:
     def test_code_that_would_not_be_used_is_refused(self, repository: Path, name: str) -> None:
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).write_text("edited\n")
-        with pytest.raises(WorkspaceError, match=rf"Commit these.*\n  {name}$"):
+        with pytest.raises(WorkspaceError, match=rf"^[^\n]*\n  {name}$"):
             check_committed(toy())
 
     def test_all_are_named_staged_deleted_and_renamed_ones_too(self, repository: Path) -> None:
@@ -130,7 +130,7 @@ class TestCommitted:
 
     def test_a_folder_of_a_repository_is_no_root(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(repository / "eckart")
-        with pytest.raises(WorkspaceError, match="not the root"):
+        with pytest.raises(WorkspaceError, match=r"\bparams\.yaml\b"):
             check_committed(toy())
 
 
@@ -175,7 +175,7 @@ class TestWorkspaces:
             call(folder, "git", "init", "-q")
         (repository / "docs/draft.md").write_text("uncommitted\n")
         (repository / "params.yaml").write_text("seed: 4\n")
-        with pytest.raises(WorkspaceError, match="is no worktree"):
+        with pytest.raises(WorkspaceError, match="`git worktree repair workspaces/toy-seed0`"):
             prepare(toy(), 0)
         assert call(repository, "git", "branch", "--show-current") == "main\n"
         assert (repository / "params.yaml").read_text() == "seed: 4\n"
@@ -218,12 +218,12 @@ class TestRunning:
         (repository / "workspaces/toy-seed0").mkdir(parents=True)
         _, failed = other_studies.run_all(toy(0, 2), Options())
         assert list(failed) == [0]
-        assert "is no worktree" in failed[0]
+        assert "`git worktree repair workspaces/toy-seed0`" in failed[0]
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with workspaces.held(repository / "workspaces/toy-seed0"):
             _, failed = other_studies.run_all(toy(0), Options())
-        assert "already" in failed[0]
+        assert "toy-seed0" in failed[0]
         assert other_studies.run_all(toy(0), Options()) == (toy(0), {})
 
     def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
@@ -344,7 +344,7 @@ class TestCommand:
     def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
-        assert "1 of 2 seeds failed" in done.output
+        assert "1 of 2" in done.output
         assert "seed 1: " in done.output
         assert "84.0" in done.output  # of the seed that finished
         assert not Path("docs/toy.md").exists()
@@ -363,7 +363,7 @@ class TestCommand:
         monkeypatch.setattr(other_studies, "run", lambda study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
-        assert "1 of 3 runs failed" in done.output
+        assert "1 of 3" in done.output
         assert "task two, seed 0: " in done.output
         assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
         assert not Path("docs/toy.md").exists()
