@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -446,32 +447,29 @@ def test_a_typed_file_is_as_the_hub_has_it() -> None:
 
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "named"),
     [
-        ({"text": [], "answer_start": []}, "1 questions without an answer"),
-        ({"text": ["plot"], "answer_start": [5]}, "1 rows where an answer does not stand at the character"),
-        ({"text": ["plot"], "answer_start": [-36]}, "1 rows where an answer does not stand at the character"),
-        ({"text": ["plot"], "answer_start": [4000]}, "1 rows where an answer does not stand at the character"),
-        ({"text": ["plot", "the"], "answer_start": [4]}, "is no answers: each must be"),
-        ({"text": [" "], "answer_start": [3]}, "is no answers: each must be"),
+        ({"text": [], "answer_start": []}, r"\b1\b"),
+        ({"text": ["plot"], "answer_start": [5]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
+        ({"text": ["plot"], "answer_start": [-36]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
+        ({"text": ["plot"], "answer_start": [4000]}, r"\b1\b.*\banswer_start\b.*\bcontext\b"),
+        ({"text": ["plot", "the"], "answer_start": [4]}, '"text": .*"answer_start": '),
+        ({"text": [" "], "answer_start": [3]}, '"text": .*"answer_start": '),
     ],
 )
-def test_an_answer_that_is_none_is_named(answer: dict[str, Any], message: str) -> None:
+def test_an_answer_that_is_none_is_named(answer: dict[str, Any], named: str) -> None:
     row = {**squad()[0], "question": "is it the plot", "context": "the plot is dull", "answers": answer}
     Path("data/raw/folder").mkdir()
     write(squad(), "folder/train")
     write([row], "folder/test")
-    found = error("data/raw/folder", splits={"test": "test"})
-    assert message in found
-    assert "column answers of the test split" in found
+    assert re.search(rf"\banswers\b.*\btest\b.*{named}", error("data/raw/folder", splits={"test": "test"}))
 
 
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("label", ["plot", 3, {"text": ["plot"]}])
 def test_a_column_that_is_no_answers_is_named(label: Any) -> None:
-    assert "column answers of the train split is no answers" in error(
-        write([{**row, "answers": label} for row in squad()])
-    )
+    said = error(write([{**row, "answers": label} for row in squad()]))
+    assert re.search(r'\banswers\b.*\btrain\b.*"answer_start": ', said)
 
 
 def test_a_study_goes_from_files_to_scores(workspace: Path) -> None:

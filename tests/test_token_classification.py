@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -290,37 +291,35 @@ def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
 
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (
-            {"tokens": ["a", "b"], "tags": ["O"]},
-            "1 rows where column tags is not a list of as many tags as tokens has words",
-        ),
-        ({"tokens": [], "tags": []}, "1 rows without a word"),
-        ({"tokens": None}, "1 rows with an empty tokens"),
-        ({"tokens": ["a", None], "tags": ["O", "O"]}, "is not lists of words"),
-        ({"tokens": ["a", "b"], "tags": ["O", None]}, "column tags has lists or a mix of types"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, r"\b1\b.*\btags\b.*\btokens\b.*data\.columns"),
+        ({"tokens": [], "tags": []}, r"\btokens\b.*\b1\b"),
+        ({"tokens": None}, r"\b1\b.*\btokens\b"),
+        ({"tokens": ["a", None], "tags": ["O", "O"]}, r"\btokens\b.*data\.columns\.text"),
+        ({"tokens": ["a", "b"], "tags": ["O", None]}, r"\bcolumn tags\b"),
     ],
 )
-def test_a_row_that_is_no_tagged_row_is_named(change: dict[str, Any], message: str) -> None:
-    assert message in error(write([*tagged(), {**tagged()[0], **change}]))
+def test_a_row_that_is_no_tagged_row_is_named(change: dict[str, Any], named: str) -> None:
+    assert re.search(named, error(write([*tagged(), {**tagged()[0], **change}])))
 
 
 @pytest.mark.usefixtures("workspace")
 def test_texts_are_no_lists_of_words() -> None:
     rows = [{"tokens": " ".join(row["tokens"]), "tags": row["tags"]} for row in tagged()]
-    assert "column tokens of data/raw/rows.jsonl is not lists of words" in error(write(rows))
+    assert re.search(r"\btokens\b.*data/raw/rows\.jsonl\b.*data\.columns\.text\b", error(write(rows)))
 
 
 @pytest.mark.usefixtures("workspace")
 def test_strings_are_no_tags() -> None:
     rows = [{**row, "tags": "O"} for row in tagged()]
-    assert "rows where column tags is not a list" in error(write(rows))
+    assert re.search(r"\btags\b.*data\.columns\b", error(write(rows)))
 
 
 @pytest.mark.usefixtures("workspace")
 def test_a_single_tag_is_named() -> None:
-    assert "single class 'O'" in error(write([{**row, "tags": ["O"] * len(row["tags"])} for row in tagged()]))
+    said = error(write([{**row, "tags": ["O"] * len(row["tags"])} for row in tagged()]))
+    assert re.search(r"\btags\b.* 'O'", said)
 
 
 @pytest.mark.usefixtures("workspace")
