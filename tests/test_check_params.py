@@ -320,6 +320,12 @@ def test_labels_of_the_evidence_fit_the_task(labels: str, kinds: set[TaskKindNam
             assert "given" in advice(only(params, "importance.labels"))
 
 
+def test_zero_shot_tasks_are_for_language_models() -> None:
+    params = tiny(evaluate={"zero_shot": ["piqa"]})
+    only(params, "evaluate.zero_shot")
+    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+
+
 def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
