@@ -16,13 +16,13 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from flows import settings
-from flows.options import Options
+from flows.engine.options import Options
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from flows.engine import Outcome
+    from flows.engine.stages import Outcome
     from flows.promotion.gates import Gate
     from flows.reproduce import ComparedFile
     from tasks.study_file import StudyFile
@@ -68,9 +68,10 @@ def run(
     start = time.monotonic()
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
-    from flows import prefect_server, up_to_date, warm  # slow imports, not for --help
+    from flows import prefect_server, up_to_date  # slow imports, not for --help
+    from flows.engine import torch_questions
 
-    warm.checked_params()  # before a server is started for the flow
+    torch_questions.checked_params()  # before a server is started for the flow
     told = prefect_server.require()  # a server that is there is told of the run in any case
     outcomes = None if told else up_to_date.outcomes()
     if outcomes is None:
@@ -211,7 +212,8 @@ def promote(
     settings.use_local_server()
     import httpx  # slow imports, not for --help
 
-    from flows import engine, prefect_server
+    from flows import prefect_server
+    from flows.engine import stages
     from flows.promotion import flow
     from flows.promotion.gates import Refused
     from tasks import check_params
@@ -220,7 +222,7 @@ def promote(
         print(flow.rollback())
         return
     check_params.check()
-    engine.check_workspace()
+    stages.check_workspace()
     prefect_server.require()
     try:
         decision = flow.promotion(again=again)

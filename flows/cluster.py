@@ -20,9 +20,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows import engine, worker, workspaces
-from flows.engine import Outcome, Planned, remote
+from flows import worker, workspaces
+from flows.engine import remote, stages
 from flows.engine.remote import Entry, Order
+from flows.engine.stages import Outcome, Planned
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
@@ -89,7 +90,7 @@ class Workers:
             EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
         """
         if _gathers(planned, self._planned):
-            return engine.execute_here(planned, command, log, self._timeout)
+            return stages.execute_here(planned, command, log, self._timeout)
         self._publish(planned.upstream)
         order = remote.order(planned)
         outcome, entry = self._run(order, log)

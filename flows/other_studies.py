@@ -14,7 +14,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows import workspaces
-from flows.options import Options
+from flows.engine.options import Options
 from flows.workspaces import WORKSPACES, WorkspaceError, terminable
 from tasks import trials
 from tasks.params import PARAMS

@@ -24,8 +24,8 @@ from dvc.repo import Repo
 from dvc.scm import RevError
 from ruamel.yaml import YAML
 
-from flows import engine, workspaces
-from flows.engine import cached_objects, processes, remote
+from flows import workspaces
+from flows.engine import cached_objects, locks, processes, remote, stages
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.errors import EckartError
 
@@ -144,7 +144,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
         CannotReproduce: it could not be made; what went wrong is above, or in the message.
         WorkspaceError: the workspace cannot be made, or is in use.
     """
-    folder, objects = wanted.folder, engine.cache_dir()
+    folder, objects = wanted.folder, stages.cache_dir()
     with workspaces.held(folder), workspaces.terminable():
         workspaces.check_out(folder, wanted.commit)
         had = not again and _had(objects, wanted.outs.values())
@@ -221,7 +221,7 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
     command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
     try:
-        with engine.machine():
+        with locks.machine():
             processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
     except processes.CommandFailed as error:
         raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error

@@ -15,7 +15,7 @@ from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
-from flows.options import Options
+from flows.engine.options import Options
 from flows.prefect_server import prefect_server
 from flows.settings import answers, shown
 from flows.study import study

@@ -22,9 +22,10 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, engine, run_page, settings, warm
-from flows.engine import Outcome, Planned, computed, processes
-from flows.options import Options
+from flows import cluster, run_page, settings
+from flows.engine import computed, processes, stages, torch_questions
+from flows.engine.options import Options
+from flows.engine.stages import Outcome, Planned
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
@@ -37,7 +38,7 @@ _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
-"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see engine.run."""
+"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see stages.run."""
 
 
 class StudyFailed(EckartError):
@@ -54,7 +55,7 @@ def stage(planned: Planned, execute: Execute, slots: threading.Semaphore, mirror
             return execute(planned, command, log.info)
 
     try:
-        outcome = engine.run(planned, followed)
+        outcome = stages.run(planned, followed)
     except (EckartError, OSError) as error:
         return Failed(message=str(error))
     mirror.record(outcome)
@@ -114,8 +115,8 @@ def _promoted(done: State[Any]) -> State[Any]:
 def _run(options: Options) -> State[Any]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = warm.checked_params()
-    planned = engine.plan()
+    typed = torch_questions.checked_params()
+    planned = stages.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
     finished: dict[str, Outcome] = {}
@@ -156,7 +157,7 @@ def _executor(
         with cluster.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
-        yield partial(engine.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
+        yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
 
 
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
@@ -189,7 +190,7 @@ def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
     """Stages at a time: as many as the cores allow, and one where they share a GPU."""
     if all(one.cached for one in planned):
         return 1
-    return 1 if warm.gpus() else max(1, _cores() // threads)
+    return 1 if torch_questions.gpus() else max(1, _cores() // threads)
 
 
 def _cores() -> int:

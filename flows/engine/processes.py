@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from flows import forked_stage
+from flows.engine import forked_stage
 from flows.settings import shown
 from tasks.errors import EckartError
 

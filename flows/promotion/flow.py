@@ -18,8 +18,9 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 from pydantic import BaseModel
 
-from flows import engine, settings
-from flows.engine import Outcome
+from flows import settings
+from flows.engine import stages
+from flows.engine.stages import Outcome
 from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
@@ -178,7 +179,7 @@ def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
 
 def _candidates() -> list[Recorded]:
     """The candidates of the study, with the numbers that its stages wrote."""
-    planned = engine.plan()
+    planned = stages.plan()
     if stale := [one.name for one in planned if not one.cached]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")

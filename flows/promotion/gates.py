@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flows.engine import Outcome, cached_objects
+from flows.engine import cached_objects
+from flows.engine.stages import Outcome
 from tasks.check_params import Promotion
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.errors import EckartError

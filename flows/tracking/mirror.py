@@ -30,7 +30,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 from pydantic import BaseModel
 
-from flows.engine import Outcome, Planned
+from flows.engine.stages import Outcome, Planned
 from flows.settings import MLFLOW_ADDRESS, shown
 
 log = logging.getLogger(__name__)
