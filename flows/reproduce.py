@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -188,7 +188,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
     """Whether the cache has all bytes of these outputs, after the remote was asked for those that it lacks."""
     asked: set[str] = set()
     while True:  # a folder's list of files comes first, then the files
-        _drop_corrupt(objects, digests)
+        cached_objects.discard_corrupt(objects, digests)
         lacking = {each for digest in digests for each in cached_objects.missing(objects, digest)}
         if not lacking or lacking == asked:
             return not lacking
@@ -198,14 +198,6 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
         except remote.TransportFailed as error:
             log.warning("%s", error)
             return False
-
-
-def _drop_corrupt(objects: Path, digests: Iterable[str]) -> None:
-    """Remove objects that are not what their names say: nobody can use them, and DVC would."""
-    for digest in digests:
-        for path in cached_objects.corrupted(objects, digest):
-            log.warning("%s in DVC's cache is corrupt and was removed", path.parent.name + path.name)
-            path.unlink()
 
 
 def _make(objects: Path, wanted: LockedStage, again: bool) -> None:

@@ -6,12 +6,15 @@ DVC takes a read-only object for whole and never reads it again: what a disk dam
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dvc_data.hashfile.hash import file_md5
 from dvc_data.hashfile.tree import Tree
+
+log = logging.getLogger(__name__)
 
 _FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
 
@@ -38,6 +41,20 @@ def corrupted(cache_dir: Path, digest: str) -> list[Path]:
         wanted = set(_listing(path).values()) if path.exists() else set()
     objects = {each: object_path(cache_dir, each) for each in wanted}
     return sorted(path for each, path in objects.items() if path.exists() and not _whole(path, each))
+
+
+def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
+    """Remove the corrupt objects of these outputs; which they were.
+
+    DVC would use them as they are, and never write them anew.
+    """
+    corrupt = sorted({path for digest in digests for path in corrupted(cache_dir, digest)})
+    for path in corrupt:
+        log.warning(
+            "object %s of DVC's cache is corrupt; it is made again, or fetched", f"{path.parent.name}{path.name}"
+        )
+        path.unlink()
+    return corrupt
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:

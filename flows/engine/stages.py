@@ -161,7 +161,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 if changed := [path for path, digest in noted_digests(stage).items() if before[path] != digest]:
                     raise StageChanged(f"{', '.join(changed)} changed while {planned.name} ran; run again")
                 stage.save()
-                _discard_corrupt(repo, stage)
+                _discard_corrupt(stage)
                 stage.commit()
                 lock_file.write(stage)
             if status == "Executed":
@@ -212,10 +212,10 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
         restored = restore(repo, stage)
     finally:
         stage.save_deps()
-    return "Restored" if restored or _take(repo, stage, definition) else "Executed"
+    return "Restored" if restored or _take(stage, definition) else "Executed"
 
 
-def _take(repo: Repo, stage: PipelineStage, definition: str) -> bool:
+def _take(stage: PipelineStage, definition: str) -> bool:
     """Take what the same computation gave under another name of its recipe, a twin's, if the cache still has it."""
     found = computed.known(_cache(stage), _computation(stage, definition))
     if not found:
@@ -226,7 +226,7 @@ def _take(repo: Repo, stage: PipelineStage, definition: str) -> bool:
         return False
     for out in stage.outs:
         out.checkout()
-    return _is_whole(repo, stage)
+    return _is_whole(stage)
 
 
 def _files(stage: PipelineStage) -> list[Dependency]:
@@ -253,30 +253,20 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
         repo.stage_cache.restore(stage, pull=pull)
     except RunCacheNotFoundError:
         return False
-    return _is_whole(repo, stage)
+    return _is_whole(stage)
 
 
-def _is_whole(repo: Repo, stage: PipelineStage) -> bool:
+def _is_whole(stage: PipelineStage) -> bool:
     """Whether the outputs that were checked out are what they should be; else they are removed again."""
-    if not _discard_corrupt(repo, stage):
+    if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
     return False
 
 
-def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
-    """Remove the objects of a stage's outputs that are corrupt; whether there were any.
-
-    DVC takes a read-only object of its cache for whole: it would be checked out as it is, and never be written anew.
-    """
-    digests = _digests(to_single_stage_lockfile(stage)).values()
-    corrupt = [
-        path for digest in digests for path in cached_objects.corrupted(Path(repo.cache.local_cache_dir), digest)
-    ]
-    for path in corrupt:
-        log.warning("%s: object %s of DVC's cache is corrupt; it is made again", stage.name, path.name)
-        path.unlink()
-    return bool(corrupt)
+def _discard_corrupt(stage: PipelineStage) -> bool:
+    """Remove the objects of a stage's outputs that are corrupt; whether there were any."""
+    return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
