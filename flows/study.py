@@ -91,28 +91,24 @@ def study(
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            state = _run(Options(workers, timeout, task_runner, scheduler))
-            if promote and state.is_completed():
-                state = _promoted(state)
-        except EckartError as error:
-            state = Failed(message=str(error), data=error)  # without a traceback in the log
-    return state  # type: ignore[return-value]  # Prefect gives the caller its data, or raises it
+            outcomes = _run(Options(workers, timeout, task_runner, scheduler))
+            said = f"{summary(outcomes)} {_promoted()}" if promote else summary(outcomes)
+        except EckartError as error:  # a state, which Prefect raises to the caller: no traceback in the log
+            return Failed(message=str(error), data=error)  # type: ignore[return-value]
+    return Completed(message=said, data=outcomes)  # type: ignore[return-value]
 
 
-def _promoted(done: State[Any]) -> State[Any]:
-    """The state of a study after its best candidate was promoted, or was not: a refusal is no failure."""
+def _promoted() -> str:
+    """What came of promoting the best candidate, in words; a refusal is no failure."""
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        said = promotion().message
+        return promotion().message
     except Refused as refusal:
-        said = f"Not promoted: {refusal}"
-    except EckartError as error:
-        return Failed(message=f"{done.message} Not promoted: {error}", data=error)
-    return Completed(message=f"{done.message} {said}", data=done.data)
+        return f"Not promoted: {refusal}"
 
 
-def _run(options: Options) -> State[Any]:
+def _run(options: Options) -> list[Outcome]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
     typed = torch_questions.checked_params()
@@ -133,9 +129,8 @@ def _run(options: Options) -> State[Any]:
     finally:
         mirror.finish(complete)
     if not complete:
-        failure = StudyFailed(_report(states, finished, len(planned)))
-        return Failed(message=str(failure), data=failure)  # raised to the caller, without a traceback in the log
-    return Completed(message=summary(list(finished.values())), data=list(finished.values()))
+        raise StudyFailed(_report(states, finished, len(planned)))
+    return list(finished.values())
 
 
 def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:
