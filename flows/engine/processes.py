@@ -121,10 +121,9 @@ def _kill(group: int) -> None:
 
 
 def _module(command: str) -> list[str] | None:
-    """`[module, *arguments]` if the command is `python -m tasks.…`."""
-    words = shlex.split(command)
-    warm = words[:2] == ["python", "-m"] and words[2:] and words[2].startswith("tasks.")
-    return words[2:] if warm else None
+    """`[module, *arguments]` if the command is `python -m tasks.…` and nothing that takes a shell."""
+    warm = command.startswith("python -m tasks.") and not set(command) & set("&|;<>$`")
+    return shlex.split(command)[2:] if warm else None
 
 
 @contextmanager

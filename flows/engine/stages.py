@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import networkx
-from dvc.dependency import Dependency, ParamsDependency
+from dvc.dependency import ParamsDependency
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
@@ -132,11 +132,11 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
 
 
 def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
-    """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its commands.
+    """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its command.
 
     Args:
-        execute: runs one command and says how many seconds it took; or brings what all of them write from another
-            workspace, and gives the outcome there.
+        execute: runs the command and says how many seconds it took; or brings what it writes from another workspace,
+            and gives the outcome there.
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
@@ -148,13 +148,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        there, seconds = None, 0.0
-        for command in _commands(stage) if status == "Executed" else ():
-            done = execute(command)
-            if isinstance(done, Outcome):  # another workspace has run all of them
-                there = done
-                break
-            seconds += done
+        done = execute(_command(stage)) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -166,14 +160,18 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 lock_file.write(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
-                made = Computed(there.seconds if there else seconds, outs)
-                computed.keep(_cache(stage), _computation(stage, definition), made)
+                seconds = done.seconds if isinstance(done, Outcome) else done
+                computed.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
             here = _outcome(stage, status, definition)
-    return _made_there(here, there) if there else here
+    if not isinstance(done, Outcome):
+        return here
+    # A workspace that had the result already has it from a run that was cut off.
+    return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
 
 
-def _commands(stage: PipelineStage) -> list[str]:
-    return stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]
+def _command(stage: PipelineStage) -> str:
+    """What dvc.yaml may also give as a list, of which each must succeed before the next."""
+    return stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
@@ -188,12 +186,6 @@ def execute_here(planned: Planned, command: str, log: Callable[[str], None], tim
     root = Path.cwd()
     with machine(planned.alone):
         return processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
-
-
-def _made_there(here: Outcome, there: Outcome) -> Outcome:
-    # A workspace that had the result already has it from a run that was cut off.
-    status: Status = "Executed" if there.status == "Executed" else "Restored"
-    return replace(here, status=status, place=there.place)
 
 
 def _up_to_date(stage: PipelineStage) -> bool:
@@ -227,10 +219,6 @@ def _take(stage: PipelineStage, definition: str) -> bool:
     for out in stage.outs:
         out.checkout()
     return _is_whole(stage)
-
-
-def _files(stage: PipelineStage) -> list[Dependency]:
-    return [dep for dep in stage.deps if not isinstance(dep, ParamsDependency)]
 
 
 def _nameless(name: str, definition: str) -> str:
@@ -338,9 +326,11 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     # Taken from the stage, not by reading dvc.lock: DVC rewrites that file in place.
     entry = to_single_stage_lockfile(stage)
-    deps, params = _inputs(entry)
+    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+    params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
+    key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
     found = computed.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, found.seconds if found else None, _key(stage), deps, params, _digests(entry))
+    return Outcome(stage.name, status, found.seconds if found else None, key, deps, params, _digests(entry))
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -349,19 +339,8 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 def _computation(stage: PipelineStage, definition: str) -> str:
     """Digest of what is computed: of all that makes its key, but for its recipe's name."""
-    read = [str(dep.hash_info.value) for dep in _files(stage)]
+    read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
-
-
-def _key(stage: PipelineStage) -> str:
-    entry = to_single_stage_lockfile(stage)
-    return hashlib.sha256(json.dumps([entry["cmd"], *_inputs(entry)], sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _inputs(entry: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The digests of what a stage read, and its parameters."""
-    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
-    return deps, {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
 
 
 def _cache(stage: PipelineStage) -> Path:
