@@ -84,8 +84,8 @@ def run(
 def _by_prefect(options: Options) -> list[Outcome]:
     import httpx  # slow imports, of no use where nothing is to be run
 
+    from flows.engine.processes import terminable
     from flows.study import study
-    from flows.workspaces import terminable
 
     try:
         with terminable():  # a plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit

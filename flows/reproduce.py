@@ -145,7 +145,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
         WorkspaceError: the workspace cannot be made, or is in use.
     """
     folder, objects = wanted.folder, stages.cache_dir()
-    with workspaces.held(folder), workspaces.terminable():
+    with workspaces.held(folder), processes.terminable():
         workspaces.check_out(folder, wanted.commit)
         had = not again and _had(objects, wanted.outs.values())
         if had:

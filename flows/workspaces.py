@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -80,16 +79,6 @@ def held(folder: Path) -> Iterator[IO[str]]:
         except BlockingIOError as error:
             raise WorkspaceError(f"something runs in {folder.name} already: wait for its end") from error
         yield file
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def follow(folder: Path) -> None:

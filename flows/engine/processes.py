@@ -107,6 +107,16 @@ def reaping() -> Iterator[None]:
                 _kill(group)
 
 
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _bury(group: int, exit_code: Callable[[], int]) -> None:
     exit_code()
     _kill(group)
