@@ -25,7 +25,7 @@ from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
-from flows.registry.versions import NothingBefore, Registry, now
+from flows.registry.versions import Registry, now
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
@@ -46,8 +46,6 @@ _TEST = "eckart.test"
 class Decision:
     """What came of a promotion that was not refused."""
 
-    candidate: str
-    version: str
     message: str
     gates: tuple[Gate, ...]
     """Empty where the candidate was the champion before."""
@@ -80,16 +78,14 @@ def rollback() -> str:
     """Go back to the version that the champion replaced; what was done.
 
     Raises:
-        Refused: there is none, or it does not answer; the champion stays.
+        NothingBefore: there is none; the champion stays.
+        SmokeFailed: it does not answer, or a champion that an earlier promotion left did not and was taken back.
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
     with versions.connected(check_params.section("promotion").model) as models:
-        try:
-            models.settle()
-            before, after = models.roll_back()
-        except (NothingBefore, SmokeFailed) as error:
-            raise Refused(str(error)) from error
+        models.settle()
+        before, after = models.roll_back()
     return (
         f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
         "only `promote --again` takes it once more."
@@ -126,8 +122,7 @@ def _promote(terms: Terms, again: bool) -> Decision:
 def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Decision | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    number = str(champion.version)
-    return Decision(candidate.name, number, f"{candidate.name} is the champion already (version {number})", ())
+    return Decision(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Decision:
@@ -148,7 +143,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Decision(candidate.name, version, message, passed)
+    return Decision(message, passed)
 
 
 def choose(terms: Terms) -> Recorded:
