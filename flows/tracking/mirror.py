@@ -23,9 +23,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import psutil
 from mlflow import MlflowClient
-from mlflow.data.code_dataset_source import CodeDatasetSource
-from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 from pydantic import BaseModel
@@ -105,20 +103,20 @@ class Mirror:
             self._open(candidate, self.origin)
         curves = [Path(path) for path in planned.writes if path.endswith(".jsonl")]
         ended = threading.Event()
-        watchers = [threading.Thread(target=self._watch, args=(candidate, file, ended)) for file in curves]
-        for watcher in watchers:
-            watcher.start()
+        watcher = threading.Thread(target=self._watch, args=(candidate, curves, ended))
+        watcher.start()
         try:
             yield
         finally:
             ended.set()
-            for watcher in watchers:
-                watcher.join()
+            watcher.join()
 
-    def _watch(self, candidate: str, file: Path, ended: threading.Event) -> None:
-        while not ended.wait(_POLL):
-            self._log_curve(candidate, file)
-        self._log_curve(candidate, file)
+    def _watch(self, candidate: str, curves: Sequence[Path], ended: threading.Event) -> None:
+        over = False
+        while not over:
+            over = ended.wait(_POLL)  # and once more then
+            for file in curves:
+                self._log_curve(candidate, file)
 
     @_mirrored
     def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
@@ -305,9 +303,7 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
     read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
     return [
         DatasetInput(
-            MetaDataset(  # type: ignore[abstract]
-                CodeDatasetSource(tags={"dvc.path": path}), name=path, digest=md5
-            )._to_mlflow_entity(),
+            Dataset(path, md5, source_type="code", source=json.dumps({"tags": {"dvc.path": path}})),
             [InputTag("mlflow.data.context", Path(path).stem)],
         )
         for path, md5 in read.items()
