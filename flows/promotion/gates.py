@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.engine import cached_objects
@@ -20,7 +19,7 @@ from tasks.errors import EckartError
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS, MetricName
-from tasks.models import check_length, load
+from tasks.models import UNLOADABLE, check_length, load
 from tasks.stage import StageError, quiet
 
 TEST = SPLITS / "test.parquet"
@@ -250,7 +249,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
-    except (StageError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (StageError, *UNLOADABLE) as error:
         raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
         raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
