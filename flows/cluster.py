@@ -76,7 +76,7 @@ class Workers:
         self._planned = {one.name: one for one in planned}
         self._client, self._check, self._timeout = client, check, timeout
         self._published: set[str] = set()
-        """Stages of which the remote has what they wrote."""
+        """Stages whose results the remote has."""
         self._publishing = threading.Lock()
         self._heard: dict[str, SimpleQueue[tuple[str, dict[str, str]] | None]] = {}
         """Dask's key of a stage → what its worker tells, and None at the end."""
@@ -164,7 +164,7 @@ def _gathers(one: Planned, planned: Mapping[str, Planned]) -> bool:
 
 @contextmanager
 def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """The workers that a scheduler has, and may get; the function warns, once, where there is none."""
+    """The workers that a scheduler has or will get; the function warns, once, if there is none."""
     from distributed import Client
 
     try:

@@ -248,7 +248,7 @@ def _keep(objects: Path, wanted: LockedStage) -> None:
 
 
 def _reasons(wanted: LockedStage) -> list[str]:
-    """What is not as it was: inputs first, since other inputs explain everything else."""
+    """What differs from the record: inputs first, since other inputs explain everything else."""
     made = _made(wanted.folder)
     reasons = [reason for name in wanted.chain for reason in _changes(name, wanted.entries, made)]
     if packages := _packages(wanted.requirements):
@@ -257,7 +257,7 @@ def _reasons(wanted: LockedStage) -> list[str]:
 
 
 def _changes(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How a stage's run differs from the recorded one, but for what stages before it wrote."""
+    """How a stage's run differs from the recorded one, apart from what the stages before it wrote."""
     if name not in now:
         return [f"{name} was not recorded anew"]
     written = {path for entry in then.values() for path in _digests(entry, "outs")}

@@ -79,7 +79,9 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
 
 def _schedule(cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
-        raise ScheduleError(f"--timezone {timezone}: is none that this machine knows; write one such as Europe/Berlin")
+        raise ScheduleError(
+            f"--timezone {timezone}: this machine knows none of that name; write one such as Europe/Berlin"
+        )
     try:
         return Cron(cron, timezone=timezone)
     except ValueError as error:

@@ -87,6 +87,7 @@ def study(
         OptionsError: the arguments contradict each other; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
+        RegistryError: the study is finished, and the registry failed.
     """
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
@@ -196,7 +197,7 @@ def _cores() -> int:
 def _await_records(flow_run_id: str, tasks: int) -> None:
     """Wait a little until Prefect's server has stored how every task ended.
 
-    It learns of that by events, behind the tasks; a temporary server is stopped as soon as the flow is over.
+    It learns of that by events, which come later; a temporary server is stopped as soon as the flow is over.
     """
     ended = TaskRunFilter.model_validate({"state": {"type": {"any_": [kind.value for kind in TERMINAL_STATES]}}})
     this = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
@@ -215,5 +216,5 @@ def _report(states: Mapping[str, State[Outcome]], finished: Mapping[str, Outcome
     waiting = total - len(finished) - len(failures)
     return (
         f"{len(failures)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
-        f"{causes}\nMend the cause and run again: only what is not finished will run."
+        f"{causes}\nFix the cause and run again: only what is not finished will run."
     )

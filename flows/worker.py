@@ -48,10 +48,10 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages, so many side by side, until the scheduler at this address ends or a signal ends this process.
+    """Run stages, this many side by side, until the scheduler at this address ends or a signal ends this process.
 
     Raises:
-        WorkspaceUnusable: the working directory is none, or cannot be written.
+        WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)

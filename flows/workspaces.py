@@ -111,7 +111,7 @@ def check_out(folder: Path, revision: str) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    # Else git would go up to the main workspace and change that one.
+    # Otherwise git would go up to the main workspace and change that one.
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
     own = Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
     if not own or git(folder, *where) != git(Path(), *where):

@@ -1,6 +1,6 @@
 """The objects of DVC's cache, as plain files: do their bytes have the digest that is their name?
 
-DVC takes a read-only object for whole and never reads it again: what a disk damages goes on into every workspace.
+DVC trusts a read-only object and never reads it again: what a disk damages would spread into every workspace.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Unknown(LookupError):
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
     """The objects of an output whose bytes have another digest than their name says. All bytes are read.
 
-    Objects that are missing are none of these. Where a folder's list of files is corrupt it is the only one named,
-    for what it lists cannot be trusted.
+    Missing objects are not reported. Where a folder's list of files is corrupt only the list is named, since what it
+    lists cannot be trusted.
 
     Args:
         cache_dir: as `dvc cache dir` names it.
@@ -58,7 +58,7 @@ def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:
-    """Digests of the objects of an output that are not there; of a folder without its list, that of the list alone."""
+    """Digests of the objects of an output that are not there; for a folder without its list, only that of the list."""
     try:
         wanted = {digest, *files(cache_dir, digest).values()}
     except Unknown:

@@ -78,8 +78,8 @@ def accept(order: Order) -> Planned:
     """Pull what the stage reads and is not in this workspace as it should be.
 
     Raises:
-        TransportFailed: the remote does not give it.
-        NotTheSame: code, parameters or data of this workspace are others.
+        TransportFailed: the remote does not have it.
+        NotTheSame: code, parameters or data of this workspace differ.
     """
     with _transport(f"pulling what {order.stage} reads") as repo:
         stages = _stages(repo)
@@ -118,7 +118,7 @@ def fetch(order: Order, entry: Entry) -> None:
     """Put here what another workspace wrote when it ran the order; `run` around this records it.
 
     Raises:
-        TransportFailed: the remote does not give it.
+        TransportFailed: the remote does not have it.
         StageChanged: the stage, or what it reads here, is not what was ordered any more.
     """
     with _transport(f"pulling what {order.stage} wrote") as repo:
@@ -208,7 +208,7 @@ def own_cache(folder: Path) -> None:
 
 
 def _pulled(repo: Repo, stage: Stage) -> bool:
-    """Whether the stage is up to date, now or before; what a person edited stays as it is."""
+    """Bring a stage up to date; whether it is. What a person edited stays as it is."""
     if not stage.changed():
         return True
     if not all(dep.exists for dep in stage.deps):  # the stage that writes it could not be had
@@ -247,7 +247,7 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
     else:
         raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
     if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
-        raise TransportFailed("the DVC remote does not give it")
+        raise TransportFailed("the DVC remote does not have it")
     out.checkout(filter_info=part, force=True)
 
 
@@ -269,7 +269,7 @@ def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
 
 
 def _differences(stage: PipelineStage, order: Order) -> list[str]:
-    """What the stage reads here, or is here, and was not when it was ordered."""
+    """What differs here from when the stage was ordered: files that it reads, or the stage itself."""
     reads = noted_digests(stage)
     paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
     return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])

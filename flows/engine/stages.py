@@ -58,7 +58,7 @@ class Outcome:
     stage: str
     status: Status
     seconds: float | None
-    """That its commands ran when this was computed; None if that was not with this cache."""
+    """How long its command ran when this was computed; None if that was with another cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Planned:
     definition: str
     """Digest of command, parameters and paths, as they were when the plan was made."""
     twin: str | None
-    """A stage that is the same but for the recipe's name, as are all before it; of several the one to wait for."""
+    """A stage to wait for, since it computes the same under another recipe's name, as do all before it."""
     cached: Outcome | None
     """Set if the stage and all before it were up to date when the plan was made."""
 
@@ -123,7 +123,7 @@ def plan() -> list[Planned]:
 
 
 def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """For each stage that of its kind with which to begin, if it is another."""
+    """For each stage the first of its kind, whose result it takes; None for the first itself."""
     first: dict[int, str] = {}
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
@@ -170,7 +170,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
 
 
 def _command(stage: PipelineStage) -> str:
-    """What dvc.yaml may also give as a list, of which each must succeed before the next."""
+    """dvc.yaml may give a list, in which each command must succeed before the next."""
     return stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
 
 
@@ -191,12 +191,12 @@ def execute_here(planned: Planned, command: str, log: Callable[[str], None], tim
 def _up_to_date(stage: PipelineStage) -> bool:
     try:
         return not stage.changed()
-    except LockError:  # another flow is at it: ask again when it is done
+    except LockError:  # another flow works on it: ask again when it is done
         return False
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """DVC's verdict. A stale stage's outputs are removed, and what it is about to read is noted in it."""
+    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what it is about to read."""
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
@@ -208,7 +208,7 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
-    """Take what the same computation gave under another name of its recipe, a twin's, if the cache still has it."""
+    """Take the result of the same computation under another recipe's name, if the cache still has it."""
     found = computed.known(_cache(stage), _computation(stage, definition))
     if not found:
         return False
@@ -245,7 +245,7 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
 
 
 def _is_whole(stage: PipelineStage) -> bool:
-    """Whether the outputs that were checked out are what they should be; else they are removed again."""
+    """Whether the outputs that were checked out are what they should be; if not they are removed again."""
     if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
@@ -338,7 +338,7 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Digest of what is computed: of all that makes its key, but for its recipe's name."""
+    """Digest of what is computed: like its key, but without its recipe's name."""
     read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 

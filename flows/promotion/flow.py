@@ -75,7 +75,7 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
 
 
 def rollback() -> str:
-    """Go back to the version that the champion replaced; what was done.
+    """Go back to the version that the champion replaced, and say what was done.
 
     Raises:
         NothingBefore: there is none; the champion stays.
@@ -88,7 +88,7 @@ def rollback() -> str:
         before, after = models.roll_back()
     return (
         f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
-        "only `promote --again` takes it once more."
+        "only `promote --again` takes it again."
     )
 
 

@@ -47,7 +47,7 @@ class Gate:
 
     @property
     def excess(self) -> float:
-        """How far the value is beyond the limit; negative if it keeps it."""
+        """How far the value is beyond the limit; negative if it is within."""
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property

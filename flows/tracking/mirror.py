@@ -148,7 +148,7 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; the last one that a candidate's run tells of completes it, or finds an earlier."""
+        """Note that a stage is done; after its last stage a candidate's run is completed, or an earlier one found."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
             for candidate, stages in self._stages.items():
@@ -311,12 +311,12 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
 
 
 def _process(process: psutil.Process) -> str:
-    """A name that no other process ever had: numbers are given again, and on every machine."""
+    """A name that no other process ever had: numbers are used again, and by every machine."""
     return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a process of this machine is no more; of other machines nothing is known."""
+    """Whether a process of this machine has ended; of other machines nothing is known."""
     node, number, _ = name.rsplit(" ", 2)
     if node != platform.node():
         return False
