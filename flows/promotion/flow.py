@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
-from pydantic import BaseModel
 
 from flows import settings
 from flows.engine import stages
@@ -35,8 +34,6 @@ from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
 from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation
-
-Report = TypeVar("Report", bound=BaseModel)
 
 _TEST = "eckart.test"
 """Tag: DVC's digest of the test rows that a version was gated on."""
@@ -183,9 +180,9 @@ def _candidates() -> list[Recorded]:
 
 
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
-    evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
-    benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
-    dense = _report(outcomes["dense"], DENSE_METRICS, DenseReport)
+    evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
+    benchmark = Benchmark.model_validate_json((BENCHMARKS / f"{name}.json").read_text())
+    dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
     own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
     return Recorded(
@@ -202,11 +199,6 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
         outcomes=own,
         inputs={path: md5 for one in read for path, md5 in one.deps.items() if path.startswith(("data/", "models/"))},
     )
-
-
-def _report(outcome: Outcome, path: Path, kind: type[Report]) -> Report:
-    gates.unchanged(path, outcome.outs[str(path)])
-    return kind.model_validate_json(path.read_text())
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:

@@ -156,7 +156,8 @@ def measure(
     Raises:
         Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
     """
-    unchanged(TEST, candidate.test)
+    if digest(TEST) != candidate.test:
+        raise Refused(f"{TEST} has changed since the study was found up to date: run `python -m flows run` first")
     task, rows = load_task(), len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
@@ -181,16 +182,6 @@ def questions() -> pd.DataFrame:
 def _smoked(task: Task) -> pd.DataFrame:
     rows = load_split("test").head(SMOKED)
     return rows.assign(text=rows["text"].str[:_LONGEST]) if task.kind == "language_modeling" else rows
-
-
-def unchanged(path: Path, content: str) -> None:
-    """Check that a file is the one that DVC has recorded.
-
-    Raises:
-        Refused: something has changed it since.
-    """
-    if digest(path) != content:
-        raise Refused(f"{path} has changed since the study was found up to date: run `python -m flows run` first")
 
 
 def _same_files(files: Path, candidate: Recorded) -> Gate:
