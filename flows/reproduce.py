@@ -175,12 +175,11 @@ def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[Compar
         if cached_objects.digest_of(now) == digest:
             found += [ComparedFile(_join(out, name), each, each) for name, each in sorted(now.items())]
             continue
-        try:
-            then = cached_objects.files(objects, digest)
-        except cached_objects.Unknown:
+        then = cached_objects.files(objects, digest)
+        if then is None:
             found.append(ComparedFile(out, digest, cached_objects.digest_of(now) if now else None))
-            continue
-        found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
+        else:
+            found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
     return found
 
 

@@ -254,11 +254,8 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
     """Digests of an output, or of its files at the path `part` in it where its list of files is to be had."""
     digest = str(out.hash_info.value)
-    if out.fs_path == part:
-        return [digest]
-    try:
-        files = cached_objects.files(cache_dir, digest)
-    except cached_objects.Unknown:
+    files = cached_objects.files(cache_dir, digest)
+    if out.fs_path == part or files is None:
         return [digest]
     return [each for name, each in files.items() if Path(out.fs_path, name).is_relative_to(part)]
 
