@@ -285,7 +285,7 @@ def pull() -> None:
 def reproduce_candidate(
     candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
     rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
-    again: Annotated[bool, typer.Option("--again", help="make it again even where it can be had")] = False,
+    again: Annotated[bool, typer.Option("--again", help="make it again even if the recorded bytes are there")] = False,
 ) -> None:
     """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
     from flows import reproduce  # a slow import, not for --help

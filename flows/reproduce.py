@@ -138,7 +138,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     """Get a stage's outputs back in a workspace of their own: from cache or remote, or else made again.
 
     Args:
-        again: make it and all it follows from again, even where the bytes can be had.
+        again: make it and all it follows from again, even if the recorded bytes are there.
 
     Raises:
         CannotReproduce: it could not be made; what went wrong is above, or in the message.
@@ -164,7 +164,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
 def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
     """The files of `outs` (path → recorded digest) as they are in `folder`, all bytes read.
 
-    Where no list of a folder's files can be had and the folder differs, it is compared as a whole.
+    A folder that differs and whose list of files is nowhere is compared as a whole.
 
     Args:
         objects: DVC's cache.
@@ -200,7 +200,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
 
 
 def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage, and of what it follows from all (`again`) or what can be had nowhere."""
+    """Run the stage, and before it all that it follows from (`again`), or only what is nowhere to be found."""
     _bring_inputs(wanted.folder, objects)
     if not again:
         for name in wanted.chain[:-1]:

@@ -252,7 +252,7 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
 
 
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
-    """Digests of an output, or of its files at the path `part` in it where its list of files is to be had."""
+    """Digests of an output, or of its files at the path `part` if its list of files is there."""
     digest = str(out.hash_info.value)
     files = cached_objects.files(cache_dir, digest)
     if out.fs_path == part or files is None:

@@ -208,7 +208,7 @@ class Registry:
         try:
             files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
         except Exception as error:  # of any store; the registry itself has just answered
-            log.warning("the files of version %s cannot be had: %s", number, shown(str(error)))
+            log.warning("the files of version %s cannot be fetched: %s", number, shown(str(error)))
             files = folder
         return files / package.MODEL
 
