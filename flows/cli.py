@@ -16,13 +16,13 @@ from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from flows import settings
-from flows.options import Options
+from flows.engine.options import Options
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from flows.engine import Outcome
+    from flows.engine.stages import Outcome
     from flows.promotion.gates import Gate
     from flows.reproduce import ComparedFile
     from tasks.study_file import StudyFile
@@ -36,9 +36,14 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             sys.exit(settings.shown(str(error)))  # it may quote what a library said of an address
-        except SystemExit as end:  # so may a command's own last words
-            sys.exit(settings.shown(end.code) if isinstance(end.code, str) else end.code)
 
+
+Workers = Annotated[int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")]
+Timeout = Annotated[float | None, typer.Option(min=1, help="seconds a stage may take; default: no limit")]
+TaskRunner = Annotated[Literal["threads", "dask"], typer.Option(help="dask: each stage in the workspace of a worker")]
+Scheduler = Annotated[
+    str | None, typer.Option(help="address of Dask's; default: workers on this machine, for this run alone")
+]
 
 app = typer.Typer(
     cls=_Commands, help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -53,24 +58,16 @@ def main() -> None:
 
 @app.command()
 def run(
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")
-    ] = None,
-    timeout: Annotated[float | None, typer.Option(min=1, help="seconds a stage may take; default: no limit")] = None,
-    task_runner: Annotated[
-        Literal["threads", "dask"], typer.Option(help="dask: each stage in the workspace of a worker")
-    ] = "threads",
-    scheduler: Annotated[
-        str | None, typer.Option(help="address of Dask's; default: workers on this machine, for this run alone")
-    ] = None,
+    workers: Workers = None, timeout: Timeout = None, task_runner: TaskRunner = "threads", scheduler: Scheduler = None
 ) -> None:
     """Run the study that params.yaml describes; what is up to date is not run again."""
     start = time.monotonic()
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
-    from flows import prefect_server, up_to_date, warm  # slow imports, not for --help
+    from flows import prefect_server, up_to_date  # slow imports, not for --help
+    from flows.engine import torch_questions
 
-    warm.checked_params()  # before a server is started for the flow
+    torch_questions.checked_params()  # before a server is started for the flow
     told = prefect_server.require()  # a server that is there is told of the run in any case
     outcomes = None if told else up_to_date.outcomes()
     if outcomes is None:
@@ -83,8 +80,8 @@ def run(
 def _by_prefect(options: Options) -> list[Outcome]:
     import httpx  # slow imports, of no use where nothing is to be run
 
+    from flows.engine.processes import terminable
     from flows.study import study
-    from flows.workspaces import terminable
 
     try:
         with terminable():  # a plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit
@@ -118,10 +115,10 @@ def serve(
     cron: Annotated[str, typer.Option(help="when: minute, hour, day of month, month, day of week")] = "0 2 * * *",
     timezone: Annotated[str, typer.Option(help="of the schedule, such as Europe/Berlin")] = "UTC",
     name: Annotated[str, typer.Option(help="of the deployment")] = "nightly",
-    workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
-    task_runner: Annotated[Literal["threads", "dask"], typer.Option(help="as of run")] = "threads",
-    scheduler: Annotated[str | None, typer.Option(help="as of run")] = None,
+    workers: Workers = None,
+    timeout: Timeout = None,
+    task_runner: TaskRunner = "threads",
+    scheduler: Scheduler = None,
     promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
 ) -> None:
     """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
@@ -142,15 +139,15 @@ def other_study(
         list[int] | None, typer.Option(min=0, max=2**32 - 1, help="instead of the file's; repeatable")
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="of the file's tasks; repeatable; default: all")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="as of run")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1, help="as of run")] = None,
+    workers: Workers = None,
+    timeout: Timeout = None,
     table: Annotated[Path | None, typer.Option(help="write the table to this .md, and its numbers beside it")] = None,
 ) -> None:
     """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
     if (path := file or params) is None or (file and params):
-        sys.exit("write one file of studies/: python -m flows study studies/NAME.yaml")
+        raise EckartError("write one file of studies/: python -m flows study studies/NAME.yaml")
     if table and table.suffix != ".md":
-        sys.exit(f"--table {table}: write a name that ends with .md")
+        raise EckartError(f"--table {table}: write a name that ends with .md")
     from flows import other_studies  # slow imports, not for --help
     from tasks import study_file
     from tasks.report import pairs, seeds_table
@@ -175,7 +172,7 @@ def other_study(
         what = "runs" if studies[0].task else "seeds"
         missing = f"\n{table} was not written, because {what} are missing." if table else ""
         count = sum(len(study.seeds) for study in studies)
-        sys.exit(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
+        raise EckartError(f"{len(failed)} of {count} {what} failed; run again to resume them:{causes}{missing}")
 
 
 def _run_tasks(
@@ -207,11 +204,12 @@ def promote(
 ) -> None:
     """Make the study's best candidate the champion of the model registry, if it passes the gates."""
     if again and rollback:
-        sys.exit("--again and --rollback contradict each other: give one of them")
+        raise EckartError("--again and --rollback contradict each other: give one of them")
     settings.use_local_server()
     import httpx  # slow imports, not for --help
 
-    from flows import engine, prefect_server
+    from flows import prefect_server
+    from flows.engine import stages
     from flows.promotion import flow
     from flows.promotion.gates import Refused
     from tasks import check_params
@@ -220,7 +218,7 @@ def promote(
         print(flow.rollback())
         return
     check_params.check()
-    engine.check_workspace()
+    stages.check_workspace()
     prefect_server.require()
     try:
         decision = flow.promotion(again=again)
@@ -267,7 +265,9 @@ def push() -> None:
     from flows.engine import remote  # a slow import, not for --help
 
     if lacking := remote.push():
-        sys.exit(f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest.")
+        raise EckartError(
+            f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest."
+        )
     print("The remote has all that dvc.lock and the run cache name.")
 
 
@@ -277,7 +277,7 @@ def pull() -> None:
     from flows.engine import remote  # a slow import, not for --help
 
     if lacking := remote.pull():
-        sys.exit(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
+        raise EckartError(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
     print("Everything is up to date.")
 
 
@@ -285,7 +285,7 @@ def pull() -> None:
 def reproduce_candidate(
     candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
     rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
-    again: Annotated[bool, typer.Option("--again", help="make it again even where it can be had")] = False,
+    again: Annotated[bool, typer.Option("--again", help="make it again even if the recorded bytes are there")] = False,
 ) -> None:
     """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
     from flows import reproduce  # a slow import, not for --help
@@ -297,7 +297,7 @@ def reproduce_candidate(
     if not found.same:
         differing = ", ".join(file.path for file in found.files if not file.same)
         reasons = "\n".join(f"  {reason}" for reason in found.reasons)
-        sys.exit(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
+        raise EckartError(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
     print("All are the same, bit for bit.")
 
 

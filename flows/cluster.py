@@ -20,9 +20,10 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows import engine, worker, workspaces
-from flows.engine import Outcome, Planned, remote
+from flows import worker, workspaces
+from flows.engine import remote, stages
 from flows.engine.remote import Entry, Order
+from flows.engine.stages import Outcome, Planned
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
@@ -75,7 +76,7 @@ class Workers:
         self._planned = {one.name: one for one in planned}
         self._client, self._check, self._timeout = client, check, timeout
         self._published: set[str] = set()
-        """Stages of which the remote has what they wrote."""
+        """Stages whose results the remote has."""
         self._publishing = threading.Lock()
         self._heard: dict[str, SimpleQueue[tuple[str, dict[str, str]] | None]] = {}
         """Dask's key of a stage → what its worker tells, and None at the end."""
@@ -89,7 +90,7 @@ class Workers:
             EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
         """
         if _gathers(planned, self._planned):
-            return engine.execute_here(planned, command, log, self._timeout)
+            return stages.execute_here(planned, command, log, self._timeout)
         self._publish(planned.upstream)
         order = remote.order(planned)
         outcome, entry = self._run(order, log)
@@ -163,7 +164,7 @@ def _gathers(one: Planned, planned: Mapping[str, Planned]) -> bool:
 
 @contextmanager
 def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """The workers that a scheduler has, and may get; the function warns, once, where there is none."""
+    """The workers that a scheduler has or will get; the function warns, once, if there is none."""
     from distributed import Client
 
     try:

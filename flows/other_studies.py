@@ -14,8 +14,9 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from flows import workspaces
-from flows.options import Options
-from flows.workspaces import WORKSPACES, WorkspaceError, terminable
+from flows.engine.options import Options
+from flows.engine.processes import terminable
+from flows.workspaces import WORKSPACES, WorkspaceError
 from tasks import trials
 from tasks.params import PARAMS
 from tasks.study_file import StudyFile

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -24,8 +24,8 @@ from dvc.repo import Repo
 from dvc.scm import RevError
 from ruamel.yaml import YAML
 
-from flows import engine, workspaces
-from flows.engine import cached_objects, processes, remote
+from flows import workspaces
+from flows.engine import cached_objects, locks, processes, remote, stages
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.errors import EckartError
 
@@ -138,14 +138,14 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     """Get a stage's outputs back in a workspace of their own: from cache or remote, or else made again.
 
     Args:
-        again: make it and all it follows from again, even where the bytes can be had.
+        again: make it and all it follows from again, even if the recorded bytes are there.
 
     Raises:
         CannotReproduce: it could not be made; what went wrong is above, or in the message.
         WorkspaceError: the workspace cannot be made, or is in use.
     """
-    folder, objects = wanted.folder, engine.cache_dir()
-    with workspaces.held(folder), workspaces.terminable():
+    folder, objects = wanted.folder, stages.cache_dir()
+    with workspaces.held(folder), processes.terminable():
         workspaces.check_out(folder, wanted.commit)
         had = not again and _had(objects, wanted.outs.values())
         if had:
@@ -164,7 +164,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
 def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
     """The files of `outs` (path → recorded digest) as they are in `folder`, all bytes read.
 
-    Where no list of a folder's files can be had and the folder differs, it is compared as a whole.
+    A folder that differs and whose list of files is nowhere is compared as a whole.
 
     Args:
         objects: DVC's cache.
@@ -175,12 +175,11 @@ def compare(folder: Path, objects: Path, outs: Mapping[str, str]) -> list[Compar
         if cached_objects.digest_of(now) == digest:
             found += [ComparedFile(_join(out, name), each, each) for name, each in sorted(now.items())]
             continue
-        try:
-            then = cached_objects.files(objects, digest)
-        except cached_objects.Unknown:
+        then = cached_objects.files(objects, digest)
+        if then is None:
             found.append(ComparedFile(out, digest, cached_objects.digest_of(now) if now else None))
-            continue
-        found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
+        else:
+            found += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in sorted({*then, *now})]
     return found
 
 
@@ -188,7 +187,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
     """Whether the cache has all bytes of these outputs, after the remote was asked for those that it lacks."""
     asked: set[str] = set()
     while True:  # a folder's list of files comes first, then the files
-        _drop_corrupt(objects, digests)
+        cached_objects.discard_corrupt(objects, digests)
         lacking = {each for digest in digests for each in cached_objects.missing(objects, digest)}
         if not lacking or lacking == asked:
             return not lacking
@@ -200,16 +199,8 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
             return False
 
 
-def _drop_corrupt(objects: Path, digests: Iterable[str]) -> None:
-    """Remove objects that are not what their names say: nobody can use them, and DVC would."""
-    for digest in digests:
-        for path in cached_objects.corrupted(objects, digest):
-            log.warning("%s in DVC's cache is corrupt and was removed", path.parent.name + path.name)
-            path.unlink()
-
-
 def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage, and of what it follows from all (`again`) or what can be had nowhere."""
+    """Run the stage, and before it all that it follows from (`again`), or only what is nowhere to be found."""
     _bring_inputs(wanted.folder, objects)
     if not again:
         for name in wanted.chain[:-1]:
@@ -221,7 +212,7 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
     command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
     try:
-        with engine.machine():
+        with locks.machine():
             processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
     except processes.CommandFailed as error:
         raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
@@ -256,7 +247,7 @@ def _keep(objects: Path, wanted: LockedStage) -> None:
 
 
 def _reasons(wanted: LockedStage) -> list[str]:
-    """What is not as it was: inputs first, since other inputs explain everything else."""
+    """What differs from the record: inputs first, since other inputs explain everything else."""
     made = _made(wanted.folder)
     reasons = [reason for name in wanted.chain for reason in _changes(name, wanted.entries, made)]
     if packages := _packages(wanted.requirements):
@@ -265,7 +256,7 @@ def _reasons(wanted: LockedStage) -> list[str]:
 
 
 def _changes(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """How a stage's run differs from the recorded one, but for what stages before it wrote."""
+    """How a stage's run differs from the recorded one, apart from what the stages before it wrote."""
     if name not in now:
         return [f"{name} was not recorded anew"]
     written = {path for entry in then.values() for path in _digests(entry, "outs")}

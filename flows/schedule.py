@@ -15,11 +15,11 @@ from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
-from flows.options import Options
+from flows.engine.options import Options
+from flows.engine.processes import terminable
 from flows.prefect_server import prefect_server
 from flows.settings import answers, shown
 from flows.study import study
-from flows.workspaces import terminable
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,9 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
 
 def _schedule(cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
-        raise ScheduleError(f"--timezone {timezone}: is none that this machine knows; write one such as Europe/Berlin")
+        raise ScheduleError(
+            f"--timezone {timezone}: this machine knows none of that name; write one such as Europe/Berlin"
+        )
     try:
         return Cron(cron, timezone=timezone)
     except ValueError as error:

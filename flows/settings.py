@@ -1,4 +1,4 @@
-"""What the tools around the pipeline are told by default, and what none of them may say; the user's environment wins.
+"""Defaults of the tools around the pipeline, which the user's environment overrides, and how secrets stay hidden.
 
 Applied where a process begins, never by an import: by each command, before it imports prefect, mlflow and dvc, which
 read some of their settings as they are imported; what the command starts inherits them. Where Prefect begins, which
@@ -29,7 +29,7 @@ _DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # Whose turn it is must survive a restart: else a run that a power cut ended holds up all that follow.
+    # Whose turn it is must survive a restart: otherwise a run that a power cut ended blocks all that follow.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
@@ -102,7 +102,7 @@ def _say_end(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers, if only to ask who is there."""
+    """Whether a server answers; one that asks for a password does, too."""
     try:
         with urlopen(shown(url), timeout=5) as response:
             return response.status == 200

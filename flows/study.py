@@ -22,9 +22,10 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, engine, run_page, settings, warm
-from flows.engine import Outcome, Planned, computed, processes
-from flows.options import Options
+from flows import cluster, run_page, settings
+from flows.engine import computed, processes, stages, torch_questions
+from flows.engine.options import Options
+from flows.engine.stages import Outcome, Planned
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
@@ -37,7 +38,7 @@ _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
-"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see engine.run."""
+"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see stages.run."""
 
 
 class StudyFailed(EckartError):
@@ -54,7 +55,7 @@ def stage(planned: Planned, execute: Execute, slots: threading.Semaphore, mirror
             return execute(planned, command, log.info)
 
     try:
-        outcome = engine.run(planned, followed)
+        outcome = stages.run(planned, followed)
     except (EckartError, OSError) as error:
         return Failed(message=str(error))
     mirror.record(outcome)
@@ -86,36 +87,33 @@ def study(
         OptionsError: the arguments contradict each other; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
+        RegistryError: the study is finished, and the registry failed.
     """
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            state = _run(Options(workers, timeout, task_runner, scheduler))
-            if promote and state.is_completed():
-                state = _promoted(state)
-        except EckartError as error:
-            state = Failed(message=str(error), data=error)  # without a traceback in the log
-    return state  # type: ignore[return-value]  # Prefect gives the caller its data, or raises it
+            outcomes = _run(Options(workers, timeout, task_runner, scheduler))
+            said = f"{summary(outcomes)} {_promoted()}" if promote else summary(outcomes)
+        except EckartError as error:  # a state, which Prefect raises to the caller: no traceback in the log
+            return Failed(message=str(error), data=error)  # type: ignore[return-value]
+    return Completed(message=said, data=outcomes)  # type: ignore[return-value]
 
 
-def _promoted(done: State[Any]) -> State[Any]:
-    """The state of a study after its best candidate was promoted, or was not: a refusal is no failure."""
+def _promoted() -> str:
+    """What came of promoting the best candidate, in words; a refusal is no failure."""
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        said = promotion().message
+        return promotion().message
     except Refused as refusal:
-        said = f"Not promoted: {refusal}"
-    except EckartError as error:
-        return Failed(message=f"{done.message} Not promoted: {error}", data=error)
-    return Completed(message=f"{done.message} {said}", data=done.data)
+        return f"Not promoted: {refusal}"
 
 
-def _run(options: Options) -> State[Any]:
+def _run(options: Options) -> list[Outcome]:
     from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
 
-    typed = warm.checked_params()
-    planned = engine.plan()
+    typed = torch_questions.checked_params()
+    planned = stages.plan()
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
     finished: dict[str, Outcome] = {}
@@ -132,9 +130,8 @@ def _run(options: Options) -> State[Any]:
     finally:
         mirror.finish(complete)
     if not complete:
-        failure = StudyFailed(_report(states, finished, len(planned)))
-        return Failed(message=str(failure), data=failure)  # raised to the caller, without a traceback in the log
-    return Completed(message=summary(list(finished.values())), data=list(finished.values()))
+        raise StudyFailed(_report(states, finished, len(planned)))
+    return list(finished.values())
 
 
 def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:
@@ -156,7 +153,7 @@ def _executor(
         with cluster.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
-        yield partial(engine.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
+        yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
 
 
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
@@ -189,7 +186,7 @@ def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
     """Stages at a time: as many as the cores allow, and one where they share a GPU."""
     if all(one.cached for one in planned):
         return 1
-    return 1 if warm.gpus() else max(1, _cores() // threads)
+    return 1 if torch_questions.gpus() else max(1, _cores() // threads)
 
 
 def _cores() -> int:
@@ -200,7 +197,7 @@ def _cores() -> int:
 def _await_records(flow_run_id: str, tasks: int) -> None:
     """Wait a little until Prefect's server has stored how every task ended.
 
-    It learns of that by events, behind the tasks; a temporary server is stopped as soon as the flow is over.
+    It learns of that by events, which come later; a temporary server is stopped as soon as the flow is over.
     """
     ended = TaskRunFilter.model_validate({"state": {"type": {"any_": [kind.value for kind in TERMINAL_STATES]}}})
     this = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
@@ -219,5 +216,5 @@ def _report(states: Mapping[str, State[Outcome]], finished: Mapping[str, Outcome
     waiting = total - len(finished) - len(failures)
     return (
         f"{len(failures)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
-        f"{causes}\nMend the cause and run again: only what is not finished will run."
+        f"{causes}\nFix the cause and run again: only what is not finished will run."
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from flows import settings
+from flows.engine.processes import terminable
 from flows.prefect_server import command
 
 
@@ -28,28 +27,23 @@ class Page:
 
 def show_pages(console: Console) -> None:
     """Start both servers, print their addresses, and stop both on Ctrl-C or when one of them ends."""
-    prefect, mlflow = _prefect(), _mlflow()
-    with _running(prefect, mlflow):
-        console.print(f"Prefect: {prefect.address}\nMLflow:  {mlflow.address}")
-        console.print("Ctrl-C stops what was started here.")
-        os.wait()  # until the first of them ends
-        sys.exit("a server ended: is its port in use? Its message is above")
-
-
-@contextmanager
-def _running(*pages: Page) -> Iterator[None]:
+    pages = {"Prefect: ": _prefect(), "MLflow:  ": _mlflow()}
     servers: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        servers += (subprocess.Popen(page.command, env=page.environment) for page in pages if page.command)
-        yield
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for server in servers:
-            server.terminate()
-        for server in servers:
-            server.wait()
+    with terminable():
+        try:
+            servers += (subprocess.Popen(page.command, env=page.environment) for page in pages.values() if page.command)
+            for name, page in pages.items():
+                console.print(f"{name}{page.address}")
+            console.print("Ctrl-C stops what was started here.")
+            os.wait()  # until the first of them ends
+            sys.exit("a server ended: is its port in use? Its message is above")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for server in servers:
+                server.terminate()
+            for server in servers:
+                server.wait()
 
 
 def _prefect() -> Page:

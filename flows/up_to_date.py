@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from flows import engine
-from flows.engine import Outcome, computed
+from flows.engine import computed, stages
+from flows.engine.stages import Outcome
 from tasks import check_params
 
 
@@ -17,7 +17,7 @@ def outcomes() -> list[Outcome] | None:
         ParamsError: params.yaml has mistakes.
         WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
-    planned = engine.plan()
+    planned = stages.plan()
     found = [one.cached for one in planned if one.cached]
     if len(found) < len(planned):
         return None

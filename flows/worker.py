@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 
-from flows import engine
-from flows.engine import Outcome, processes, remote
+from flows.engine import processes, remote, stages
 from flows.engine.remote import Entry, Order
+from flows.engine.stages import Outcome
 from tasks.errors import EckartError
 
 TOPIC = "eckart"
@@ -40,27 +40,27 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
             worker.log_event(TOPIC, (key, line, points))
 
         say(f"runs in {place}")
-        outcome = engine.run(planned, partial(engine.execute_here, planned, log=say, timeout=timeout))
+        outcome = stages.run(planned, partial(stages.execute_here, planned, log=say, timeout=timeout))
         entry = remote.publish([order.stage])[order.stage]
     except (EckartError, OSError) as error:
         return error
     return replace(outcome, place=place), entry
 
 
-def work(scheduler: str, stages: int) -> None:
-    """Run stages, as many side by side, until the scheduler at this address ends or a signal ends this process.
+def work(scheduler: str, side_by_side: int) -> None:
+    """Run stages, this many side by side, until the scheduler at this address ends or a signal ends this process.
 
     Raises:
-        WorkspaceUnusable: the working directory is none, or cannot be written.
+        WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
-    engine.check_workspace()
+    stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
     with processes.reaping():
-        asyncio.run(_work(scheduler, stages))
+        asyncio.run(_work(scheduler, side_by_side))
     os._exit(0)  # the thread of a stage that was just killed would report it as failed
 
 
-async def _work(scheduler: str, stages: int) -> None:
+async def _work(scheduler: str, side_by_side: int) -> None:
     from distributed import Status, Worker  # slow, and an optional extra
     from distributed.comm.addressing import get_address_host
     from distributed.utils import get_ip
@@ -70,7 +70,7 @@ async def _work(scheduler: str, stages: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     host = get_ip(get_address_host(scheduler))  # not on every network of this machine
-    worker = Worker(scheduler, nthreads=stages, name=f"{gethostname()}:{Path.cwd()}", host=host)
+    worker = Worker(scheduler, nthreads=side_by_side, name=f"{gethostname()}:{Path.cwd()}", host=host)
     started, asked_to_end = asyncio.ensure_future(worker), asyncio.create_task(stopped.wait())
     await asyncio.wait([started, asked_to_end], return_when=asyncio.FIRST_COMPLETED)
     if started.done():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -82,16 +81,6 @@ def held(folder: Path) -> Iterator[IO[str]]:
         yield file
 
 
-@contextmanager
-def terminable() -> Iterator[None]:
-    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def follow(folder: Path) -> None:
     """Bring `folder` to the present commit and raw data; outputs that are there stay.
 
@@ -122,7 +111,7 @@ def check_out(folder: Path, revision: str) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    # Else git would go up to the main workspace and change that one.
+    # Otherwise git would go up to the main workspace and change that one.
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
     own = Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
     if not own or git(folder, *where) != git(Path(), *where):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -22,7 +21,7 @@ from transformers import (
 from tasks import packages
 from tasks.dataset import Task
 from tasks.kinds import kind_of
-from tasks.models import check_weights
+from tasks.models import UNLOADABLE, check_weights
 from tasks.params import Model
 from tasks.stage import StageError
 
@@ -61,7 +60,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             model = kind.auto.from_pretrained(
                 source, use_safetensors=True, dtype=getattr(torch, params.dtype), **options, **kind.head(task)
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
             ) from error

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import onnx
@@ -16,7 +15,7 @@ from tasks.batches import batches, encoded
 from tasks.candidate_files import FINETUNED
 from tasks.dataset import SPLITS, load_task
 from tasks.kinds import kind_of
-from tasks.models import load
+from tasks.models import UNLOADABLE, load
 from tasks.stage import StageError, quiet
 
 _ROWS = 256  # of the test split, at most
@@ -36,7 +35,7 @@ def to_onnx(name: str, file: Path) -> str:
     quiet()
     try:
         model, tokenizer = load(folder, _auto(), torch.float32)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except UNLOADABLE as error:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
         raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")

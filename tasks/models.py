@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +24,8 @@ UNTAUGHT = Path("models/untaught")
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
 """A recipe's source → where that model lies."""
 CONTROL = Path("models/control")
+UNLOADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
+"""What transformers raises where a folder holds no model, another one, or a damaged one."""
 
 
 def load(

@@ -313,7 +313,6 @@ class TestServers:
 
             monkeypatch.setattr(ui.subprocess, "Popen", Started)
             monkeypatch.setattr(ui.os, "wait", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-            monkeypatch.setattr(ui.signal, "signal", lambda *_: None)
             console = Console(width=200, record=True)
             ui.show_pages(console)
             return console.export_text(), commands

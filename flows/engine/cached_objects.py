@@ -1,52 +1,61 @@
 """The objects of DVC's cache, as plain files: do their bytes have the digest that is their name?
 
-DVC takes a read-only object for whole and never reads it again: what a disk damages goes on into every workspace.
+DVC trusts a read-only object and never reads it again: what a disk damages would spread into every workspace.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dvc_data.hashfile.hash import file_md5
 from dvc_data.hashfile.tree import Tree
 
+log = logging.getLogger(__name__)
+
 _FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
-
-
-class Unknown(LookupError):
-    """The cache has no readable list of a folder's files."""
 
 
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
     """The objects of an output whose bytes have another digest than their name says. All bytes are read.
 
-    Objects that are missing are none of these. Where a folder's list of files is corrupt it is the only one named,
-    for what it lists cannot be trusted.
+    Missing objects are not reported. Where a folder's list of files is corrupt only the list is named, since what it
+    lists cannot be trusted.
 
     Args:
         cache_dir: as `dvc cache dir` names it.
         digest: of the output, as in dvc.lock; that of a folder ends with `.dir`.
     """
-    wanted = {digest} if digest else set()
-    if digest.endswith(_FOLDER):
-        path = object_path(cache_dir, digest)
-        if path.exists() and not _whole(path, digest):
-            return [path]
-        wanted = set(_listing(path).values()) if path.exists() else set()
-    objects = {each: object_path(cache_dir, each) for each in wanted}
-    return sorted(path for each, path in objects.items() if path.exists() and not _whole(path, each))
+    path = object_path(cache_dir, digest)
+    if path.is_file() and not _whole(path, digest):
+        return [path]
+    listed = set(_listing(path).values()) if digest.endswith(_FOLDER) and path.exists() else set()
+    return sorted(found for each in listed for found in corrupted(cache_dir, each))
+
+
+def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
+    """Remove the corrupt objects of these outputs; which they were.
+
+    DVC would use them as they are, and never write them anew.
+    """
+    corrupt = sorted({path for digest in digests for path in corrupted(cache_dir, digest)})
+    for path in corrupt:
+        log.warning(
+            "object %s of DVC's cache is corrupt; it is made again, or fetched", f"{path.parent.name}{path.name}"
+        )
+        path.unlink()
+    return corrupt
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:
-    """Digests of the objects of an output that are not there; of a folder without its list, that of the list alone."""
-    try:
-        wanted = {digest, *files(cache_dir, digest).values()}
-    except Unknown:
+    """Digests of the objects of an output that are not there; for a folder without its list, only that of the list."""
+    listed = files(cache_dir, digest)
+    if listed is None:
         return {digest}
-    return {each for each in wanted if not object_path(cache_dir, each).exists()}
+    return {each for each in (digest, *listed.values()) if not object_path(cache_dir, each).exists()}
 
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
@@ -55,7 +64,7 @@ def copy(cache_dir: Path, digest: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if digest.endswith(_FOLDER):
         target.mkdir()
-    for name, each in files(cache_dir, digest).items():
+    for name, each in (files(cache_dir, digest) or {}).items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(object_path(cache_dir, each), target / name)
 
@@ -68,18 +77,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def files(cache_dir: Path, digest: str) -> dict[str, str]:
-    """Path within an output → digest, as `measured` gives them.
-
-    Raises:
-        Unknown: it is a folder whose list is missing or corrupt.
-    """
+def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
+    """Path within an output → digest, as `measured` gives them; None for a folder whose list is missing or corrupt."""
     if not digest.endswith(_FOLDER):
         return {"": digest}
     path = object_path(cache_dir, digest)
-    if not path.exists() or not _whole(path, digest):
-        raise Unknown(f"the cache has no list of the files of {digest}")
-    return _listing(path)
+    return _listing(path) if path.exists() and _whole(path, digest) else None
 
 
 def measured(path: Path) -> dict[str, str]:

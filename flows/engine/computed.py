@@ -1,4 +1,4 @@
-"""What was computed, and how long it took, whatever the recipe is called that it was computed for.
+"""What was computed and how long it took, to be found again under any recipe's name.
 
 DVC's run cache knows a stage by its command, in which the recipe's name stands, and forgets the time. So this lies
 beside its cache, and is shared like it.
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Computed:
     """A computation that was executed.
 
-    seconds: None if another workspace did it, and did not know.
+    seconds: None if another workspace did it and did not know.
     outs: digest and size of each output, as DVC writes them, in the order of the stage.
     """
 

@@ -1,6 +1,6 @@
-"""Who may do what at a time: DVC's locks, waited for, and the machine's, which a measurement has to itself.
+"""Locks: DVC's, for which we wait, and one on the machine, which a measurement has to itself.
 
-DVC's own locks fail rather than wait. Its locks on paths belong to a process, so that threads count among themselves.
+DVC's own locks fail instead of waiting. Its locks on paths belong to a process, so its threads count their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 @contextmanager
 def repository() -> Iterator[Repo]:
-    """The workspace as DVC sees it; of what happens to a stage the flow tells, not DVC."""
+    """The workspace as DVC sees it; the flow reports what happens to a stage, so DVC keeps quiet."""
     logging.getLogger("dvc").setLevel(logging.WARNING)
     with Repo(_wait_for_lock=True) as repo:
         yield repo
@@ -45,7 +45,7 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Stages share the machine, but for one that must have it alone; among all flows of this user, of any workspace."""
+    """Stages share the machine, except one that must have it alone; this holds for all flows of this user."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from flows import forked_stage
+from flows.engine import forked_stage
 from flows.settings import shown
 from tasks.errors import EckartError
 
@@ -63,7 +63,7 @@ def run(
             group, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(group)
         expired = threading.Event()
-        # Ends what the stage leaves behind, which would else hold its output open.
+        # Kills what the stage leaves behind, which would otherwise hold its output open.
         reaper = threading.Thread(target=_bury, args=(group, exit_code), daemon=True)
         reaper.start()
 
@@ -88,15 +88,13 @@ def run(
     if expired.is_set():
         raise CommandFailed(f"{command}: stopped after {timeout:g} s")
     if code:
-        raise CommandFailed(
-            last if code == 1 and last else f"{command}: ended with code {code}; its last words: {last}"
-        )
+        raise CommandFailed(last if code == 1 and last else f"{command}: ended with code {code}; its last line: {last}")
     return time.perf_counter() - start
 
 
 @contextmanager
 def reaping() -> Iterator[None]:
-    """Whatever ends the flow, no stage goes on and none begins."""
+    """When the flow ends, for whatever reason, its stages are killed and none begins."""
     _stopping.clear()
     try:
         yield
@@ -105,6 +103,16 @@ def reaping() -> Iterator[None]:
             _stopping.set()
             for group in list(_running):
                 _kill(group)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _bury(group: int, exit_code: Callable[[], int]) -> None:
@@ -121,10 +129,9 @@ def _kill(group: int) -> None:
 
 
 def _module(command: str) -> list[str] | None:
-    """`[module, *arguments]` if the command is `python -m tasks.…`."""
-    words = shlex.split(command)
-    warm = words[:2] == ["python", "-m"] and words[2:] and words[2].startswith("tasks.")
-    return words[2:] if warm else None
+    """`[module, *arguments]` if the command is `python -m tasks.…` and nothing that takes a shell."""
+    warm = command.startswith("python -m tasks.") and not set(command) & set("&|;<>$`")
+    return shlex.split(command)[2:] if warm else None
 
 
 @contextmanager
@@ -133,7 +140,7 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[in
     reader, writer = _context.Pipe(duplex=False)
     process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
     process.start()
-    # Else the start of another stage asks for this one's end, too: who asks second is told of code 255.
+    # Otherwise the start of another stage would wait for this one, too, and whoever waits second gets exit code 255.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     writer.close()
     assert process.pid

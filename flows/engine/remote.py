@@ -78,10 +78,10 @@ def accept(order: Order) -> Planned:
     """Pull what the stage reads and is not in this workspace as it should be.
 
     Raises:
-        TransportFailed: the remote does not give it.
-        NotTheSame: code, parameters or data of this workspace are others.
+        TransportFailed: the remote does not have it.
+        NotTheSame: code, parameters or data of this workspace differ.
     """
-    with repository() as repo, bookkeeping(repo), _transport(f"pulling what {order.stage} reads"):
+    with _transport(f"pulling what {order.stage} reads") as repo:
         stages = _stages(repo)
         if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
             raise NotTheSame(f"{_here()} has no stage {', '.join(missing)}: bring it up to date")
@@ -105,8 +105,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
     Raises:
         TransportFailed: it cannot be pushed.
     """
-    what = f"pushing what {', '.join(names)} wrote"
-    with repository() as repo, bookkeeping(repo), _transport(what):
+    with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
             for objects in stages[name].get_used_objs(push=True).values():
@@ -119,10 +118,10 @@ def fetch(order: Order, entry: Entry) -> None:
     """Put here what another workspace wrote when it ran the order; `run` around this records it.
 
     Raises:
-        TransportFailed: the remote does not give it.
+        TransportFailed: the remote does not have it.
         StageChanged: the stage, or what it reads here, is not what was ordered any more.
     """
-    with repository() as repo, bookkeeping(repo), _transport(f"pulling what {order.stage} wrote"):
+    with _transport(f"pulling what {order.stage} wrote") as repo:
         stage = _stages(repo)[order.stage]
         stage.save_deps()
         if changed := _differences(stage, order):
@@ -154,7 +153,7 @@ def push() -> set[str]:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    with repository() as repo, bookkeeping(repo), _remote_used("pushing"):
+    with _transport("pushing") as repo:
         repo.push(run_cache=True)
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
         lacking: set[str] = set()
@@ -173,7 +172,7 @@ def pull() -> list[str]:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    with repository() as repo, bookkeeping(repo), _remote_used("pulling"):
+    with _transport("pulling") as repo:
         repo.stage_cache.pull(None)
         stages = reversed(list(networkx.topological_sort(repo.index.graph)))
         return [stage.addressing for stage in stages if not _pulled(repo, stage)]
@@ -185,7 +184,7 @@ def fetch_objects(digests: Iterable[str]) -> None:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    with repository() as repo, bookkeeping(repo), _remote_used("pulling"):
+    with _transport("pulling") as repo:
         repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
 
 
@@ -209,7 +208,7 @@ def own_cache(folder: Path) -> None:
 
 
 def _pulled(repo: Repo, stage: Stage) -> bool:
-    """Whether the stage is up to date, now or before; what a person edited stays as it is."""
+    """Bring a stage up to date; whether it is. What a person edited stays as it is."""
     if not stage.changed():
         return True
     if not all(dep.exists for dep in stage.deps):  # the stage that writes it could not be had
@@ -242,37 +241,23 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
     for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
         for objects in out.get_used_objs(filter_info=part).values():
             repo.cloud.pull(objects)  # it warns of what the remote lacks
-        corrupt = _corrupt(cache_dir, out, part)
-        if not corrupt:
+        wanted = _wanted(cache_dir, out, part)
+        if not (corrupt := cached_objects.discard_corrupt(cache_dir, wanted)):
             break
-        for path in corrupt:
-            path.unlink()
     else:
         raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
-    if not _have(cache_dir, out, part):
-        raise TransportFailed("the DVC remote does not give it")
+    if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
+        raise TransportFailed("the DVC remote does not have it")
     out.checkout(filter_info=part, force=True)
 
 
-def _corrupt(cache_dir: Path, out: Output, part: str) -> list[Path]:
-    folder = cached_objects.corrupted(cache_dir, str(out.hash_info.value)) if out.fs_path == part else []
-    return folder or [
-        path for digest in _wanted(cache_dir, out, part) for path in cached_objects.corrupted(cache_dir, digest)
-    ]
-
-
-def _have(cache_dir: Path, out: Output, part: str) -> bool:
-    wanted = _wanted(cache_dir, out, part)
-    return bool(wanted) and all(cached_objects.object_path(cache_dir, digest).exists() for digest in wanted)
-
-
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
-    """Digests of the files of an output at the path `part`; none where the list of its files is not to be had."""
-    try:
-        files = cached_objects.files(cache_dir, str(out.hash_info.value))
-    except cached_objects.Unknown:
-        return []
-    return [digest for name, digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+    """Digests of an output, or of its files at the path `part` if its list of files is there."""
+    digest = str(out.hash_info.value)
+    files = cached_objects.files(cache_dir, digest)
+    if out.fs_path == part or files is None:
+        return [digest]
+    return [each for name, each in files.items() if Path(out.fs_path, name).is_relative_to(part)]
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
@@ -281,7 +266,7 @@ def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
 
 
 def _differences(stage: PipelineStage, order: Order) -> list[str]:
-    """What the stage reads here, or is here, and was not when it was ordered."""
+    """What differs here from when the stage was ordered: files that it reads, or the stage itself."""
     reads = noted_digests(stage)
     paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
     return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
@@ -292,21 +277,17 @@ def _here() -> str:
 
 
 @contextmanager
-def _transport(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (NotTheSame, StageChanged):
-        raise
-    except Exception as error:  # each kind of remote fails in its own way
-        raise TransportFailed(f"{what}: {shown(str(error))}") from error
-
-
-@contextmanager
-def _remote_used(what: str) -> Iterator[None]:
-    try:
-        yield
-    except LockError as error:
-        raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
-    except Exception as error:  # each kind of remote fails in its own way
-        cause = shown(str(error))
-        raise TransportFailed(f"{what}: the DVC remote cannot be used: {cause}; `dvc remote list` names it") from error
+def _transport(what: str) -> Iterator[Repo]:
+    """The workspace as DVC sees it, for as long as `what` is done with its remote."""
+    with repository() as repo, bookkeeping(repo):
+        try:
+            yield repo
+        except (NotTheSame, StageChanged):
+            raise
+        except TransportFailed as error:
+            raise TransportFailed(f"{what}: {error}") from error
+        except LockError as error:
+            raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
+        except Exception as error:  # each kind of remote fails in its own way
+            cause = f"the DVC remote cannot be used: {shown(str(error))}; `dvc remote list` names it"
+            raise TransportFailed(f"{what}: {cause}") from error

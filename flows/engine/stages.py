@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import networkx
-from dvc.dependency import Dependency, ParamsDependency
+from dvc.dependency import ParamsDependency
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
@@ -58,7 +58,7 @@ class Outcome:
     stage: str
     status: Status
     seconds: float | None
-    """That its commands ran when this was computed; None if that was not with this cache."""
+    """How long its command ran when this was computed; None if that was with another cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Planned:
     definition: str
     """Digest of command, parameters and paths, as they were when the plan was made."""
     twin: str | None
-    """A stage that is the same but for the recipe's name, as are all before it; of several the one to wait for."""
+    """A stage to wait for, since it computes the same under another recipe's name, as do all before it."""
     cached: Outcome | None
     """Set if the stage and all before it were up to date when the plan was made."""
 
@@ -123,7 +123,7 @@ def plan() -> list[Planned]:
 
 
 def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """For each stage that of its kind with which to begin, if it is another."""
+    """For each stage the first of its kind, whose result it takes; None for the first itself."""
     first: dict[int, str] = {}
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
@@ -132,11 +132,11 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
 
 
 def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
-    """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its commands.
+    """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its command.
 
     Args:
-        execute: runs one command and says how many seconds it took; or brings what all of them write from another
-            workspace, and gives the outcome there.
+        execute: runs the command and says how many seconds it took; or brings what it writes from another workspace,
+            and gives the outcome there.
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
@@ -148,32 +148,30 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        there, seconds = None, 0.0
-        for command in _commands(stage) if status == "Executed" else ():
-            done = execute(command)
-            if isinstance(done, Outcome):  # another workspace has run all of them
-                there = done
-                break
-            seconds += done
+        done = execute(_command(stage)) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
                 if changed := [path for path, digest in noted_digests(stage).items() if before[path] != digest]:
                     raise StageChanged(f"{', '.join(changed)} changed while {planned.name} ran; run again")
                 stage.save()
-                _discard_corrupt(repo, stage)
+                _discard_corrupt(stage)
                 stage.commit()
                 lock_file.write(stage)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
-                made = Computed(there.seconds if there else seconds, outs)
-                computed.keep(_cache(stage), _computation(stage, definition), made)
+                seconds = done.seconds if isinstance(done, Outcome) else done
+                computed.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
             here = _outcome(stage, status, definition)
-    return _made_there(here, there) if there else here
+    if not isinstance(done, Outcome):
+        return here
+    # A workspace that had the result already has it from a run that was cut off.
+    return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
 
 
-def _commands(stage: PipelineStage) -> list[str]:
-    return stage.cmd if isinstance(stage.cmd, list) else [stage.cmd]
+def _command(stage: PipelineStage) -> str:
+    """dvc.yaml may give a list, in which each command must succeed before the next."""
+    return stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
@@ -190,21 +188,15 @@ def execute_here(planned: Planned, command: str, log: Callable[[str], None], tim
         return processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
 
 
-def _made_there(here: Outcome, there: Outcome) -> Outcome:
-    # A workspace that had the result already has it from a run that was cut off.
-    status: Status = "Executed" if there.status == "Executed" else "Restored"
-    return replace(here, status=status, place=there.place)
-
-
 def _up_to_date(stage: PipelineStage) -> bool:
     try:
         return not stage.changed()
-    except LockError:  # another flow is at it: ask again when it is done
+    except LockError:  # another flow works on it: ask again when it is done
         return False
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """DVC's verdict. A stale stage's outputs are removed, and what it is about to read is noted in it."""
+    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what it is about to read."""
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
@@ -212,11 +204,11 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
         restored = restore(repo, stage)
     finally:
         stage.save_deps()
-    return "Restored" if restored or _take(repo, stage, definition) else "Executed"
+    return "Restored" if restored or _take(stage, definition) else "Executed"
 
 
-def _take(repo: Repo, stage: PipelineStage, definition: str) -> bool:
-    """Take what the same computation gave under another name of its recipe, a twin's, if the cache still has it."""
+def _take(stage: PipelineStage, definition: str) -> bool:
+    """Take the result of the same computation under another recipe's name, if the cache still has it."""
     found = computed.known(_cache(stage), _computation(stage, definition))
     if not found:
         return False
@@ -226,11 +218,7 @@ def _take(repo: Repo, stage: PipelineStage, definition: str) -> bool:
         return False
     for out in stage.outs:
         out.checkout()
-    return _is_whole(repo, stage)
-
-
-def _files(stage: PipelineStage) -> list[Dependency]:
-    return [dep for dep in stage.deps if not isinstance(dep, ParamsDependency)]
+    return _is_whole(stage)
 
 
 def _nameless(name: str, definition: str) -> str:
@@ -253,30 +241,20 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
         repo.stage_cache.restore(stage, pull=pull)
     except RunCacheNotFoundError:
         return False
-    return _is_whole(repo, stage)
+    return _is_whole(stage)
 
 
-def _is_whole(repo: Repo, stage: PipelineStage) -> bool:
-    """Whether the outputs that were checked out are what they should be; else they are removed again."""
-    if not _discard_corrupt(repo, stage):
+def _is_whole(stage: PipelineStage) -> bool:
+    """Whether the outputs that were checked out are what they should be; if not they are removed again."""
+    if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
     return False
 
 
-def _discard_corrupt(repo: Repo, stage: PipelineStage) -> bool:
-    """Remove the objects of a stage's outputs that are corrupt; whether there were any.
-
-    DVC takes a read-only object of its cache for whole: it would be checked out as it is, and never be written anew.
-    """
-    digests = _digests(to_single_stage_lockfile(stage)).values()
-    corrupt = [
-        path for digest in digests for path in cached_objects.corrupted(Path(repo.cache.local_cache_dir), digest)
-    ]
-    for path in corrupt:
-        log.warning("%s: object %s of DVC's cache is corrupt; it is made again", stage.name, path.name)
-        path.unlink()
-    return bool(corrupt)
+def _discard_corrupt(stage: PipelineStage) -> bool:
+    """Remove the objects of a stage's outputs that are corrupt; whether there were any."""
+    return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
@@ -348,9 +326,11 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     # Taken from the stage, not by reading dvc.lock: DVC rewrites that file in place.
     entry = to_single_stage_lockfile(stage)
-    deps, params = _inputs(entry)
+    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
+    params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
+    key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
     found = computed.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, found.seconds if found else None, _key(stage), deps, params, _digests(entry))
+    return Outcome(stage.name, status, found.seconds if found else None, key, deps, params, _digests(entry))
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -358,20 +338,9 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Digest of what is computed: of all that makes its key, but for its recipe's name."""
-    read = [str(dep.hash_info.value) for dep in _files(stage)]
+    """Digest of what is computed: like its key, but without its recipe's name."""
+    read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
-
-
-def _key(stage: PipelineStage) -> str:
-    entry = to_single_stage_lockfile(stage)
-    return hashlib.sha256(json.dumps([entry["cmd"], *_inputs(entry)], sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _inputs(entry: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The digests of what a stage read, and its parameters."""
-    deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
-    return deps, {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
 
 
 def _cache(stage: PipelineStage) -> Path:

@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
-from pydantic import BaseModel
 
-from flows import engine, settings
-from flows.engine import Outcome
+from flows import settings
+from flows.engine import stages
+from flows.engine.stages import Outcome
 from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
-from flows.registry.versions import NothingBefore, Registry, now
+from flows.registry.versions import Registry, now
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
@@ -35,8 +35,6 @@ from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
 from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation
 
-Report = TypeVar("Report", bound=BaseModel)
-
 _TEST = "eckart.test"
 """Tag: DVC's digest of the test rows that a version was gated on."""
 
@@ -45,8 +43,6 @@ _TEST = "eckart.test"
 class Decision:
     """What came of a promotion that was not refused."""
 
-    candidate: str
-    version: str
     message: str
     gates: tuple[Gate, ...]
     """Empty where the candidate was the champion before."""
@@ -76,22 +72,20 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
 
 
 def rollback() -> str:
-    """Go back to the version that the champion replaced; what was done.
+    """Go back to the version that the champion replaced, and say what was done.
 
     Raises:
-        Refused: there is none, or it does not answer; the champion stays.
+        NothingBefore: there is none; the champion stays.
+        SmokeFailed: it does not answer, or a champion that an earlier promotion left did not and was taken back.
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
     with versions.connected(check_params.section("promotion").model) as models:
-        try:
-            models.settle()
-            before, after = models.roll_back()
-        except (NothingBefore, SmokeFailed) as error:
-            raise Refused(str(error)) from error
+        models.settle()
+        before, after = models.roll_back()
     return (
         f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
-        "only `promote --again` takes it once more."
+        "only `promote --again` takes it again."
     )
 
 
@@ -125,8 +119,7 @@ def _promote(terms: Terms, again: bool) -> Decision:
 def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Decision | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    number = str(champion.version)
-    return Decision(candidate.name, number, f"{candidate.name} is the champion already (version {number})", ())
+    return Decision(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Decision:
@@ -147,7 +140,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Decision(candidate.name, version, message, passed)
+    return Decision(message, passed)
 
 
 def choose(terms: Terms) -> Recorded:
@@ -178,7 +171,7 @@ def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
 
 def _candidates() -> list[Recorded]:
     """The candidates of the study, with the numbers that its stages wrote."""
-    planned = engine.plan()
+    planned = stages.plan()
     if stale := [one.name for one in planned if not one.cached]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
@@ -187,9 +180,9 @@ def _candidates() -> list[Recorded]:
 
 
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
-    evaluation = _report(outcomes[f"evaluate@{name}"], EVALUATIONS / f"{name}.json", Evaluation)
-    benchmark = _report(outcomes[f"benchmark@{name}"], BENCHMARKS / f"{name}.json", Benchmark)
-    dense = _report(outcomes["dense"], DENSE_METRICS, DenseReport)
+    evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
+    benchmark = Benchmark.model_validate_json((BENCHMARKS / f"{name}.json").read_text())
+    dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
     own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
     return Recorded(
@@ -206,11 +199,6 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
         outcomes=own,
         inputs={path: md5 for one in read for path, md5 in one.deps.items() if path.startswith(("data/", "models/"))},
     )
-
-
-def _report(outcome: Outcome, path: Path, kind: type[Report]) -> Report:
-    gates.unchanged(path, outcome.outs[str(path)])
-    return kind.model_validate_json(path.read_text())
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from flows.engine import Outcome, cached_objects
+from flows.engine import cached_objects
+from flows.engine.stages import Outcome
 from tasks.check_params import Promotion
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.errors import EckartError
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS, MetricName
-from tasks.models import check_length, load
+from tasks.models import UNLOADABLE, check_length, load
 from tasks.stage import StageError, quiet
 
 TEST = SPLITS / "test.parquet"
@@ -47,7 +47,7 @@ class Gate:
 
     @property
     def excess(self) -> float:
-        """How far the value is beyond the limit; negative if it keeps it."""
+        """How far the value is beyond the limit; negative if it is within."""
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property
@@ -156,7 +156,8 @@ def measure(
     Raises:
         Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
     """
-    unchanged(TEST, candidate.test)
+    if digest(TEST) != candidate.test:
+        raise Refused(f"{TEST} has changed since the study was found up to date: run `python -m flows run` first")
     task, rows = load_task(), len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
@@ -181,16 +182,6 @@ def questions() -> pd.DataFrame:
 def _smoked(task: Task) -> pd.DataFrame:
     rows = load_split("test").head(SMOKED)
     return rows.assign(text=rows["text"].str[:_LONGEST]) if task.kind == "language_modeling" else rows
-
-
-def unchanged(path: Path, content: str) -> None:
-    """Check that a file is the one that DVC has recorded.
-
-    Raises:
-        Refused: something has changed it since.
-    """
-    if digest(path) != content:
-        raise Refused(f"{path} has changed since the study was found up to date: run `python -m flows run` first")
 
 
 def _same_files(files: Path, candidate: Recorded) -> Gate:
@@ -249,7 +240,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
         model, tokenizer = load(champion.files, kind_of(task).auto)
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
-    except (StageError, OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (StageError, *UNLOADABLE) as error:
         raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
         raise Refused(f"{what} {difference}; they cannot be compared: {advice}")

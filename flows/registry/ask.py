@@ -65,4 +65,4 @@ def _predict(model: str, question: Path, answer: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
     if done.returncode:
-        raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a word")
+        raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a message")

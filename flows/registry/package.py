@@ -16,6 +16,7 @@ from mlflow.types.schema import Array, ColSpec, DataType, Schema
 import eckart
 from flows.registry import served
 from tasks.dataset import Task
+from tasks.kinds import kind_of
 
 MODEL = "artifacts/model"
 """Where a version has its Hugging Face folder."""
@@ -50,7 +51,8 @@ def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, co
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
     """What `Served` is told."""
     read = ("kind", "max_length", "target_length", "prefix", "stride")
-    return {**task.model_dump(include=set(read)), "batch_size": batch_size, "continuation": continuation}
+    auto = kind_of(task).auto.__name__
+    return {**task.model_dump(include=set(read)), "auto": auto, "batch_size": batch_size, "continuation": continuation}
 
 
 def questions(task: Task, pairs: bool) -> Schema:

@@ -12,20 +12,13 @@ import mlflow
 import numpy as np
 import pandas as pd
 import torch
+import transformers
 from mlflow.pyfunc import PythonModel, PythonModelContext
 from mlflow.types.schema import Array, ColSpec, DataType, Schema
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BatchEncoding,
-)
+from transformers import AutoTokenizer, BatchEncoding
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 import eckart as eckart  # teaches transformers the format
@@ -48,21 +41,13 @@ ANSWERS: Mapping[str, Schema] = {
 }
 """Kind of task → the columns of an answer (docs/promotion.md says what they hold)."""
 
-_MODELS: Mapping[str, Any] = {
-    "classification": AutoModelForSequenceClassification,
-    "regression": AutoModelForSequenceClassification,
-    "token_classification": AutoModelForTokenClassification,
-    "question_answering": AutoModelForQuestionAnswering,
-    "summarization": AutoModelForSeq2SeqLM,
-    "language_modeling": AutoModelForCausalLM,
-}
-
 
 class Served(PythonModel):
     """A model of any kind of task.
 
-    `model_config` gives the `kind`, `max_length` in tokens and `batch_size` in rows, windows or blocks; and those of
-    these that the kind reads: `target_length` and `continuation`, tokens to be written, `prefix` and `stride`.
+    `model_config` gives the `kind`, the class of transformers that loads it (`auto`), `max_length` in tokens and
+    `batch_size` in rows, windows or blocks; and those of these that the kind reads: `target_length` and
+    `continuation`, tokens to be written, `prefix` and `stride`.
     """
 
     def load_context(self, context: PythonModelContext) -> None:
@@ -74,7 +59,7 @@ class Served(PythonModel):
         folder = context.artifacts["model"]
         self._settings = context.model_config
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = _MODELS[self._settings["kind"]].from_pretrained(
+        model = getattr(transformers, self._settings["auto"]).from_pretrained(
             folder, dtype="auto", use_safetensors=True, trust_remote_code=False
         )
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -136,7 +136,7 @@ class Registry:
         return self.version(number) if number else None
 
     def before(self, version: ModelVersion) -> str | None:
-        """The champion before `version`; None if there was none, or if the alias was set by hand and nobody knows.
+        """The champion before `version`; None if there was none, or if the alias was set by hand: then none is known.
 
         That is the version promoted last before it, leaving out those that someone went back from. A version that has
         yet to answer comes after all others.
@@ -200,7 +200,7 @@ class Registry:
         )
 
     def fetch(self, number: str, folder: Path) -> Path:
-        """Download a version into `folder`; where its Hugging Face folder is, if all is as `promote` made it.
+        """Download a version into `folder`; the path of its Hugging Face folder, if it is as `promote` made it.
 
         Two folders above that is the version as MLflow loads it.
         """
@@ -208,12 +208,12 @@ class Registry:
         try:
             files = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(folder)))
         except Exception as error:  # of any store; the registry itself has just answered
-            log.warning("the files of version %s cannot be had: %s", number, shown(str(error)))
+            log.warning("the files of version %s cannot be fetched: %s", number, shown(str(error)))
             files = folder
         return files / package.MODEL
 
     def smoke(self, reference: str) -> None:
-        """See that a version, `/3` or `@champion`, is loaded and answers.
+        """Check that a version, `/3` or `@champion`, loads and answers.
 
         Raises:
             SmokeFailed: it does not, while the registry does.
@@ -298,7 +298,7 @@ class Registry:
         return True
 
     def _take_back(self, number: str) -> None:
-        """Make the champion before version `number` the champion; where there was none there is none again."""
+        """Make the champion before version `number` the champion again; if there was none, there is none."""
         self._unmark(number, PROMOTED_AT)  # nobody should go back to what does not answer
         if before := self.before(self.version(number)):
             self._move(before)

@@ -23,14 +23,12 @@ from typing import Any, Concatenate, ParamSpec
 
 import psutil
 from mlflow import MlflowClient
-from mlflow.data.code_dataset_source import CodeDatasetSource
-from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 from pydantic import BaseModel
 
-from flows.engine import Outcome, Planned
+from flows.engine.stages import Outcome, Planned
 from flows.settings import MLFLOW_ADDRESS, shown
 
 log = logging.getLogger(__name__)
@@ -105,20 +103,20 @@ class Mirror:
             self._open(candidate, self.origin)
         curves = [Path(path) for path in planned.writes if path.endswith(".jsonl")]
         ended = threading.Event()
-        watchers = [threading.Thread(target=self._watch, args=(candidate, file, ended)) for file in curves]
-        for watcher in watchers:
-            watcher.start()
+        watcher = threading.Thread(target=self._watch, args=(candidate, curves, ended))
+        watcher.start()
         try:
             yield
         finally:
             ended.set()
-            for watcher in watchers:
-                watcher.join()
+            watcher.join()
 
-    def _watch(self, candidate: str, file: Path, ended: threading.Event) -> None:
-        while not ended.wait(_POLL):
-            self._log_curve(candidate, file)
-        self._log_curve(candidate, file)
+    def _watch(self, candidate: str, curves: Sequence[Path], ended: threading.Event) -> None:
+        over = False
+        while not over:
+            over = ended.wait(_POLL)  # and once more then
+            for file in curves:
+                self._log_curve(candidate, file)
 
     @_mirrored
     def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
@@ -150,7 +148,7 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; the last one that a candidate's run tells of completes it, or finds an earlier."""
+        """Note that a stage is done; after its last stage a candidate's run is completed, or an earlier one found."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
             for candidate, stages in self._stages.items():
@@ -305,9 +303,7 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
     read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
     return [
         DatasetInput(
-            MetaDataset(  # type: ignore[abstract]
-                CodeDatasetSource(tags={"dvc.path": path}), name=path, digest=md5
-            )._to_mlflow_entity(),
+            Dataset(path, md5, source_type="code", source=json.dumps({"tags": {"dvc.path": path}})),
             [InputTag("mlflow.data.context", Path(path).stem)],
         )
         for path, md5 in read.items()
@@ -315,12 +311,12 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
 
 
 def _process(process: psutil.Process) -> str:
-    """A name that no other process ever had: numbers are given again, and on every machine."""
+    """A name that no other process ever had: numbers are used again, and by every machine."""
     return f"{platform.node()} {process.pid} {process.create_time():.2f}"
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a process of this machine is no more; of other machines nothing is known."""
+    """Whether a process of this machine has ended; of other machines nothing is known."""
     node, number, _ = name.rsplit(" ", 2)
     if node != platform.node():
         return False

@@ -21,10 +21,12 @@ from mlflow import MlflowClient
 from prefect import allow_failure
 from ruamel.yaml import YAML
 
-from flows import cluster, engine, workspaces
-from flows.engine import Planned, cached_objects, processes, remote
+from flows import cluster, workspaces
+from flows.engine import cached_objects, processes, remote
+from flows.engine import stages as engine
+from flows.engine.options import Options, OptionsError
 from flows.engine.remote import NotTheSame, TransportFailed
-from flows.options import Options, OptionsError
+from flows.engine.stages import Planned
 from flows.study import _run_all
 from tests.flows.forked import Command
 from tests.flows.servers import until
@@ -268,8 +270,9 @@ DRIVER = """\
 import json, sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from flows import cluster, engine
+from flows import cluster
 from flows.engine import processes
+from flows.engine import stages as engine
 from tasks.errors import EckartError
 
 def run(one):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows import engine
 from flows.engine import cached_objects, lock_file, locks, processes
+from flows.engine import stages as engine
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -320,7 +320,7 @@ def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
 
 def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
     script = (
-        "from pathlib import Path; from flows import engine; from flows.engine import processes\n"
+        "from pathlib import Path; from flows.engine import processes, stages as engine\n"
         "root = Path.cwd()\n"
         "for one in engine.plan():\n"
         "    engine.run(one, lambda command: processes.run(command, root, print, {}))\n"
@@ -346,7 +346,7 @@ def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> 
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(watched, [planned("work@a", alone=True), planned("work@b")]))
-    assert len(said) == 8
+    assert len(said) == 4
     for begins, ends in zip(said[::2], said[1::2], strict=True):
         assert (begins[1], ends) == ("begins", (begins[0], "ends"))
 
@@ -355,7 +355,7 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
     """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
     script = (
-        "from pathlib import Path; from flows import engine; from flows.engine import processes\n"
+        "from pathlib import Path; from flows.engine import processes, stages as engine\n"
         "root = Path.cwd()\n"
         "engine.run(engine.plan()[0], lambda command: processes.run(command, root, print, {}))\n"
     )
@@ -449,7 +449,7 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     run_all(workspace)
     expected = entries(workspace)
     script = (
-        "import resource, sys\nfrom flows import engine; from flows.engine import processes\n"
+        "import resource, sys\nfrom flows.engine import processes, stages as engine\n"
         "stages = engine.plan()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"

@@ -18,8 +18,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
-from flows import engine
 from flows.engine import processes
+from flows.engine import stages as engine
 from flows.promotion import flow as promotion
 from flows.promotion.gates import Recorded, Refused, Terms
 from flows.registry.ask import SmokeFailed

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows import engine, workspaces
 from flows import reproduce as module
+from flows import workspaces
 from flows.cli import app
 from flows.engine import cached_objects, processes, remote
+from flows.engine import stages as engine
 from flows.reproduce import CannotReproduce, Reproduction, record
 from tests.flows.toy import MLFLOW, Study, call, ran
 from tests.workspace import digests

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from flows import schedule, settings
 from flows.cli import app
-from flows.options import Options
+from flows.engine.options import Options
 from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params

@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from flows.engine import Outcome, Planned
+from flows.engine.stages import Outcome, Planned
 from flows.tracking.mirror import Mirror
 from tests.flows import forked
 

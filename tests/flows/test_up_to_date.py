@@ -8,8 +8,9 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from flows import engine, up_to_date
-from flows.engine import Outcome, Planned
+from flows import up_to_date
+from flows.engine import stages as engine
+from flows.engine.stages import Outcome, Planned
 from tests.workspace import tiny_params, write_params
 
 NAMES = ("teacher", "search@svd-0.5", "finetune@svd-0.5", "compare")

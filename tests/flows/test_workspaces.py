@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from flows import other_studies, workspaces
 from flows.cli import app
-from flows.options import Options
+from flows.engine.options import Options
 from flows.other_studies import check_committed, folder_of, prepare
 from flows.workspaces import WorkspaceError, carry
 from tasks import study_file
@@ -250,7 +250,7 @@ class TestRunning:
     def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
         script = (
             "import os, sys; from pathlib import Path\n"
-            "from flows import options, other_studies; from tasks import study_file\n"
+            "from flows import other_studies; from flows.engine import options; from tasks import study_file\n"
             "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "os.chdir(sys.argv[1])\n"
             "other_studies.run_all(study, options.Options())"

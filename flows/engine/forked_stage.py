@@ -1,7 +1,7 @@
-"""What a forked process does to be a stage's.
+"""What a forked process does to become a stage.
 
-It imports nothing of ours: `tasks` and `eckart` are to be those of the workspace that it runs in, as they are by then.
-So it stands outside engine/, whose other files would bring DVC into every stage.
+It imports nothing of ours: `tasks` and `eckart` are to be those of the workspace that it runs in, as they are by then,
+and DVC belongs into no stage.
 """
 
 from __future__ import annotations
