@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from flows import settings
+from flows import secrets, settings
 from flows.engine.options import Options
 from tasks.errors import EckartError
 
@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EckartError as error:
-            sys.exit(settings.shown(str(error)))  # it may quote what a library said of an address
+            sys.exit(secrets.shown(str(error)))  # it may quote what a library said of an address
 
 
 Workers = Annotated[int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")]
@@ -80,7 +80,7 @@ def run(
 def _by_prefect(options: Options) -> list[Outcome]:
     import httpx  # slow imports, of no use where nothing is to be run
 
-    from flows.engine.processes import terminable
+    from flows.engine.stage_processes import terminable
     from flows.study import study
 
     try:
@@ -91,7 +91,7 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 
 def _end_without_prefect(error: Exception) -> NoReturn:
-    cause = settings.shown(str(error))
+    cause = secrets.shown(str(error))
     print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
     sys.stderr.flush()
     os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events

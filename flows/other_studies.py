@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from flows import workspaces
 from flows.engine.options import Options
-from flows.engine.processes import terminable
+from flows.engine.stage_processes import terminable
 from flows.workspaces import WORKSPACES, WorkspaceError
 from tasks import trials
 from tasks.params import PARAMS

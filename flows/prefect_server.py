@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
-from flows import settings
+from flows import secrets, settings
 from tasks.errors import EckartError
 
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
@@ -62,7 +62,7 @@ def require() -> str | None:
     address = get_current_settings().api.url
     if address and not settings.answers(f"{address.rstrip('/')}/health"):
         raise ServerError(
-            f"Prefect's server at {settings.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
+            f"Prefect's server at {secrets.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
         )
     return address
 

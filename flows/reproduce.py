@@ -25,7 +25,7 @@ from dvc.scm import RevError
 from ruamel.yaml import YAML
 
 from flows import workspaces
-from flows.engine import cached_objects, locks, processes, remote, stages
+from flows.engine import cached_objects, locks, remote, stage_processes, stages
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.errors import EckartError
 
@@ -145,7 +145,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
         WorkspaceError: the workspace cannot be made, or is in use.
     """
     folder, objects = wanted.folder, stages.cache_dir()
-    with workspaces.held(folder), processes.terminable():
+    with workspaces.held(folder), stage_processes.terminable():
         workspaces.check_out(folder, wanted.commit)
         had = not again and _had(objects, wanted.outs.values())
         if had:
@@ -213,8 +213,8 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
     command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
     try:
         with locks.machine():
-            processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
-    except processes.CommandFailed as error:
+            stage_processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
+    except stage_processes.CommandFailed as error:
         raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
 
 

@@ -16,9 +16,10 @@ from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
 from flows.engine.options import Options
-from flows.engine.processes import terminable
+from flows.engine.stage_processes import terminable
 from flows.prefect_server import prefect_server
-from flows.settings import answers, shown
+from flows.secrets import shown
+from flows.settings import answers
 from flows.study import study
 from tasks.errors import EckartError
 

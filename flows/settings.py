@@ -1,4 +1,4 @@
-"""Defaults of the tools around the pipeline, which the user's environment overrides, and how secrets stay hidden.
+"""Defaults of the tools around the pipeline, which the user's environment overrides.
 
 Applied where a process begins, never by an import: by each command, before it imports prefect, mlflow and dvc, which
 read some of their settings as they are imported; what the command starts inherits them. Where Prefect begins, which
@@ -7,16 +7,11 @@ runs a deployment in a process of its own, the flow applies the rest.
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import sys
-import traceback
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
+
+from flows import secrets
 
 LOOPBACK = "127.0.0.1"
 PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
@@ -41,18 +36,13 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait do not spin: tasks/__init__.py says why
 }
-_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
-"""How the name of an environment variable ends that holds a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
-_LEAST = 8  # characters of a secret; what is shorter would hide innocent words
 
 
 def apply() -> None:
-    """Set the defaults, and keep secrets out of all that is logged and of the traceback that ends the process."""
+    """Set the defaults, and keep secrets out of all that this process says."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    if not isinstance(make := logging.getLogRecordFactory(), _Discreet):
-        logging.setLogRecordFactory(_Discreet(make))
-    sys.excepthook = _say_end
+    secrets.keep_out()
 
 
 def use_local_server() -> None:
@@ -67,44 +57,10 @@ def use_local_server() -> None:
         refresh_global_settings_context()
 
 
-def shown(text: str) -> str:
-    """An address, or any text, without the user names, passwords and tokens that it may hold."""
-    text = re.sub(r'://[^\s/"<>]*@', "://", text)
-    for name, value in os.environ.items():
-        if name.endswith(_SECRETS) and len(value) >= _LEAST:
-            text = text.replace(value, "***")
-    return text
-
-
-class _Discreet:
-    """Makes log records that hold no secret, whichever library writes them and whatever handles them."""
-
-    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
-        self.make = make
-
-    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = self.make(*args, **kwargs)
-        try:
-            message = record.getMessage()
-        except Exception:  # arguments that do not fit, in whatever way: the handler says so
-            return record
-        if (said := shown(message)) != message:
-            record.msg, record.args = said, None
-        if record.exc_info and record.exc_info[1]:
-            trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            if (said := shown(trace)) != trace:
-                record.exc_text, record.exc_info = said, None
-        return record
-
-
-def _say_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
-
-
 def answers(url: str) -> bool:
     """Whether a server answers; one that asks for a password does, too."""
     try:
-        with urlopen(shown(url), timeout=5) as response:
+        with urlopen(secrets.shown(url), timeout=5) as response:
             return response.status == 200
     except HTTPError as error:
         return error.code in (401, 403)

@@ -2,7 +2,6 @@
 
 # Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows import cluster, run_page, settings
-from flows.engine import computed, processes, stages, torch_questions
+from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
 from flows.up_to_date import summary
@@ -119,8 +118,8 @@ def _run(options: Options) -> list[Outcome]:
     finished: dict[str, Outcome] = {}
     complete = False
     try:
-        side_by_side = options.workers or _side_by_side(planned, typed["threads"].candidate)
-        with processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
+        side_by_side = options.side_by_side(planned, typed["threads"].candidate)
+        with stage_processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
             submit: Callable[..., Any] = partial(stage.submit, execute=execute, slots=slots, mirror=mirror)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
@@ -180,18 +179,6 @@ def _phases(planned: Sequence[Planned]) -> dict[str, int]:
         after = 2 if any(phases[name] for name in one.upstream) else 0
         phases[one.name] = 1 if one.alone else after
     return phases
-
-
-def _side_by_side(planned: Sequence[Planned], threads: int) -> int:
-    """Stages at a time: as many as the cores allow, and one where they share a GPU."""
-    if all(one.cached for one in planned):
-        return 1
-    return 1 if torch_questions.gpus() else max(1, _cores() // threads)
-
-
-def _cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _await_records(flow_run_id: str, tasks: int) -> None:

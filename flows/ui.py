@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows import settings
-from flows.engine.processes import terminable
+from flows import secrets, settings
+from flows.engine.stage_processes import terminable
 from flows.prefect_server import command
 
 
@@ -55,7 +55,7 @@ def _prefect() -> Page:
 def _mlflow() -> Page:
     store = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{Path.cwd() / 'mlflow.db'}")
     if store.startswith("http"):
-        return Page(settings.shown(store))
+        return Page(secrets.shown(store))
     port = settings.MLFLOW_ADDRESS.rpartition(":")[2]
     # A store may hold a password, and everyone on this machine can read command lines.
     environment = {**os.environ, "MLFLOW_BACKEND_STORE_URI": store}

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 
-from flows.engine import processes, remote, stages
+from flows.engine import remote, stage_processes, stages
 from flows.engine.remote import Entry, Order
 from flows.engine.stages import Outcome
 from tasks.errors import EckartError
@@ -55,7 +55,7 @@ def work(scheduler: str, side_by_side: int) -> None:
     """
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
-    with processes.reaping():
+    with stage_processes.reaping():
         asyncio.run(_work(scheduler, side_by_side))
     os._exit(0)  # the thread of a stage that was just killed would report it as failed
 

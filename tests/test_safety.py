@@ -28,7 +28,7 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from eckart.training_rules import Rule
-from flows import settings, ui
+from flows import secrets, ui
 from flows.cli import app
 from flows.tracking.mirror import Mirror
 from tasks import check_params
@@ -345,8 +345,8 @@ class TestSecrets:
     def test_shown(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
         monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
-        assert settings.shown(text).startswith(expected)
-        assert settings.shown(settings.shown(text)) == settings.shown(text)
+        assert secrets.shown(text).startswith(expected)
+        assert secrets.shown(secrets.shown(text)) == secrets.shown(text)
 
     def test_no_last_words_of_a_command_hold_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", SECRET)

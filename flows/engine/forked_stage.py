@@ -1,4 +1,4 @@
-"""What a forked process does to become a stage.
+"""What a process that stage_processes.py forks does to become a stage.
 
 It imports nothing of ours: `tasks` and `eckart` are to be those of the workspace that it runs in, as they are by then,
 and DVC belongs into no stage.

@@ -1,4 +1,4 @@
-"""A stage's entry in dvc.lock, in DVC's own words but without reading and writing the entries of all others.
+"""dvc.lock: a stage's entry in DVC's own words, written without those of all others; and healed where it was cut off.
 
 DVC parses the whole file for each stage and lays it out anew, comments and all, in Python: seconds where a study has
 fifty stages. Here the lines of one entry are replaced. A file that is laid out otherwise is left to DVC.
@@ -6,12 +6,20 @@ fifty stages. Here the lines of one entry are replaced. A file that is laid out 
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from pathlib import Path
 
+from dvc.repo import Repo
+from dvc.rwlock import RWLOCK_FILE
 from dvc.stage import PipelineStage
 from dvc.stage.serialize import to_lockfile
 from dvc.utils.serialize import dumps_yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+log = logging.getLogger(__name__)
 
 _HEAD = "schema: '2.0'\nstages:\n"
 _ENTRIES = re.compile(r"(?:  .*\n|\n)*")
@@ -33,3 +41,22 @@ def write(stage: PipelineStage) -> None:
     fresh = Path(stage.repo.tmp_dir) / file.name
     fresh.write_text(after if found else before + entry, "utf-8")
     fresh.replace(file)
+
+
+def heal(repo: Repo) -> None:
+    """Set aside records that a full disk or a kill left half-written: DVC rewrites them in place.
+
+    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
+    """
+    for path, read in ((Path("dvc.lock"), YAML(typ="safe").load), (Path(repo.tmp_dir) / RWLOCK_FILE, json.load)):
+        if not path.exists():
+            continue
+        try:
+            with path.open() as file:
+                whole = isinstance(read(file), dict)
+        except (YAMLError, ValueError):
+            whole = False
+        if not whole:
+            aside = path.with_name(f"{path.name}.damaged")
+            path.replace(aside)
+            log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)

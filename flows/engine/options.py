@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tasks.errors import EckartError
+
+if TYPE_CHECKING:
+    from flows.engine.stages import Planned
 
 
 class OptionsError(EckartError):
@@ -33,7 +38,24 @@ class Options:
         if self.scheduler and self.task_runner != "dask":
             raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
 
+    def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
+        """Stages at a time: as many as asked for, or as the cores have room for; one where they share a GPU.
+
+        Args:
+            threads: of a stage.
+        """
+        if self.workers or all(one.cached for one in planned):
+            return self.workers or 1
+        from flows.engine import torch_questions  # a slow import
+
+        return 1 if torch_questions.gpus() else max(1, _cores() // threads)
+
     def words(self) -> list[str]:
         """What `python -m flows run` takes for those that differ from the defaults."""
         pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]
+
+
+def _cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

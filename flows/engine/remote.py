@@ -36,7 +36,7 @@ from flows.engine.stages import (
     noted_digests,
     restore,
 )
-from flows.settings import shown
+from flows.secrets import shown
 from tasks.errors import EckartError
 
 

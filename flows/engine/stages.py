@@ -23,17 +23,14 @@ import networkx
 from dvc.dependency import ParamsDependency
 from dvc.lock import LockError
 from dvc.repo import Repo
-from dvc.rwlock import RWLOCK_FILE
 from dvc.stage import PipelineStage, Stage
 from dvc.stage.cache import RunCacheNotFoundError
 from dvc.stage.exceptions import StageNotFound
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.meta import Meta
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from flows.engine import cached_objects, computed, lock_file, locks, processes
+from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
 from flows.engine.computed import Computed
 from flows.engine.locks import bookkeeping, machine, repository
 from tasks.errors import EckartError
@@ -98,7 +95,7 @@ def plan() -> list[Planned]:
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     with repository() as repo, bookkeeping(repo):
-        _heal(repo)
+        lock_file.heal(repo)
         graph = repo.index.graph
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
             if not stage.cmd:
@@ -185,7 +182,7 @@ def execute_here(planned: Planned, command: str, log: Callable[[str], None], tim
     """
     root = Path.cwd()
     with machine(planned.alone):
-        return processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
+        return stage_processes.run(command, root, log, {"DVC_ROOT": str(root), "DVC_STAGE": planned.name}, timeout)
 
 
 def _up_to_date(stage: PipelineStage) -> bool:
@@ -297,25 +294,6 @@ def check_workspace() -> None:
     for folder in (Path.cwd(), Path(".dvc"), Path(".dvc/tmp")):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise WorkspaceUnusable(f"{folder.resolve()} cannot be written: a run needs a workspace of its own")
-
-
-def _heal(repo: Repo) -> None:
-    """Set aside records that a full disk or a kill left half-written: DVC rewrites them in place.
-
-    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
-    """
-    for path, read in ((Path("dvc.lock"), YAML(typ="safe").load), (Path(repo.tmp_dir) / RWLOCK_FILE, json.load)):
-        if not path.exists():
-            continue
-        try:
-            with path.open() as file:
-                whole = isinstance(read(file), dict)
-        except (YAMLError, ValueError):
-            whole = False
-        if not whole:
-            aside = path.with_name(f"{path.name}.damaged")
-            path.replace(aside)
-            log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:

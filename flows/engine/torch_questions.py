@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flows.engine import processes
+from flows.engine import stage_processes
 from tasks import check_params, params
 
 
@@ -19,7 +19,7 @@ def checked_params() -> dict[str, Any]:
         said: list[str] = []
         try:
             _ask("python -m tasks.check_params", said)
-        except processes.CommandFailed as failure:
+        except stage_processes.CommandFailed as failure:
             raise params.ParamsError("\n".join(said) or str(failure)) from None
     return check_params.check()
 
@@ -32,5 +32,5 @@ def gpus() -> int:
 
 
 def _ask(command: str, said: list[str]) -> None:
-    with processes.reaping():
-        processes.run(command, Path.cwd(), said.append, {})
+    with stage_processes.reaping():
+        stage_processes.run(command, Path.cwd(), said.append, {})

@@ -13,7 +13,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 
-from flows.settings import shown
+from flows.secrets import shown
 from tasks.errors import EckartError
 
 _PATIENCE = 600  # seconds until a version must have answered

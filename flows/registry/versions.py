@@ -26,7 +26,7 @@ from mlflow.exceptions import MlflowException
 
 from flows.registry import package
 from flows.registry.ask import SmokeFailed, ask
-from flows.settings import shown
+from flows.secrets import shown
 from flows.tracking import mirror
 from tasks.errors import EckartError
 

@@ -29,7 +29,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
 from pydantic import BaseModel
 
 from flows.engine.stages import Outcome, Planned
-from flows.settings import MLFLOW_ADDRESS, shown
+from flows.secrets import shown
+from flows.settings import MLFLOW_ADDRESS
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

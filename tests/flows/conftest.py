@@ -24,7 +24,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.engine import processes
+from flows.engine import stage_processes
 from tests.flows import forked
 from tests.flows.servers import start_prefect
 from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
@@ -37,7 +37,7 @@ atexit.register(at_exit.close)  # by now: after Prefect, which delivers at an ex
 @pytest.fixture(autouse=True)
 def _a_flow_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each test's own: when a flow ends no stage of the process begins, but the tests that follow run some."""
-    monkeypatch.setattr(processes, "_stopping", threading.Event())
+    monkeypatch.setattr(stage_processes, "_stopping", threading.Event())
 
 
 @contextmanager

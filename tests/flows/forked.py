@@ -50,10 +50,10 @@ class Command:
 
 def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
     """A process that calls a function of a test's module."""
-    from flows.engine import processes
+    from flows.engine import stage_processes
 
-    processes._context.set_forkserver_preload(processes._PRELOAD)
-    process = processes._context.Process(target=_with_our_server, args=(target, *arguments))
+    stage_processes._context.set_forkserver_preload(stage_processes._PRELOAD)
+    process = stage_processes._context.Process(target=_with_our_server, args=(target, *arguments))
     process.start()
     return process
 
@@ -66,9 +66,9 @@ def _with_our_server(target: Callable[..., object], *arguments: object) -> None:
 
 def preload() -> None:
     """Have the server import what commands import, too; before it starts."""
-    from flows.engine import processes
+    from flows.engine import stage_processes
 
-    processes._PRELOAD += _PRELOAD
+    stage_processes._PRELOAD += _PRELOAD
 
 
 def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,7 @@ from prefect import allow_failure
 from ruamel.yaml import YAML
 
 from flows import cluster, workspaces
-from flows.engine import cached_objects, processes, remote
+from flows.engine import cached_objects, remote, stage_processes
 from flows.engine import stages as engine
 from flows.engine.options import Options, OptionsError
 from flows.engine.remote import NotTheSame, TransportFailed
@@ -59,7 +59,7 @@ def stages(root: Path) -> dict[str, Any]:
 
 
 def run(one: Planned) -> engine.Outcome:
-    return engine.run(one, lambda command: processes.run(command, Path.cwd(), print, {}))
+    return engine.run(one, lambda command: stage_processes.run(command, Path.cwd(), print, {}))
 
 
 def plan() -> dict[str, Planned]:
@@ -271,7 +271,7 @@ import json, sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from flows import cluster
-from flows.engine import processes
+from flows.engine import stage_processes
 from flows.engine import stages as engine
 from tasks.errors import EckartError
 
@@ -286,7 +286,8 @@ def run(one):
 
 for line in sys.stdin:
     planned, jobs = engine.plan(), {}
-    with processes.reaping(), cluster.workers(planned, *json.loads(line)) as workers, ThreadPoolExecutor() as pool:
+    running = cluster.workers(planned, *json.loads(line))
+    with stage_processes.reaping(), running as workers, ThreadPoolExecutor() as pool:
         print("READY", flush=True)
         sys.stdin.readline()
         for one in sorted(planned, key=lambda one: one.alone):

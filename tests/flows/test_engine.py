@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from flows.engine import cached_objects, lock_file, locks, processes
+from flows.engine import cached_objects, lock_file, locks, stage_processes
 from flows.engine import stages as engine
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
@@ -25,7 +25,7 @@ ALL = ["source", "total", "work@a", "work@b"]
 
 
 def execute(root: Path):
-    return lambda command: processes.run(command, root, print, {})
+    return lambda command: stage_processes.run(command, root, print, {})
 
 
 def run_all(root: Path) -> dict[str, str]:
@@ -265,7 +265,7 @@ class TestTwins:
 
 def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cat out/*", "cat out/* missing"))
-    with pytest.raises(processes.CommandFailed, match="missing"):
+    with pytest.raises(stage_processes.CommandFailed, match="missing"):
         run_all(workspace)
     (workspace / "dvc.yaml").write_text(PIPELINE)
     ran(workspace)
@@ -320,10 +320,10 @@ def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
 
 def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
     script = (
-        "from pathlib import Path; from flows.engine import processes, stages as engine\n"
+        "from pathlib import Path; from flows.engine import stage_processes, stages as engine\n"
         "root = Path.cwd()\n"
         "for one in engine.plan():\n"
-        "    engine.run(one, lambda command: processes.run(command, root, print, {}))\n"
+        "    engine.run(one, lambda command: stage_processes.run(command, root, print, {}))\n"
     )
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 1 && cp raw.txt"))
     both = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
@@ -355,9 +355,9 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
     """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
     script = (
-        "from pathlib import Path; from flows.engine import processes, stages as engine\n"
+        "from pathlib import Path; from flows.engine import stage_processes, stages as engine\n"
         "root = Path.cwd()\n"
-        "engine.run(engine.plan()[0], lambda command: processes.run(command, root, print, {}))\n"
+        "engine.run(engine.plan()[0], lambda command: stage_processes.run(command, root, print, {}))\n"
     )
     flow = subprocess.Popen([sys.executable, "-c", script])
     while not (workspace / "ran.log").exists():
@@ -449,10 +449,10 @@ def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None
     run_all(workspace)
     expected = entries(workspace)
     script = (
-        "import resource, sys\nfrom flows.engine import processes, stages as engine\n"
+        "import resource, sys\nfrom flows.engine import stage_processes, stages as engine\n"
         "stages = engine.plan()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
-        "for one in stages: engine.run(one, lambda command: processes.run(command, '.', print, {}))\n"
+        "for one in stages: engine.run(one, lambda command: stage_processes.run(command, '.', print, {}))\n"
     )
     for size in (0, 40, 400, 1200):
         call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")

@@ -18,7 +18,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
-from flows.engine import processes
+from flows.engine import stage_processes
 from flows.engine import stages as engine
 from flows.promotion import flow as promotion
 from flows.promotion.gates import Recorded, Refused, Terms
@@ -64,7 +64,7 @@ def choose(root: Path, *recipes: str) -> None:
     change(root, "study", recipes=list(recipes))
     with chdir(root):
         for one in engine.plan():
-            engine.run(one, lambda command: processes.run(command, root, print, {}))
+            engine.run(one, lambda command: stage_processes.run(command, root, print, {}))
 
 
 def start(root: Path, prefect: dict[str, str]) -> Command:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from flows import reproduce as module
 from flows import workspaces
 from flows.cli import app
-from flows.engine import cached_objects, processes, remote
+from flows.engine import cached_objects, remote, stage_processes
 from flows.engine import stages as engine
 from flows.reproduce import CannotReproduce, Reproduction, record
 from tests.flows.toy import MLFLOW, Study, call, ran
@@ -57,7 +57,7 @@ def run(root: Path) -> dict[str, str]:
     """Bring every stage up to date, as the flow does, in the working directory: name → status."""
     statuses = {}
     for one in engine.plan():
-        statuses[one.name] = engine.run(one, lambda command: processes.run(command, root, print, {})).status
+        statuses[one.name] = engine.run(one, lambda command: stage_processes.run(command, root, print, {})).status
     return statuses
 
 

@@ -14,12 +14,12 @@ from tests.workspace import REPOSITORY
 # Stages are forked from a warm server, which imports torch and more before them, or started by a shell.
 FLOW = """
 from flows import settings
-from flows.engine import processes
+from flows.engine import stage_processes
 settings.apply()
-processes._PRELOAD[:] = ["torch", "sklearn.metrics"]  # each brings an OpenMP; the rest brings none and takes seconds
-with processes.reaping():
+stage_processes._PRELOAD[:] = ["torch", "sklearn.metrics"]  # each brings an OpenMP; the rest takes seconds
+with stage_processes.reaping():
     for command in ("python -m tasks.extract --help", "cd . && python -c 'import torch'"):
-        processes.run(command, ".", print, {})
+        stage_processes.run(command, ".", print, {})
 """
 
 

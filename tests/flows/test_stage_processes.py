@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.engine import processes
+from flows.engine import stage_processes
 from tests.flows import forked
 
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
@@ -54,28 +54,28 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
 def test_a_stage_runs_as_a_module_in_its_workspace_and_both_streams_arrive(root: Path, command: str) -> None:
     lines: list[str] = []
-    processes.run(f"{command} go", root, lines.append, {"DVC_STAGE": "act"})
+    stage_processes.run(f"{command} go", root, lines.append, {"DVC_STAGE": "act"})
     assert sorted(lines) == [f"begin __main__ {root} act", "to stderr"]
 
 
 def test_a_failure_says_the_last_words(root: Path) -> None:
-    with pytest.raises(processes.CommandFailed, match=r"^the cause$"):
-        processes.run("python -m tasks.act fail", root, print, {})
-    with pytest.raises(processes.CommandFailed, match="lost"):
-        processes.run("python -m tasks.act crash", root, print, {})
-    with pytest.raises(processes.CommandFailed, match=r"^exit 3: .*\b3\b"):
-        processes.run("exit 3", root, print, {})
+    with pytest.raises(stage_processes.CommandFailed, match=r"^the cause$"):
+        stage_processes.run("python -m tasks.act fail", root, print, {})
+    with pytest.raises(stage_processes.CommandFailed, match="lost"):
+        stage_processes.run("python -m tasks.act crash", root, print, {})
+    with pytest.raises(stage_processes.CommandFailed, match=r"^exit 3: .*\b3\b"):
+        stage_processes.run("exit 3", root, print, {})
 
 
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
 def test_a_timeout_leaves_no_orphan(root: Path, command: str) -> None:
-    with pytest.raises(processes.CommandFailed, match=r"\b3 s\b"):
-        processes.run(f"{command} hang", root, print, {}, timeout=3)
+    with pytest.raises(stage_processes.CommandFailed, match=r"\b3 s\b"):
+        stage_processes.run(f"{command} hang", root, print, {}, timeout=3)
     assert gone([int(pid) for pid in (root / "pids").read_text().split()])
 
 
 def hang(root: Path) -> None:
-    processes.run("python -m tasks.act hang", root, print, {})
+    stage_processes.run("python -m tasks.act hang", root, print, {})
 
 
 def test_a_killed_parent_takes_its_stage_along(root: Path) -> None:
@@ -96,19 +96,19 @@ def test_when_the_flow_ends_no_stage_goes_on_and_none_begins(root: Path) -> None
 
     def stage() -> None:
         with slot:
-            processes.run("echo begun >> begun; sleep 600; echo ended >> begun", root, print, {})
+            stage_processes.run("echo begun >> begun; sleep 600; echo ended >> begun", root, print, {})
 
     with ThreadPoolExecutor() as pool:
-        with processes.reaping():
+        with stage_processes.reaping():
             jobs = [pool.submit(stage) for _ in range(3)]
             while not (root / "begun").exists():
                 time.sleep(0.1)
-        assert all(isinstance(job.exception(timeout=600), processes.CommandFailed) for job in jobs)
+        assert all(isinstance(job.exception(timeout=600), stage_processes.CommandFailed) for job in jobs)
     assert (root / "begun").read_text() == "begun\n"
 
 
 def test_a_child_that_holds_the_output_open_does_not_hold_up_the_stage(root: Path) -> None:
     lines: list[str] = []
-    with processes.reaping():
-        processes.run("sleep 600 & echo done", root, lines.append, {})
+    with stage_processes.reaping():
+        stage_processes.run("sleep 600 & echo done", root, lines.append, {})
     assert lines == ["done"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from flows.engine import forked_stage
-from flows.settings import shown
+from flows.secrets import shown
 from tasks.errors import EckartError
 
 # Slow imports only, and none of our own: the server must not hold code that is edited later.
