@@ -1,6 +1,7 @@
 """The tables of a study with several seeds and tasks, from made-up results."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -270,8 +271,10 @@ class TestPairs:
         assert (one.model, one.first, one.second, one.difference) == ("recovered", "a", "b", 0)
         # The seeds differ by 1 and by -1 on the third row in four: together never.
         assert (one.low, one.high) == (0, 0)
+        assert one.spread == pytest.approx(0.125**0.5)  # of 0.25 and -0.25
         (one,) = differences(rows, {0: folders[0]}).query("first == 'a'").itertuples()
         assert one.difference == 0.25
+        assert math.isnan(one.spread)
         assert one.low == pytest.approx(0.25 - 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
         assert one.high == pytest.approx(0.25 + 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
 
@@ -285,8 +288,8 @@ class TestPairs:
         decided, undecided = (0.01, 0.2), (-0.1, 0.2)
         for metric, first in (("accuracy", {"0.5": "b", "0.25": "a"}), ("perplexity", {"0.5": "a", "0.25": "b"})):
             ends = {"0.5": decided, "0.25": undecided}
-            lines = [(keep, "recovered", "a", "b", 0.1, *ends[keep]) for keep in ends]
-            lines += [(keep, "recovered", "dense model", "b", 0.1, *undecided) for keep in ends]
+            lines = [(keep, "recovered", "a", "b", 0.1, *ends[keep], 0.0) for keep in ends]
+            lines += [(keep, "recovered", "dense model", "b", 0.1, *undecided, 0.0) for keep in ends]
             said = dict.fromkeys(leaders(pd.DataFrame(lines, columns=list(COLUMNS)), made_up(metric)))
             assert [one.split(",")[0] for one in said] == [f"at keep {keep} {first[keep]}" for keep in ("0.25", "0.5")]
             assert [{"a", "b"} <= set(re.findall(r"\b[ab]\b", one)) for one in said] == [True, False]

@@ -16,7 +16,7 @@ from tasks.report.bootstrap import Draws, interval, metric_of, resampled
 from tasks.report.results import CONTROL, DENSE, read_rows
 from tasks.stage import candidate_name
 
-COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high")
+COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high", "spread")
 _MODELS = ("factorized", "recovered")
 _OF_DENSE = {"dense model": DENSE, CONTROL_NAME: CONTROL}
 """What stands beside the recipes: no recipe has a space in its name."""
@@ -27,7 +27,8 @@ def differences(rows: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame
 
     The dense model and its control stand first, beside both models of the recipes.
 
-    It is averaged over the seeds, which have the same test rows; `low` and `high` are the ends of its interval.
+    It is averaged over the seeds, which have the same test rows. `low` and `high` are the ends of its interval, which is
+    about other rows; `spread` is its sample standard deviation over the seeds, nan where there is one.
 
     Args:
         rows: of `seeds_table.collect`.
@@ -59,10 +60,10 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
         there = [("dense", name) for name in _OF_DENSE]
         there += [(model, recipe) for recipe in recipes if (model, recipe, next(iter(folders))) in scored]
         mean = {one: np.mean([drawn[*one, seed] for seed in folders], axis=0) for one in there}
-        score = {one: np.mean([value[*one, seed] for seed in folders]) for one in there}
         for first, second in combinations(there, 2):
             ends = interval(mean[first] - mean[second])
-            yield keep, model, first[1], second[1], float(score[first] - score[second]), ends.low, ends.high
+            each = pd.Series([(value[*first, seed] - value[*second, seed]).item() for seed in folders])
+            yield keep, model, first[1], second[1], each.mean(), ends.low, ends.high, each.std()
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
