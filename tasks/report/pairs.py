@@ -27,8 +27,8 @@ def differences(rows: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame
 
     The dense model and its control stand first, beside both models of the recipes.
 
-    It is averaged over the seeds, which have the same test rows. `low` and `high` are the ends of its interval, which is
-    about other rows; `spread` is its sample standard deviation over the seeds, nan where there is one.
+    It is averaged over the seeds, which have the same test rows. `low` and `high` are the ends of its interval, which
+    is about other rows; `spread` is its sample standard deviation over the seeds, nan of a single one.
 
     Args:
         rows: of `seeds_table.collect`.
