@@ -80,8 +80,10 @@ def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.Dat
 
 def _scored(folder: Path, one: Candidate) -> pd.DataFrame:
     """What each test row contributed to a candidate, the dense model or its control."""
-    name, model = ("dense", _OF_DENSE[one]) if one in _OF_DENSE else (candidate_name(*one), "recovered")
-    rows = read_rows(folder, name, "evaluate")
+    if one in _OF_DENSE:
+        rows, model = read_rows(folder, "dense", "dense"), _OF_DENSE[one]
+    else:
+        rows, model = read_rows(folder, candidate_name(*one), "evaluate"), "recovered"
     return rows[rows.model == model]
 
 
