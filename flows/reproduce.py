@@ -265,7 +265,7 @@ def _changes(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list
     own = [path for path in read if not any(_overlap(path, out) for out in written)]
     own += [what for what in ("cmd", "params") if then[name].get(what) != now[name].get(what)]
     if own:
-        return [f"{name} read another {', '.join(own)} than was recorded"]
+        return [f"{name} read what differs from the record: {', '.join(own)}"]
     if not read and _digests(then[name], "outs") != _digests(now[name], "outs"):
         return [f"{name} wrote other bytes from the same inputs"]
     return []

@@ -218,7 +218,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
 
 
 def as_json(content: Any) -> str:
-    """YAML content for a strict type: in JSON a list may stand for a tuple, and nothing else that is not meant.
+    """YAML content for a strict type: JSON accepts a list for a tuple; every other type must match.
 
     What YAML has and JSON has not (a date, say) becomes something that no section takes, to be refused by its path.
     """

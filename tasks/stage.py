@@ -45,7 +45,7 @@ def run_candidate(
     """Run a stage for one candidate, named by `--recipe` and `--keep`.
 
     Args:
-        trains: whether it may for a recipe, and several processes can do so together; see `run`.
+        trains: recipe → whether this recipe trains here and may use several processes; see `run`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
