@@ -221,14 +221,14 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        decision = flow.promotion(again=again)
+        verdict = flow.promotion(again=again)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise
     except httpx.TransportError as error:
         _end_without_prefect(error)
-    _print_gates(decision.gates)
-    print(decision.message)
+    _print_gates(verdict.gates)
+    print(verdict.message)
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:

@@ -111,7 +111,7 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def section(name: str) -> Any:
+def typed_section(name: str) -> Any:
     """One section of params.yaml, typed, whatever mistakes the others have.
 
     Raises:

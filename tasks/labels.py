@@ -13,7 +13,7 @@ from tasks.params import Data
 from tasks.stage import StageError
 
 
-def check(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+def convert_labels(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
     """Turn labels into class ids or floats; give the names of the classes."""
     for name, frame in splits.items():
         if frame.empty:

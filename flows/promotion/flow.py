@@ -24,7 +24,7 @@ from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
-from flows.registry.versions import Registry, now
+from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
@@ -40,7 +40,7 @@ _TEST = "eckart.test"
 
 
 @dataclass(frozen=True)
-class Decision:
+class Verdict:
     """What came of a promotion that was not refused."""
 
     message: str
@@ -49,7 +49,7 @@ class Decision:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(root: str = ".", again: bool = False) -> Decision:
+def promotion(root: str = ".", again: bool = False) -> Verdict:
     """Promote the best candidate of the study that params.yaml describes.
 
     Args:
@@ -64,11 +64,11 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            decision = _promote(_terms(), again)
+            verdict = _promote(_terms(), again)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
             return Failed(name=name, message=str(error), data=error)  # type: ignore[return-value]  # Prefect raises it
-        return Completed(message=decision.message, data=decision)  # type: ignore[return-value]
+        return Completed(message=verdict.message, data=verdict)  # type: ignore[return-value]
 
 
 def rollback() -> str:
@@ -80,7 +80,7 @@ def rollback() -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(check_params.section("promotion").model) as models:
+    with versions.connected(check_params.typed_section("promotion").model) as models:
         models.settle()
         before, after = models.roll_back()
     return (
@@ -100,7 +100,7 @@ def _terms() -> Terms:
     )
 
 
-def _promote(terms: Terms, again: bool) -> Decision:
+def _promote(terms: Terms, again: bool) -> Verdict:
     log = get_run_logger()
     with versions.connected(terms.wanted.model) as models:
         try:
@@ -116,13 +116,13 @@ def _promote(terms: Terms, again: bool) -> Decision:
         return _challenge(models, terms, candidate, version)
 
 
-def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Decision | None:
+def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Verdict | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    return Decision(f"{candidate.name} is the champion already (version {champion.version})", ())
+    return Verdict(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
-def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Decision:
+def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Verdict:
     """Gate the version against the champion, and make it the champion; what came of it is written on it."""
     passed: tuple[Gate, ...] = ()
     try:
@@ -140,7 +140,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Decision(message, passed)
+    return Verdict(message, passed)
 
 
 def choose(terms: Terms) -> Recorded:
@@ -332,4 +332,4 @@ def _write_down(
     rows = pd.DataFrame([gate.row for gate in found], columns=["gate", "value", "limit", ""])
     table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
-    models.describe(version, f"**{candidate.name}**, {now()}\n\n{decision}\n\n{table}")
+    models.describe(version, f"**{candidate.name}**, {clock()}\n\n{decision}\n\n{table}")
