@@ -14,10 +14,10 @@ from pydantic import Field
 
 from tasks import params
 from tasks.candidate_files import EVALUATIONS
+from tasks.candidate_names import candidate_name
 from tasks.merge import merge
 from tasks.metrics import METRICS, MetricName
 from tasks.records import Evaluation
-from tasks.stage import candidate_name
 
 SUFFIX = "trials"
 """Ends the names of the workspace and the MLflow experiment in which they run."""

@@ -28,6 +28,7 @@ from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_names import candidate_of, stage_name
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
 from tasks.importance_files import load_targets
@@ -176,19 +177,21 @@ def _candidates() -> list[Recorded]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
     outcomes = {one.name: one.cached for one in planned if one.cached}
-    return [_candidate(name.partition("@")[2], outcomes) for name in outcomes if name.startswith("finetune@")]
+    return [
+        _candidate(candidate_of(name), outcomes) for name in outcomes if name.startswith(stage_name("finetune", ""))
+    ]
 
 
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
     evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
     benchmark = Benchmark.model_validate_json((BENCHMARKS / f"{name}.json").read_text())
     dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
-    own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
+    own = tuple(one for stage, one in outcomes.items() if candidate_of(stage) == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
     return Recorded(
         name=name,
-        content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
-        test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
+        content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
+        test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=evaluation.recovered.metric,
         validation=evaluation.validation.metric,
         teacher=dense.score.metric,

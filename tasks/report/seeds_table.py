@@ -23,6 +23,7 @@ from rich.table import Table
 from eckart.methods import Method
 from eckart.recovery import Recovery
 from eckart.targets import Targets
+from tasks.candidate_names import candidate_name, stage_name
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
@@ -35,7 +36,6 @@ from tasks.report.provenance import cut
 from tasks.report.published import TaskMetrics
 from tasks.report.results import read_rows
 from tasks.report.table import ZERO_SHOT
-from tasks.stage import candidate_name
 from tasks.study_file import StudyFile
 
 COMPARISON = Path("reports/comparison.csv")
@@ -111,7 +111,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
     known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     found = []
     for one in rows[CANDIDATE].itertuples(index=False, name=None):
-        stages = ["control"] if one == CONTROL else [f"{stage}@{candidate_name(*one)}" for stage in _MAKING]
+        stages = ["control"] if one == CONTROL else [stage_name(stage, candidate_name(*one)) for stage in _MAKING]
         took = [known[stage] for stage in stages if stage in known]
         found.append(sum(took) if len(took) == len(stages) else None)
     return found
