@@ -184,21 +184,21 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
 
 
 @overload
-def section(name: str, kind: type[T], path: Path = PARAMS) -> T: ...
+def section(name: str, kind: type[T]) -> T: ...
 @overload
-def section(name: str, kind: Any, path: Path = PARAMS) -> Any: ...
-def section(name: str, kind: Any, path: Path = PARAMS) -> Any:
+def section(name: str, kind: Any) -> Any: ...
+def section(name: str, kind: Any) -> Any:
     """The part of params.yaml at the dotted `name`, as a `kind`.
 
     Raises:
         ParamsError: with all mistakes of this section.
     """
-    content: Any = read(path)
+    content: Any = read()
     for key in name.split("."):
         if not isinstance(content, dict) or key not in content:
-            raise ParamsError(report(path, [f"{name}: is missing; add it"]))
+            raise ParamsError(report(PARAMS, [f"{name}: is missing; add it"]))
         content = content[key]
-    return parse(content, kind, path, name)
+    return parse(content, kind, PARAMS, name)
 
 
 @overload

@@ -6,7 +6,6 @@ A study of several tasks has a table of each, and one of all.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from eckart.methods import Method
 from eckart.recovery import Recovery
 from eckart.targets import Targets
 from tasks.candidate_names import candidate_name, stage_name
+from tasks.cores import cores
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
@@ -380,9 +380,8 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
 
 def _machine() -> str:
     """Its kind, and not which one it is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return ", ".join(filter(None, [counted(cores, "core"), _processor(), graphics]))
+    return ", ".join(filter(None, [counted(cores(), "core"), _processor(), graphics]))
 
 
 def _processor() -> str:
