@@ -224,12 +224,12 @@ def promote(
     prefect_server.require()
     try:
         with _ended_without_prefect():
-            verdict = flow.promotion(again=again)
+            conclusion = flow.promotion(again=again)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise
-    _print_gates(verdict.gates)
-    print(verdict.message)
+    _print_gates(conclusion.gates)
+    print(conclusion.message)
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:

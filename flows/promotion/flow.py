@@ -41,7 +41,7 @@ _TEST = "eckart.test"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """What came of a promotion that was not refused."""
 
     message: str
@@ -50,7 +50,7 @@ class Verdict:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(root: str = ".", again: bool = False) -> Verdict:
+def promotion(root: str = ".", again: bool = False) -> Conclusion:
     """Promote the best candidate of the study that params.yaml describes.
 
     Args:
@@ -65,11 +65,11 @@ def promotion(root: str = ".", again: bool = False) -> Verdict:
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            verdict = _promote(_terms(), again)
+            conclusion = _promote(_terms(), again)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
             return Failed(name=name, message=str(error), data=error)  # type: ignore[return-value]  # Prefect raises it
-        return Completed(message=verdict.message, data=verdict)  # type: ignore[return-value]
+        return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
 
 
 def rollback() -> str:
@@ -101,7 +101,7 @@ def _terms() -> Terms:
     )
 
 
-def _promote(terms: Terms, again: bool) -> Verdict:
+def _promote(terms: Terms, again: bool) -> Conclusion:
     log = get_run_logger()
     with versions.connected(terms.wanted.model) as models:
         try:
@@ -117,13 +117,13 @@ def _promote(terms: Terms, again: bool) -> Verdict:
         return _challenge(models, terms, candidate, version)
 
 
-def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Verdict | None:
+def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Conclusion | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    return Verdict(f"{candidate.name} is the champion already (version {champion.version})", ())
+    return Conclusion(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
-def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Verdict:
+def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Conclusion:
     """Gate the version against the champion, and make it the champion; what came of it is written on it."""
     passed: tuple[Gate, ...] = ()
     try:
@@ -141,7 +141,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Verdict(message, passed)
+    return Conclusion(message, passed)
 
 
 def choose(terms: Terms) -> Recorded:
