@@ -43,6 +43,9 @@ class Method(BaseModel):
     reads_shaping: ClassVar[bool] = False
     """Whether it reads the scores that shaping gave."""
 
+    by_size: ClassVar[bool] = False
+    """Whether it is a rank search that looks at nothing but the sizes of the targets and `keep`."""
+
     @property
     def evidence(self) -> tuple[str, ...]:
         """The kinds of evidence that it reads from the pass over the calibration data."""

@@ -67,13 +67,19 @@ def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
     if "inputs" not in recipe.weighting.evidence:
         yield (
             "sequential",
-            f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or weighting "
-            "inputs, kfac or fisher_inputs",
+            f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or one of "
+            f"the weightings {', '.join(_reading_inputs())}",
         )
     if recipe.ranks.leaves_low_rank:
         yield "sequential", f"{recipe.ranks.kind} leaves weights of low rank, which evidence cannot change; write null"
     if recipe.residual is not None:
         yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
+
+
+def _reading_inputs() -> list[str]:
+    """The names of the weightings that read inputs."""
+    every = [one.model_construct(kind=kind) for one in _members(Weighting) for kind in _kinds(one)]
+    return [one.kind for one in every if "inputs" in one.evidence]
 
 
 def captions() -> dict[str, str]:
@@ -86,3 +92,8 @@ def _members(family: Any) -> tuple[type[Method], ...]:
     """The methods of a registry, which is a union of them, or the only one."""
     union, *_ = get_args(family) or (family,)
     return get_args(union) or (union,)
+
+
+def _kinds(method: type[Method]) -> tuple[str, ...]:
+    """Its names in params.yaml."""
+    return get_args(method.model_fields["kind"].annotation)

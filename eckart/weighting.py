@@ -50,7 +50,7 @@ class Plain(_Weighting):
         return ErrorNorm()
 
 
-class Scored(_Weighting):
+class ByScores(_Weighting):
     """Rows or columns count by their Fisher (FWSVD) or Taylor (IWSVD) score.
 
     FWSVD sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
@@ -136,7 +136,7 @@ class FisherInputs(_Weighting):
         return ErrorNorm(left=evidence["fisher"][f"{target.name}.output"], right=evidence["inputs"][target.input_of])
 
 
-Weighting = Annotated[Plain | Scored | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")]
+Weighting = Annotated[Plain | ByScores | Inputs | Movement | Kfac | FisherInputs, Field(discriminator="kind")]
 
 
 def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> ErrorNorm:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -78,23 +79,26 @@ def run(
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
-    import httpx  # slow imports, of no use where nothing is to be run
-
-    from flows.engine.stage_processes import terminable
+    from flows.engine.stage_processes import terminable  # slow imports, of no use where nothing is to be run
     from flows.study import study
 
+    # A plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit.
+    with _ended_without_prefect(), terminable():
+        return study(**asdict(options))
+
+
+@contextmanager
+def _ended_without_prefect() -> Iterator[None]:
+    """The process ends if Prefect's server is gone."""
+    import httpx  # a slow import, not for --help
+
     try:
-        with terminable():  # a plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit
-            return study(**asdict(options))
+        yield
     except httpx.TransportError as error:
-        _end_without_prefect(error)
-
-
-def _end_without_prefect(error: Exception) -> NoReturn:
-    cause = secrets.shown(str(error))
-    print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
+        cause = secrets.shown(str(error))
+        print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
 
 
 @app.command()
@@ -206,9 +210,7 @@ def promote(
     if again and rollback:
         raise EckartError("--again and --rollback contradict each other: give one of them")
     settings.use_local_server()
-    import httpx  # slow imports, not for --help
-
-    from flows import prefect_server
+    from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
     from flows.promotion import flow
     from flows.promotion.gates import Refused
@@ -221,14 +223,13 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        decision = flow.promotion(again=again)
+        with _ended_without_prefect():
+            conclusion = flow.promotion(again=again)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise
-    except httpx.TransportError as error:
-        _end_without_prefect(error)
-    _print_gates(decision.gates)
-    print(decision.message)
+    _print_gates(conclusion.gates)
+    print(conclusion.message)
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:

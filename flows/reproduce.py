@@ -27,6 +27,7 @@ from ruamel.yaml import YAML
 from flows import workspaces
 from flows.engine import cached_objects, locks, remote, stage_processes, stages
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
+from tasks.candidate_names import candidate_of, stage_name
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -127,10 +128,10 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
         raise nothing from error
     if not entries:
         raise nothing
-    for stage in (f"finetune@{name}", name):
+    for stage in (stage_name("finetune", name), name):
         if stage in entries:
             return LockedStage(commit, stage, entries, pinned)
-    candidates = [stage.removeprefix("finetune@") for stage in entries if stage.startswith("finetune@")]
+    candidates = [candidate_of(stage) for stage in entries if stage.startswith(stage_name("finetune", ""))]
     raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
 
 
@@ -265,7 +266,7 @@ def _changes(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> list
     own = [path for path in read if not any(_overlap(path, out) for out in written)]
     own += [what for what in ("cmd", "params") if then[name].get(what) != now[name].get(what)]
     if own:
-        return [f"{name} read another {', '.join(own)} than was recorded"]
+        return [f"{name} read what differs from the record: {', '.join(own)}"]
     if not read and _digests(then[name], "outs") != _digests(now[name], "outs"):
         return [f"{name} wrote other bytes from the same inputs"]
     return []

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from prefect.artifacts import create_table_artifact
 
+from tasks.candidate_names import candidate_name
 from tasks.metrics import METRICS, MetricName
 from tasks.records import CONTROL_NAME
 
@@ -24,7 +25,7 @@ def comparison(study: str, mirror: Mirror) -> None:
         rows = list(csv.DictReader(file))
     table = []
     for row in rows:
-        name = row["recipe"] if row["recipe"] == CONTROL_NAME else f"{row['recipe']}-{row['keep']}"
+        name = row["recipe"] if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"])
         table.append({"candidate": name, **{column: _short(row[column]) for column in _COLUMNS}})
     linked = ", ".join(f"[{name}]({mirror.page(run)})" for name, run in mirror.lineage.items())
     links = "MLflow was not reached." if mirror.down else f"MLflow: [this run]({mirror.page()}), {linked}"

@@ -107,7 +107,7 @@ def check_out(folder: Path, revision: str) -> None:
         git(folder, "checkout", "--force", "--detach", commit)
     else:
         git(Path(), "worktree", "add", "--force", "--detach", str(folder), commit)
-    remote.share_settings(Path.cwd(), folder)
+    remote.share_settings(folder)
 
 
 def _check_own(folder: Path) -> None:

@@ -79,7 +79,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
-    """A T5 was trained to see what it is to do before each text; whether it still shall is for the user to say."""
+    """A T5 was trained with its task named before each text; whether to go on with that is for the user to say."""
     known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
     if known.strip() and task.prefix is None:
         raise StageError(

@@ -15,11 +15,12 @@ import eckart as eckart  # teaches transformers to load the candidate
 from eckart.losses import Batch
 from tasks import params
 from tasks.candidate_files import BENCHMARKS, FINETUNED
+from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.records import Benchmark
-from tasks.stage import candidate_name, run_candidate, say
+from tasks.stage import run_candidate, say
 
 _WARMUP = 3  # pairs that are not counted
 

@@ -67,7 +67,8 @@ _WITH_LABELS: Mapping[str, tuple[TaskKindName, ...]] = {
     "expected": ("classification",),
     "drawn": ("classification", "language_modeling"),
 }
-"""Labels of the evidence that not all kinds of task can have: as many for each row, and for `expected` one of few."""
+"""Which kinds of task each way of labelling works for: it needs one number of labels per row; `expected` also needs few
+classes."""
 _OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
@@ -110,7 +111,7 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def section(name: str) -> Any:
+def typed_section(name: str) -> Any:
     """One section of params.yaml, typed, whatever mistakes the others have.
 
     Raises:

@@ -9,6 +9,7 @@ from eckart.budget import allowance
 from eckart.layers import factorized, residual_rows
 from eckart.targets import Target
 from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision
+from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.importance_files import load_targets
 from tasks.kinds import kind_of
@@ -16,7 +17,7 @@ from tasks.models import load, place, size
 from tasks.params import Model, section
 from tasks.records import Evaluation, TargetSize
 from tasks.scoring import all_scores, same_weights, score_on, write_rows
-from tasks.stage import StageError, candidate_name, run_candidate
+from tasks.stage import StageError, run_candidate
 
 
 def evaluate(recipe: str, keep: str) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 
 from tasks.corpora import PACKAGED
 from tasks.dataset import SPLITS, Split, Task
-from tasks.labels import check
+from tasks.labels import convert_labels
 from tasks.params import Columns, Data, section
 from tasks.splitting import split_rows, split_text
 from tasks.stage import StageError, output, run, say
@@ -40,7 +40,7 @@ def extract() -> None:
     say(f"loading {params.source}")
     split = split_text if params.task == "language_modeling" else split_rows
     splits = split(load(params), params)
-    labels = check(splits, params)
+    labels = convert_labels(splits, params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)

@@ -13,13 +13,14 @@ from eckart.residual import Residual
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
 from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
+from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of
 from tasks.kinds.kind import TaskKind
 from tasks.models import DENSE, load, place
 from tasks.params import Importance, Model, section
-from tasks.stage import candidate_name, explained, output, run_candidate, say
+from tasks.stage import explained, output, run_candidate, say
 
 
 def factorize(recipe: str, keep: str) -> None:

@@ -7,11 +7,12 @@ from eckart.recovery import Recovery
 from eckart.residual import Residual
 from eckart.targets import Storage
 from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
+from tasks.candidate_names import candidate_name
 from tasks.importance_files import load_targets
 from tasks.models import DENSE
 from tasks.params import section
 from tasks.recovering import recover
-from tasks.stage import candidate_name, run_candidate
+from tasks.stage import run_candidate
 
 
 def finetune(recipe: str, keep: str) -> None:

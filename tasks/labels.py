@@ -13,7 +13,7 @@ from tasks.params import Data
 from tasks.stage import StageError
 
 
-def check(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+def convert_labels(splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
     """Turn labels into class ids or floats; give the names of the classes."""
     for name, frame in splits.items():
         if frame.empty:
@@ -77,8 +77,8 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
         found = [_answer(cell) for cell in frame["label"]]
     except (KeyError, TypeError, ValueError) as error:
         raise StageError(
-            f'{where} is no answers: each must be {{"text": [...], "answer_start": [...]}} with a start for each '
-            "text, or a list of such pairs"
+            f'{where} holds something other than answers; each must be {{"text": [...], "answer_start": [...]}} '
+            "with a start for each text, or a list of such pairs"
         ) from error
     if without := sum(not answer["text"] for answer in found):
         raise StageError(f"{where} has {without} questions without an answer: remove them, as SQuAD 1.1 has none")

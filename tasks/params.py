@@ -184,21 +184,21 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
 
 
 @overload
-def section(name: str, kind: type[T], path: Path = PARAMS) -> T: ...
+def section(name: str, kind: type[T]) -> T: ...
 @overload
-def section(name: str, kind: Any, path: Path = PARAMS) -> Any: ...
-def section(name: str, kind: Any, path: Path = PARAMS) -> Any:
+def section(name: str, kind: Any) -> Any: ...
+def section(name: str, kind: Any) -> Any:
     """The part of params.yaml at the dotted `name`, as a `kind`.
 
     Raises:
         ParamsError: with all mistakes of this section.
     """
-    content: Any = read(path)
+    content: Any = read()
     for key in name.split("."):
         if not isinstance(content, dict) or key not in content:
-            raise ParamsError(report(path, [f"{name}: is missing; add it"]))
+            raise ParamsError(report(PARAMS, [f"{name}: is missing; add it"]))
         content = content[key]
-    return parse(content, kind, path, name)
+    return parse(content, kind, PARAMS, name)
 
 
 @overload
@@ -218,7 +218,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
 
 
 def as_json(content: Any) -> str:
-    """YAML content for a strict type: in JSON a list may stand for a tuple, and nothing else that is not meant.
+    """YAML content for a strict type: JSON accepts a list for a tuple; every other type must match.
 
     What YAML has and JSON has not (a date, say) becomes something that no section takes, to be refused by its path.
     """

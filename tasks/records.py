@@ -55,7 +55,7 @@ class Scores(BaseModel):
     score: Score
     """On the test split, which reports and gates read."""
     validation: Score
-    """On the validation split, which whatever chooses reads."""
+    """On the validation rows, by which candidates and trials are chosen."""
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
 
@@ -92,7 +92,7 @@ class Evaluation(BaseModel):
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score
     validation: Score
-    """Of the recovered model, on the validation split, which whatever chooses reads."""
+    """Of the recovered model, on the validation rows, by which candidates and trials are chosen."""
     size: Size
     zero_shot: dict[str, dict[str, float]]
     """Of the recovered model, as of the teacher."""

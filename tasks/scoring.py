@@ -1,5 +1,5 @@
 """How the stages dense and evaluate score a model: on test rows, which reports and gates read, and on validation rows,
-which whatever chooses reads."""
+by which candidates and trials are chosen."""
 
 from __future__ import annotations
 

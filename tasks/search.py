@@ -32,13 +32,14 @@ from eckart.training_rules import Rule
 from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
 from tasks.candidate_files import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
+from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of, objective_of
 from tasks.kinds.kind import Collate
 from tasks.models import DENSE, load
 from tasks.params import Importance, Labels, Seed, Trainer, section
-from tasks.stage import StageError, candidate_name, explained, leads, output, run_candidate, say
+from tasks.stage import StageError, explained, leads, output, run_candidate, say
 from tasks.training import train
 
 

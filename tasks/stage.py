@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 import transformers
 
+from tasks.candidate_names import candidate_name, stage_name
 from tasks.errors import EckartError
 from tasks.params import Threads, Trainer, section
 
@@ -45,13 +46,13 @@ def run_candidate(
     """Run a stage for one candidate, named by `--recipe` and `--keep`.
 
     Args:
-        trains: whether it may for a recipe, and several processes can do so together; see `run`.
+        trains: recipe → whether this recipe trains here and may use several processes; see `run`.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
     parser.add_argument("--keep", required=True, help="share of the targets' parameters to keep, in (0, 1]")
     arguments = parser.parse_args()
-    stage = f"{name}@{arguments.recipe}-{arguments.keep}"
+    stage = stage_name(name, candidate_name(arguments.recipe, arguments.keep))
 
     def of_candidate() -> None:
         one = partial(work, arguments.recipe, arguments.keep)
@@ -78,7 +79,7 @@ def _spread(name: str, work: Callable[[], None]) -> None:
         assert group.stdout
         for line in group.stdout:
             say(line.rstrip())
-            last = line if line.startswith((f"{name}: ", f"{name}@")) else last  # what ended one of them
+            last = line if line.startswith((f"{name}: ", stage_name(name, ""))) else last  # what ended one of them
     if group.returncode:
         sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
 
@@ -90,11 +91,6 @@ def explained() -> Iterator[None]:
         yield
     except ValueError as error:
         raise StageError(str(error)) from error
-
-
-def candidate_name(recipe: str, keep: str) -> str:
-    """The name of a candidate, such as `kfac-0.33`."""
-    return f"{recipe}-{keep}"
 
 
 def say(message: str) -> None:

@@ -81,7 +81,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
         tasks: these of the file's tasks; all, if there are none.
 
     Raises:
-        ParamsError: `file` is none of the repository's, its name cannot name a workspace, it cannot be read, or has
+        ParamsError: `file` is outside the repository, its name is unfit for a folder, it cannot be read, or it has
             mistakes; each is named.
     """
     path = _path(file)

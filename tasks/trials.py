@@ -14,10 +14,10 @@ from pydantic import Field
 
 from tasks import params
 from tasks.candidate_files import EVALUATIONS
+from tasks.candidate_names import candidate_name
 from tasks.merge import merge
 from tasks.metrics import METRICS, MetricName
 from tasks.records import Evaluation
-from tasks.stage import candidate_name
 
 SUFFIX = "trials"
 """Ends the names of the workspace and the MLflow experiment in which they run."""
@@ -82,7 +82,7 @@ def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
             yield f"trials.recipes.{recipe}: has a trial twice; remove one"
         for name, change in _named(asked, recipe):
             if change and name in content["recipes"]:
-                yield f"trials.recipes.{recipe}: one is to be called {name}, as a recipe is already; rename that"
+                yield f"trials.recipes.{recipe}: a trial would be named {name}, which is a recipe; rename the recipe"
 
 
 def in_file(line: str, asked: Trials) -> str:

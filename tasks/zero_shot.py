@@ -41,7 +41,7 @@ def zero_shot(
             bootstrap_iters=0,
             log_samples=False,
         )
-    except (OSError, ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
     return {name: _numbers(values) for name, values in sorted(found["results"].items())}
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import flows.settings
+from tasks.cores import cores
 
 flows.settings.apply()  # before a test imports prefect, mlflow or dvc
 torch.set_num_threads(1)
@@ -41,7 +42,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than cores: tests of flows wait for servers and for processes, a quarter of the time."""
-    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return 1 + cores()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

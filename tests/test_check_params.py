@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from ruamel.yaml import YAML
 
+from eckart.evidence import EVIDENCE_KINDS
 from tasks import check_params as checking
 from tasks.check_params import check, mistakes
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
-from tasks.params import ParamsError
+from tasks.params import Importance, ParamsError
 from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
 
 Place = tuple[str | int, ...]
@@ -474,6 +475,23 @@ def test_parts_that_make_no_sense_together_are_refused() -> None:
             else:
                 recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
         only(params, f"recipes.svd.{where}")
+
+
+def test_factorizing_in_order_is_told_of_all_weightings_that_read_inputs() -> None:
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours["recipes"]["svd"]["sequential"] = IN_ORDER
+    told = advice(only(ours, "recipes.svd.sequential"))
+    assert told & {"none", "fisher", "taylor", "inputs", "movement", "kfac", "fisher_inputs"} == {
+        "inputs",
+        "kfac",
+        "fisher_inputs",
+    }
+
+
+def test_the_parameters_know_every_kind_of_evidence() -> None:
+    """They have a list of their own, since that of eckart comes with torch."""
+    (kinds, _) = get_args(Importance.model_fields["evidence"].annotation)
+    assert get_args(kinds) == EVIDENCE_KINDS
 
 
 def test_products_are_refused_with_what_knows_none() -> None:

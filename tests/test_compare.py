@@ -21,8 +21,9 @@ from ruamel.yaml import YAML
 from eckart.targets import Target
 from tasks import compare
 from tasks.metrics import BY_KIND, MetricName, TaskKindName
-from tasks.report import heatmap, names, numbers, plots, results, summary
+from tasks.report import heatmap, names, numbers, plots, results, seeds_table, summary
 from tasks.stage import StageError
+from tests.test_seeds_table import finished, made_up
 
 HOSTILE = "<script>alert(1)</script> & $x_1$"
 KINDS = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
@@ -337,6 +338,16 @@ def test_two_runs_give_the_same_bytes(workspace: Path) -> None:
     command = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.compare import compare; compare()"
     subprocess.run([sys.executable, "-c", command, REPOSITORY], check=True, capture_output=True)
     assert [file.read_bytes() for file in files] == first
+
+
+@pytest.mark.parametrize(("name", "command"), [("dense", "dense"), ("a-0.5", "evaluate")])
+def test_rows_that_a_table_over_seeds_misses_are_named_with_what_makes_them(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    finished(tmp_path, made_up(seeds=1))
+    (tmp_path / f"reports/rows/{name}.parquet").unlink()
+    with pytest.raises(StageError, match=rf"reports/rows/{re.escape(name)}\.parquet .*tasks\.{command}\b"):
+        seeds_table.collect({0: tmp_path})
 
 
 @pytest.mark.parametrize(

@@ -57,23 +57,26 @@ def test_a_list_stands_for_a_tuple_and_a_whole_number_for_a_float() -> None:
     assert parse(study(keeps=[1, 0.5]), Study, PATH).keeps == (1.0, 0.5)
 
 
-def test_a_part_of_a_section_is_found_by_its_dotted_name(tmp_path: Path) -> None:
+def test_a_part_of_a_section_is_found_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_params(tmp_path, tiny_params(data={"sizes": {"train": 7}}))
-    assert section("data.sizes", Sizes, tmp_path / PATH).train == 7
-    assert section("seed", Seed, tmp_path / PATH) == 0
+    monkeypatch.chdir(tmp_path)
+    assert section("data.sizes", Sizes).train == 7
+    assert section("seed", Seed) == 0
 
 
-def test_a_section_is_read_though_another_is_wrong(tmp_path: Path) -> None:
+def test_a_section_is_read_though_another_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage depends on its own sections only, as DVC has it."""
     write_params(tmp_path, tiny_params(study={"keeps": ["many"]}))
-    assert section("benchmark", Benchmark, tmp_path / PATH).repetitions == 3
+    monkeypatch.chdir(tmp_path)
+    assert section("benchmark", Benchmark).repetitions == 3
 
 
 @pytest.mark.parametrize("name", ["absent", "data.absent", "seed.absent"])
-def test_an_absent_section_is_named(tmp_path: Path, name: str) -> None:
+def test_an_absent_section_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write_params(tmp_path, tiny_params())
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ParamsError, match=rf"\s{name}: "):
-        section(name, Sizes, tmp_path / PATH)
+        section(name, Sizes)
 
 
 def test_an_unknown_key_is_refused() -> None:

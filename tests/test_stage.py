@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.stage import StageError, candidate_name, explained, output
+from tasks.candidate_names import candidate_name, candidate_of, recipe_and_keep, stage_name
+from tasks.stage import StageError, explained, output
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 
@@ -86,8 +87,16 @@ def test_a_stage_takes_the_threads_of_its_kind(
     assert asked[0] == {"extract": 3, "search": 5}[stage]
 
 
-def test_a_candidate_is_named_by_recipe_and_keep() -> None:
-    assert candidate_name("kfac", "0.33") == "kfac-0.33"
+def test_a_candidate_and_its_stages_are_named_by_recipe_and_keep() -> None:
+    assert stage_name("finetune", candidate_name("kfac", "0.33")) == "finetune@kfac-0.33"
+
+
+@pytest.mark.parametrize("keep", ["1", "0.33", "1e-05"])
+def test_a_name_says_what_it_was_made_of(keep: str) -> None:
+    candidate = candidate_name("kfac_2", keep)
+    assert recipe_and_keep(candidate) == ("kfac_2", keep)
+    assert candidate_of(stage_name("finetune", candidate)) == candidate
+    assert candidate_of("teacher") == ""
 
 
 def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:

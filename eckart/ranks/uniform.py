@@ -18,6 +18,8 @@ from eckart.targets import Target
 class Uniform(ByFormula):
     """The same keep, or the same rank, for every target; dense only where `keep` pays for it."""
 
+    by_size = True
+
     kind: Literal["uniform"]
     by: Literal["share", "rank"]
 

@@ -58,7 +58,7 @@ class SparseRows(Method):
                 "residual",
                 f"{recipe.ranks.kind} leaves weights of low rank, which have no rest for sparse rows; write null",
             )
-        if self.low_rank == 0 and recipe.ranks.kind != "uniform":
+        if self.low_rank == 0 and not recipe.ranks.by_size:
             yield "ranks", "all ranks are 0 where residual.low_rank is, so there is nothing to search; write uniform"
         if recipe.storage == "pivoted":
             yield "storage", "is pivoted, but sparse rows stand beside factors; write factors"

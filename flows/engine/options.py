@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from tasks.cores import cores
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
@@ -48,14 +48,9 @@ class Options:
             return self.workers or 1
         from flows.engine import torch_questions  # a slow import
 
-        return 1 if torch_questions.gpus() else max(1, _cores() // threads)
+        return 1 if torch_questions.gpus() else max(1, cores() // threads)
 
     def words(self) -> list[str]:
         """What `python -m flows run` takes for those that differ from the defaults."""
         pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]
-
-
-def _cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -188,8 +188,9 @@ def fetch_objects(digests: Iterable[str]) -> None:
         repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
 
 
-def share_settings(root: Path, folder: Path) -> None:
-    """Give the workspace `folder` what DVC is told in the workspace `root`: cache, remotes, all of them absolute."""
+def share_settings(folder: Path) -> None:
+    """Give the workspace `folder` what DVC is told in the working directory: cache, remotes, all of them absolute."""
+    root = Path.cwd()
     main = Config(str(root / ".dvc"))
     settings = main.load_one("repo")
     merge(settings, main.load_one("local"))

@@ -1,7 +1,7 @@
 """Stage processes: each in a session of its own, forked from a warm server, killed with all it started.
 
-A fresh interpreter needs seconds to import torch and transformers; a fork from a server that has them needs hundredths.
-The process runs the very module that `python -m tasks.STAGE` runs.
+A fresh interpreter takes seconds to import torch and transformers; a fork from a server that has them takes
+hundredths of one. The process runs the very module that `python -m tasks.STAGE` runs.
 """
 
 from __future__ import annotations

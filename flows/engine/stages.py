@@ -33,6 +33,7 @@ from dvc_data.hashfile.meta import Meta
 from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
 from flows.engine.computed import Computed
 from flows.engine.locks import bookkeeping, machine, repository
+from tasks.candidate_names import candidate_of, recipe_and_keep
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -220,10 +221,9 @@ def _take(stage: PipelineStage, definition: str) -> bool:
 
 def _nameless(name: str, definition: str) -> str:
     """The definition of the stage `name`, without the name of its recipe if it is a candidate's."""
-    _, _, candidate = name.partition("@")
-    if not candidate:
+    if not (candidate := candidate_of(name)):
         return definition
-    recipe = candidate.rpartition("-")[0]
+    recipe, _ = recipe_and_keep(candidate)
     named = {
         f"/{candidate}": "/*",
         f"--recipe {recipe} ": "--recipe * ",

@@ -24,10 +24,11 @@ from flows.promotion import gates
 from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
-from flows.registry.versions import Registry, now
+from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_names import candidate_of, stage_name
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
 from tasks.importance_files import load_targets
@@ -40,7 +41,7 @@ _TEST = "eckart.test"
 
 
 @dataclass(frozen=True)
-class Decision:
+class Conclusion:
     """What came of a promotion that was not refused."""
 
     message: str
@@ -49,7 +50,7 @@ class Decision:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(root: str = ".", again: bool = False) -> Decision:
+def promotion(root: str = ".", again: bool = False) -> Conclusion:
     """Promote the best candidate of the study that params.yaml describes.
 
     Args:
@@ -64,11 +65,11 @@ def promotion(root: str = ".", again: bool = False) -> Decision:
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            decision = _promote(_terms(), again)
+            conclusion = _promote(_terms(), again)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
             return Failed(name=name, message=str(error), data=error)  # type: ignore[return-value]  # Prefect raises it
-        return Completed(message=decision.message, data=decision)  # type: ignore[return-value]
+        return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
 
 
 def rollback() -> str:
@@ -80,7 +81,7 @@ def rollback() -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(check_params.section("promotion").model) as models:
+    with versions.connected(check_params.typed_section("promotion").model) as models:
         models.settle()
         before, after = models.roll_back()
     return (
@@ -100,7 +101,7 @@ def _terms() -> Terms:
     )
 
 
-def _promote(terms: Terms, again: bool) -> Decision:
+def _promote(terms: Terms, again: bool) -> Conclusion:
     log = get_run_logger()
     with versions.connected(terms.wanted.model) as models:
         try:
@@ -116,13 +117,13 @@ def _promote(terms: Terms, again: bool) -> Decision:
         return _challenge(models, terms, candidate, version)
 
 
-def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Decision | None:
+def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Conclusion | None:
     if not champion or champion.tags.get(versions.CONTENT) != candidate.content:
         return None
-    return Decision(f"{candidate.name} is the champion already (version {champion.version})", ())
+    return Conclusion(f"{candidate.name} is the champion already (version {champion.version})", ())
 
 
-def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Decision:
+def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Conclusion:
     """Gate the version against the champion, and make it the champion; what came of it is written on it."""
     passed: tuple[Gate, ...] = ()
     try:
@@ -140,7 +141,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
         raise
     message = f"{candidate.name} is the champion now: version {version} of {models.name}"
     message += f", in place of version {champion.version}" if champion else ""
-    return Decision(message, passed)
+    return Conclusion(message, passed)
 
 
 def choose(terms: Terms) -> Recorded:
@@ -176,19 +177,21 @@ def _candidates() -> list[Recorded]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
     outcomes = {one.name: one.cached for one in planned if one.cached}
-    return [_candidate(name.partition("@")[2], outcomes) for name in outcomes if name.startswith("finetune@")]
+    return [
+        _candidate(candidate_of(name), outcomes) for name in outcomes if name.startswith(stage_name("finetune", ""))
+    ]
 
 
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
     evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
     benchmark = Benchmark.model_validate_json((BENCHMARKS / f"{name}.json").read_text())
     dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
-    own = tuple(one for stage, one in outcomes.items() if stage.partition("@")[2] == name)
+    own = tuple(one for stage, one in outcomes.items() if candidate_of(stage) == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
     return Recorded(
         name=name,
-        content=outcomes[f"finetune@{name}"].outs[str(FINETUNED / name)],
-        test=outcomes[f"evaluate@{name}"].deps[str(gates.TEST)],
+        content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
+        test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=evaluation.recovered.metric,
         validation=evaluation.validation.metric,
         teacher=dense.score.metric,
@@ -332,4 +335,4 @@ def _write_down(
     rows = pd.DataFrame([gate.row for gate in found], columns=["gate", "value", "limit", ""])
     table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
-    models.describe(version, f"**{candidate.name}**, {now()}\n\n{decision}\n\n{table}")
+    models.describe(version, f"**{candidate.name}**, {clock()}\n\n{decision}\n\n{table}")

@@ -53,7 +53,7 @@ def _fetch_example(model: str, folder: Path) -> None:
     try:
         mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=str(folder))
     except Exception as error:  # of any store
-        raise SmokeFailed(f"its example cannot be had: {shown(str(error))}") from error
+        raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
 
 
 def _predict(model: str, question: Path, answer: Path) -> None:

@@ -239,7 +239,7 @@ class Registry:
         if before and before.version not in [one.version for one in self._promoted()[-1:]]:
             # Someone made it the champion by hand: it counts as promoted now, so that one can go back to it.
             self._unmark(before.version, ROLLED_BACK)
-            self.mark(before.version, {PROMOTED_AT: _now()})
+            self.mark(before.version, {PROMOTED_AT: timestamp()})
         self._move(number)
         return self._confirm(number)
 
@@ -270,7 +270,7 @@ class Registry:
             )
         self.smoke(f"/{before}")
         # Before the move: a kill between the two must not leave a version that the next promotion would take again.
-        self.mark(champion.version, {ROLLED_BACK: now()})
+        self.mark(champion.version, {ROLLED_BACK: clock()})
         self._move(before)
         return str(champion.version), before
 
@@ -285,15 +285,15 @@ class Registry:
         except SmokeFailed as error:
             if self.aliases().get(CHAMPION) == number:
                 self._take_back(number)
-            self.mark(number, {SMOKE: f"failed {now()}: {error}"})
-            self._conclude(number, f"Taken back at {now()}: as the champion {error}.")
+            self.mark(number, {SMOKE: f"failed {clock()}: {error}"})
+            self._conclude(number, f"Taken back at {clock()}: as the champion {error}.")
             raise SmokeFailed(f"version {number} was taken back, since as the champion {error}") from error
         if self.aliases().get(CHAMPION) != number:  # then another one was asked
             return False
         self._unmark(number, ROLLED_BACK)
         before = self.before(self.version(number))
-        self._conclude(number, f"Promoted at {now()}" + (f", in place of version {before}." if before else "."))
-        self.mark(number, {PROMOTED_AT: _now(), SMOKE: f"passed {now()}"})
+        self._conclude(number, f"Promoted at {clock()}" + (f", in place of version {before}." if before else "."))
+        self.mark(number, {PROMOTED_AT: timestamp(), SMOKE: f"passed {clock()}"})
         self._follow()
         return True
 
@@ -339,10 +339,11 @@ def _when(version: ModelVersion) -> str:
     return str(version.tags[PROMOTED_AT])
 
 
-def _now() -> str:
+def timestamp() -> str:
+    """Now, as it is sorted."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def now() -> str:
-    """For people."""
+def clock() -> str:
+    """Now, as people read it."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -31,6 +31,7 @@ from pydantic import BaseModel
 from flows.engine.stages import Outcome, Planned
 from flows.secrets import shown
 from flows.settings import MLFLOW_ADDRESS
+from tasks.candidate_names import candidate_of, recipe_and_keep
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -69,7 +70,7 @@ class Mirror:
         """Candidate → the run that made it, in this study run or an earlier one."""
         self._stages: dict[str, list[str]] = {}
         for one in planned:
-            self._stages.setdefault(_candidate(one.name), []).append(one.name)
+            self._stages.setdefault(candidate_of(one.name), []).append(one.name)
         self._shared = _shared(planned)
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
@@ -99,7 +100,7 @@ class Mirror:
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:
         """While a stage runs that trains, log its curve as it grows: a candidate's in its run, else in the parent."""
-        candidate = _candidate(planned.name)
+        candidate = candidate_of(planned.name)
         if candidate:
             self._open(candidate, self.origin)
         curves = [Path(path) for path in planned.writes if path.endswith(".jsonl")]
@@ -204,16 +205,11 @@ class Mirror:
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
 
 
-def _candidate(stage: str) -> str:
-    """`kfac-0.33` of `finetune@kfac-0.33`; empty for a stage that all candidates share."""
-    return stage.partition("@")[2]
-
-
 def _shared(planned: Sequence[Planned]) -> list[str]:
     """The stages of all candidates, in order: those that follow from none, the dense model's score among them."""
     own: set[str] = set()
     for one in planned:  # upstream first
-        if _candidate(one.name) or own & set(one.upstream):
+        if candidate_of(one.name) or own & set(one.upstream):
             own.add(one.name)
     return [one.name for one in planned if one.name not in own]
 
@@ -289,7 +285,7 @@ def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
 
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The parameters that DVC tracks, under one name for all recipes."""
-    recipe, _, keep = candidate.rpartition("-")
+    recipe, keep = recipe_and_keep(candidate)
     found = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
     own = {name.removeprefix(f"recipes.{recipe}."): value for name, value in found.items()}
     return {"recipe": recipe, "keep": keep} | own

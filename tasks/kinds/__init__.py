@@ -30,7 +30,7 @@ def kind_of(task: Task) -> TaskKind:
 
 
 def evidence_loss(task: Task, labels: Labels) -> Loss:
-    """Of which evidence is the gradient; which labels a kind of task can have, tasks/check_params.py says."""
+    """The loss whose gradient is the evidence. tasks/check_params.py lists the labels that each kind allows."""
     kind = kind_of(task)
     return {"given": kind.loss, "expected": expected_losses, "drawn": drawn_loss(kind.logits, task.seed)}[labels]
 

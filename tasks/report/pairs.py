@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tasks.candidate_names import candidate_name
 from tasks.dataset import SPLITS, Task
 from tasks.metrics import METRICS
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import Draws, interval, metric_of, resampled
 from tasks.report.results import CONTROL, DENSE, read_rows
-from tasks.stage import candidate_name
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high", "spread")
 _MODELS = ("factorized", "recovered")

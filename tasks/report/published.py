@@ -41,7 +41,7 @@ class Published(Section):
 
 
 def mistakes(rows: Sequence[Published], metrics: Mapping[str | None, MetricName | None]) -> Iterator[str]:
-    """What rows say that their study cannot stand beside.
+    """What is wrong with published rows, seen beside the tasks and metrics of their study.
 
     Args:
         metrics: task → its metric, or None → that of a study without tasks; None for one that is none itself.

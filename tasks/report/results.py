@@ -15,12 +15,13 @@ from eckart.budget import Rank
 from eckart.targets import Target, Targets
 from tasks import params
 from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
+from tasks.candidate_names import candidate_name
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.records import CONTROL_CURVE, DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation, rows_file
 from tasks.report.bootstrap import Interval, interval, resampled
-from tasks.stage import StageError, candidate_name
+from tasks.stage import StageError
 
 Content = TypeVar("Content", bound=BaseModel)
 

@@ -6,7 +6,6 @@ A study of several tasks has a table of each, and one of all.
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,8 @@ from rich.table import Table
 from eckart.methods import Method
 from eckart.recovery import Recovery
 from eckart.targets import Targets
+from tasks.candidate_names import candidate_name, stage_name
+from tasks.cores import cores
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
@@ -35,7 +36,6 @@ from tasks.report.provenance import cut
 from tasks.report.published import TaskMetrics
 from tasks.report.results import read_rows
 from tasks.report.table import ZERO_SHOT
-from tasks.stage import candidate_name
 from tasks.study_file import StudyFile
 
 COMPARISON = Path("reports/comparison.csv")
@@ -80,8 +80,10 @@ def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.Dat
 
 def _scored(folder: Path, one: Candidate) -> pd.DataFrame:
     """What each test row contributed to a candidate, the dense model or its control."""
-    name, model = ("dense", _OF_DENSE[one]) if one in _OF_DENSE else (candidate_name(*one), "recovered")
-    rows = read_rows(folder, name, "evaluate")
+    if one in _OF_DENSE:
+        rows, model = read_rows(folder, "dense", "dense"), _OF_DENSE[one]
+    else:
+        rows, model = read_rows(folder, candidate_name(*one), "evaluate"), "recovered"
     return rows[rows.model == model]
 
 
@@ -109,7 +111,7 @@ def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
     known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
     found = []
     for one in rows[CANDIDATE].itertuples(index=False, name=None):
-        stages = ["control"] if one == CONTROL else [f"{stage}@{candidate_name(*one)}" for stage in _MAKING]
+        stages = ["control"] if one == CONTROL else [stage_name(stage, candidate_name(*one)) for stage in _MAKING]
         took = [known[stage] for stage in stages if stage in known]
         found.append(sum(took) if len(took) == len(stages) else None)
     return found
@@ -378,9 +380,8 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
 
 def _machine() -> str:
     """Its kind, and not which one it is."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return ", ".join(filter(None, [counted(cores, "core"), _processor(), graphics]))
+    return ", ".join(filter(None, [counted(cores(), "core"), _processor(), graphics]))
 
 
 def _processor() -> str:

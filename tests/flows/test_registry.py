@@ -197,7 +197,7 @@ def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry
 def test_nobody_goes_back_to_what_was_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a kill came between the two tags of a promotion."""
     promote(models, "1", "2")
-    models.mark("3", {PROMOTED_AT: versions._now(), SMOKE: "pending"})
+    models.mark("3", {PROMOTED_AT: versions.timestamp(), SMOKE: "pending"})
     models.client.set_registered_model_alias("m", CHAMPION, "3")
 
     def silent(_: Registry, reference: str) -> None:
