@@ -118,6 +118,10 @@ def output(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
+# Libraries wrap it in errors of their own; torch.save only says that it stands where it did not expect to.
+_DISK_FULL = (os.strerror(errno.ENOSPC), "inline_container.cc", "iostream error")
+
+
 def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
     """Fix what a result may depend on, then work; an error names the stage and ends the process with 1."""
     try:
@@ -130,7 +134,7 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
     except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:
-        if os.strerror(errno.ENOSPC) in str(error):  # libraries wrap it in errors of their own
+        if any(sign in str(error) for sign in _DISK_FULL):
             sys.exit(f"{stage}: the disk is full: make room and run again ({' '.join(str(error).split())})")
         raise
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tasks.candidate_names import candidate_name, candidate_of, recipe_and_keep, stage_name
-from tasks.stage import StageError, explained, output
+from tasks.stage import StageError, explained, output, run
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 
@@ -107,6 +107,18 @@ def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:
 def test_explained_leaves_a_bug_a_bug() -> None:
     with pytest.raises(KeyError), explained():
         raise KeyError("target")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.parametrize("numbers", [10, 10**6])
+def test_a_full_disk_is_named_although_torch_does_not_name_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, numbers: int
+) -> None:
+    """As a checkpoint is written: few numbers fail with another error than many."""
+    write_params(here, tiny_params())
+    monkeypatch.setattr(sys, "argv", ["work"])
+    with pytest.raises(SystemExit, match=r"^work: "):
+        run("work", lambda: torch.save({"state": torch.zeros(numbers)}, "/dev/full"))
 
 
 def test_an_output_is_what_was_written_and_the_folders_above_it_are_made(here: Path) -> None:
