@@ -119,7 +119,7 @@ def output(path: Path) -> Iterator[Path]:
 
 
 # Libraries wrap it in errors of their own; torch.save only says that it stands where it did not expect to.
-_DISK_FULL = (os.strerror(errno.ENOSPC), "inline_container.cc", "iostream error")
+_DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
 
 
 def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:

@@ -60,11 +60,13 @@ def missing(cache_dir: Path, digest: str) -> set[str]:
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
     """Make `target` the output; all its objects must be there."""
+    if (listed := files(cache_dir, digest)) is None:
+        raise FileNotFoundError(f"the cache has no list of the files of {digest}")
     remove(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     if digest.endswith(_FOLDER):
         target.mkdir()
-    for name, each in (files(cache_dir, digest) or {}).items():
+    for name, each in listed.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(object_path(cache_dir, each), target / name)
 

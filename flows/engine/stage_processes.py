@@ -130,7 +130,7 @@ def _kill(group: int) -> None:
 
 def _module(command: str) -> list[str] | None:
     """`[module, *arguments]` if the command is `python -m tasks.…` and nothing that takes a shell."""
-    warm = command.startswith("python -m tasks.") and not set(command) & set("&|;<>$`")
+    warm = command.startswith("python -m tasks.") and not set(command) & set("&|;<>$`*?~\n")
     return shlex.split(command)[2:] if warm else None
 
 
