@@ -25,7 +25,7 @@ from eckart.svd import decompose
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import ErrorNorm
 from tasks.training import train
-from tests import tiny
+from tests import architectures, tiny
 from tests.workspace import collate
 
 BATCH = tiny.collate(tiny.samples(8))
@@ -53,7 +53,8 @@ def model_of(*layers: LowRankLinear) -> Any:
 
 
 def targets_of(model: PreTrainedModel) -> tuple[Target, ...]:
-    return find_targets(model, BATCH).targets
+    """Also those that have no evidence."""
+    return find_targets(model, BATCH, unsampled=True).targets
 
 
 def compress(model: PreTrainedModel, rank: Callable[[int], int], residual: bool = True) -> PreTrainedModel:
@@ -450,6 +451,45 @@ def test_momentum_does_not_bring_a_pruned_row_back():
         assert all(not some.layer.residual[~some.kept].any() for some in rule.targets.values())
     assert moved
     assert rule.measures()["rows"] < 0.5
+
+
+def test_what_also_reads_relative_positions_is_scored_by_the_gradient_of_its_dense_weight():
+    """Query and key of DeBERTa-v3: no sample has a gradient of its own there, but the batch has one."""
+    dense = architectures.FAMILIES["deberta-v3"].build().eval()
+    dense(**BATCH).loss.backward()
+    model = compress(architectures.FAMILIES["deberta-v3"].build(), lambda _: 1).eval()
+    rule = RowPruning(model, settings(), budget=parameters(model, factorized(model)), steps=1)
+    model(**BATCH).loss.backward()
+    rule.after_backward(0)
+    unsampled = [target.name for target in targets_of(dense) if not target.sampled]
+    assert {name.rpartition(".")[2] for name in unsampled} == {"query_proj", "key_proj"}
+    for name in unsampled:
+        some = rule.targets[name]
+        gradient = dense.get_submodule(name).get_parameter("weight").grad
+        assert gradient.any()
+        expected = (some.layer.residual.detach() * gradient).abs().mean(dim=1) / 2
+        torch.testing.assert_close(some.scores, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_what_also_reads_relative_positions_loses_rows_and_trains_as_others_do(window):
+    model = compress(architectures.FAMILIES["deberta-v3"].build(), lambda _: 1)
+    targets = targets_of(architectures.FAMILIES["deberta-v3"].build())
+    unsampled = [target.name for target in targets if not target.sampled]
+    before = {name: some.residual.detach().clone() for name, some in low_rank_layers(model).items()}
+    budget = sum(target.parameters for target in targets) * 3 // 4
+    rule = RowPruning(model, settings(end=0.5, window=window), budget, steps=8)
+    run(model, rule, range(8))
+    expected = logits(model)
+    gone = {name: ~some.kept for name, some in rule.targets.items()}
+    for names in (unsampled, [name for name in gone if name not in unsampled]):
+        moved = {name: (rule.targets[name].layer.residual - before[name]).abs().amax(dim=1) for name in names}
+        assert all((moved[name] > 1e-4)[~gone[name]].all() for name in names)  # decay alone takes a hundredth of that
+        assert 0 < sum(int(gone[name].sum()) for name in names) < sum(len(gone[name]) for name in names)
+    rule.finish()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    longest = max(target.in_features for target in targets)
+    assert budget - longest < parameters(model, [target.name for target in targets]) <= budget
 
 
 @FAMILIES

@@ -136,6 +136,12 @@ class TestSummary:
         assert {line[2] for line in lines[1:]} == {"60.0"}
         assert len(lines) == 1 + len(rows)
 
+    def test_a_text_of_lm_eval_has_its_perplexity_as_it_is(self) -> None:
+        names = ("wikitext.word_perplexity", "wikitext.bits_per_byte")
+        columns = {f"{dense}zero_shot.{name}": 12.5 for dense in ("", "dense.") for name in names}
+        _, lines = summary.zero_shot(made_up(seeds=1).assign(**columns))
+        assert {cell for line in lines for cell in line[2:]} == {"12.5"}
+
     def test_one_seed_has_no_spread(self) -> None:
         heads, lines = summary.cells(made_up(seeds=1))
         assert dict(zip(heads, lines[0], strict=True))["recovered, %"] == "84.0"

@@ -232,12 +232,12 @@ def _asked(rows: pd.DataFrame) -> list[str]:
 
 
 def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """The tasks of lm-eval with their metrics, and a line per candidate, the dense model first; 100 × each number."""
-    names = _asked(rows)
+    """The tasks of lm-eval with their metrics, and a line per candidate, the dense model first; shares in percent."""
+    names = {name: 1 if name.endswith(_NO_SHARES) else 100 for name in _asked(rows)}
     seeds = rows.drop_duplicates("seed")
-    lines = [[*DENSE, *(_spread(seeds[f"dense.{name}"] * 100) for name in names)]]
+    lines = [[*DENSE, *(_spread(seeds[f"dense.{name}"] * factor) for name, factor in names.items())]]
     for one, group in rows.groupby(CANDIDATE, sort=False):
-        lines.append([*map(str, one), *(_spread(group[name] * 100) for name in names)])
+        lines.append([*map(str, one), *(_spread(group[name] * factor) for name, factor in names.items())])
     return [*CANDIDATE, *(name.removeprefix(ZERO_SHOT).replace(".", " ") for name in names)], lines
 
 
@@ -285,7 +285,10 @@ def page(
 
 
 _OF_ALL = "Recovered, 100 × each metric but for perplexities; `dense` is the model that is compressed."
-_OF_ZERO_SHOT = "Zero-shot tasks, 100 × what lm-evaluation-harness gives, after recovery."
+_NO_SHARES = ("perplexity", "bits_per_byte")  # of texts; what other tasks of lm-eval give lies between 0 and 1
+_OF_ZERO_SHOT = (
+    "Zero-shot tasks after recovery, 100 × what lm-evaluation-harness gives but for perplexities and bits of a byte."
+)
 _OF_TRIALS = (
     "Trials at one keep and with one seed: what was best on validation rows (*) is what the table has of its recipe."
 )
