@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from scipy.stats import spearmanr
 
 from tasks.records import CONTROL_NAME
 from tasks.report.numbers import count, score
@@ -127,6 +128,13 @@ def recovery_svgs(results: Results) -> dict[str, str]:
     """Recipe → what its recoveries measured besides the loss; without recipes whose recovery measures nothing."""
     drawn = {recipe: _measured(_by_keep(results, recipe, lambda one: one.curve)) for recipe in results.recipes}
     return _measures_svgs(results, drawn, "recovery")
+
+
+def predictions_svg(results: Results) -> str | None:
+    """Predicted against measured loss of every target, a panel for each recipe; None where nothing was measured."""
+    pairs = {recipe: _predictions(results, recipe) for recipe in results.recipes}
+    shown = {recipe: some for recipe, some in pairs.items() if some}
+    return _svg(partial(_draw_predictions, results, shown, _PAGE), "predictions") if shown else None
 
 
 def looks(recipes: tuple[str, ...]) -> dict[str, Look]:
@@ -338,6 +346,54 @@ def _draw_measures(results: Results, recipe: str, panels: Panels, palette: Palet
         handles=handles, loc="upper left" if free else "outside right upper", handlelength=3, labelcolor=palette.ink
     )
     return figure
+
+
+def _predictions(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
+    """Keep → predicted and measured loss of each target that has both, above 0."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in (one for one in results.candidates if one.recipe == recipe):
+        predicted = one.decision.predicted_loss or {}
+        both = ((predicted.get(name), target.loss_alone) for name, target in one.evaluation.targets.items())
+        pairs = [(some, other) for some, other in both if some and other and min(some, other) > 0]
+        if pairs:
+            found[one.keep] = pairs
+    return found
+
+
+def _draw_predictions(
+    results: Results, shown: Mapping[str, Mapping[str, list[tuple[float, float]]]], palette: Palette
+) -> Figure:
+    """Both logarithmic; a marker for each keep, and the line on which they are equal."""
+    columns = min(_COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(_WIDTH, 0.4 + 3.2 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    markers = dict(zip(results.keeps, cycle(_MARKERS), strict=False))
+    for axes, (recipe, by_keep) in zip(places, shown.items(), strict=False):
+        everything = [pair for some in by_keep.values() for pair in some]
+        axes.set_title(f"{recipe}: rank correlation {_rank_correlation(everything):.2f}", loc="left", fontsize="medium")
+        axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
+        for keep, pairs in by_keep.items():
+            predicted, measured = zip(*pairs, strict=True)
+            colour = looks(results.recipes)[recipe].colour
+            axes.plot(predicted, measured, markers[keep], color=colour, markersize=4, alpha=0.75, linestyle="")
+        axes.axline((1, 1), (10, 10), color=palette.muted, linewidth=1)  # equal on both scales
+    for axes in places[len(shown) :]:
+        axes.set_axis_off()
+    handles = [
+        Line2D([], [], color=palette.ink, marker=markers[keep], linestyle="", label=f"keep {keep}")
+        for keep in results.keeps
+        if any(keep in by_keep for by_keep in shown.values())
+    ]
+    handles.append(Line2D([], [], color=palette.muted, linewidth=1, label="equal"))
+    figure.legend(handles=handles, loc="outside right upper", labelcolor=palette.ink)
+    return figure
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's."""
+    predicted, measured = np.array(pairs).T
+    return float(spearmanr(predicted, measured).statistic)
 
 
 def _draw_measure(
