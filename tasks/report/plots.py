@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -40,6 +41,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
+_DECADES = 6  # ticks of a logarithmic axis, about
 _EVEN = 0.2  # loss over dense, in nats, up to which a scale that is widest at dense is nearly even
 _LOSS = 600.0  # over dense, in nats, at which such a scale ends: its exponential is a float yet
 _TICKS_APART = 0.06  # of such a scale, at least, as a share of its length
@@ -373,6 +375,8 @@ def _draw_predictions(
         everything = [pair for some in by_keep.values() for pair in some]
         axes.set_title(f"{recipe}: rank correlation {_rank_correlation(everything):.2f}", loc="left", fontsize="medium")
         axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
+        for axis, values in zip((axes.xaxis, axes.yaxis), zip(*everything, strict=True), strict=True):
+            _decades(axis, values)
         for keep, pairs in by_keep.items():
             predicted, measured = zip(*pairs, strict=True)
             colour = looks(results.recipes)[recipe].colour
@@ -388,6 +392,16 @@ def _draw_predictions(
     handles.append(Line2D([], [], color=palette.muted, linewidth=1, label="equal"))
     figure.legend(handles=handles, loc="outside right upper", labelcolor=palette.ink)
     return figure
+
+
+def _decades(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis from the decade below all `values` to that above, with a few of them marked."""
+    ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    step = math.ceil((ends[1] - ends[0]) / _DECADES)
+    axis.axes.set(**{f"{axis.axis_name}lim": [10.0**end for end in ends]})
+    axis.set_major_locator(FixedLocator([10.0**power for power in range(ends[0], ends[1] + 1, step)]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"1e{math.log10(value):.0f}"))
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
