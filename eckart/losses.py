@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 from transformers.modeling_outputs import ModelOutput
 
 Batch = Mapping[str, Tensor]
@@ -57,6 +57,27 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
     if logits is None:
         raise ValueError("the model returns no logits: set distillation.logits to 0")
     return logits
+
+
+def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
+    """temperature² · KL(teacher ‖ student), a mean over predictions (Hinton et al., 2015); without one the mean square.
+
+    Args:
+        student, teacher: `(predictions, classes)`, or `(batch, values)` where there is no temperature.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    if student.shape != teacher.shape:
+        raise ValueError(
+            f"logits of the model {tuple(student.shape)} and of the teacher {tuple(teacher.shape)} are not of the same "
+            "shape: set distillation.logits to 0"
+        )
+    student, teacher = student.float(), teacher.float()
+    if temperature is None:
+        return mse_loss(student, teacher)
+    some, others = log_softmax(student / temperature, dim=-1), log_softmax(teacher / temperature, dim=-1)
+    return temperature**2 * kl_div(some, others, reduction="batchmean", log_target=True)
 
 
 def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:

@@ -28,7 +28,7 @@ class Decision(BaseModel):
     ranks: dict[str, int | None]
     """Target → rank, or null where it stays dense."""
     predicted_loss: dict[str, float] | None
-    """Target → weighted error left by its rank, ÷ that of leaving it out: Σ_{k>r} S_k² ÷ Σ S_k².
+    """Target → half the weighted error that its rank leaves, ½ Σ_{k>r} S_k²: under kfac what the loss increases by.
 
     Null where the search itself reduced the weights to their ranks, or all ranks are 0.
     """

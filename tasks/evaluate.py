@@ -3,18 +3,24 @@ row contributed, reports/rows/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import PreTrainedModel
 
+from eckart.alone import losses_alone
 from eckart.budget import allowance
 from eckart.layers import factorized, residual_rows
+from eckart.methods import Source
 from eckart.targets import Target
-from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision
+from tasks.batches import batches, encoded
+from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision, source_model
 from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.importance_files import load_targets
-from tasks.kinds import kind_of
-from tasks.models import load, place, size
-from tasks.params import Model, section
+from tasks.kinds import kind_of, objective_of
+from tasks.models import DENSE, TEACHER, load, place, size
+from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, TargetSize
 from tasks.scoring import all_scores, same_weights, score_on, write_rows
 from tasks.stage import StageError, run_candidate
@@ -32,7 +38,8 @@ def evaluate(recipe: str, keep: str) -> None:
     before = None if residual_rows(model) else score_on("test", model, tokenizer, "factorized")
     model, tokenizer = load(FINETUNED / name, kind.auto, device_map=device_map)
     place(model)
-    sizes = _sizes(model, targets)
+    alone = {} if _others_weights(recipe, name) else _losses_alone(name, targets)
+    sizes = _sizes(model, targets, alone)
     same = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
     scores, rows = all_scores(model, tokenizer, "recovered", same)
     result = Evaluation(
@@ -54,11 +61,36 @@ def evaluate(recipe: str, keep: str) -> None:
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
 
 
-def _sizes(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, TargetSize]:
+def _others_weights(recipe: str, name: str) -> bool:
+    """Whether what is factorized are other weights than the dense model's, for which the search has predicted."""
+    part = f"recipes.{recipe}"
+    in_order: object = section(f"{part}.sequential", Any)
+    return in_order is not None or source_model(name, DENSE[section(f"{part}.source", Source)]) != TEACHER
+
+
+def _losses_alone(name: str, targets: tuple[Target, ...]) -> dict[str, float]:
+    settings, decision = section("evaluate", Evaluate), load_decision(name)
+    if not settings.probes or decision.predicted_loss is None:
+        return {}
+    task = load_task()
+    kind = kind_of(task)
+    (dense, tokenizer), (small, _) = load(TEACHER, kind.auto), load(FACTORIZED / name, kind.auto)
+    place(small)
+    data = encoded("validation", tokenizer)
+    some = data.select(range(min(settings.probes, len(data))))
+    probes = list(batches(some, kind.collate(tokenizer, dense), settings.batch_size, place(dense)))
+    factored = [target for target in targets if decision.ranks[target.name] is not None]
+    return losses_alone(dense, small, factored, probes, objective_of(task))
+
+
+def _sizes(model: PreTrainedModel, targets: tuple[Target, ...], alone: Mapping[str, float]) -> dict[str, TargetSize]:
     ranks, rows = factorized(model), residual_rows(model)
     return {
         target.name: TargetSize(
-            rank=ranks.get(target.name), rows=rows.get(target.name, 0), parameters=_parameters(model, target)
+            rank=ranks.get(target.name),
+            rows=rows.get(target.name, 0),
+            parameters=_parameters(model, target),
+            loss_alone=alone.get(target.name),
         )
         for target in targets
     }

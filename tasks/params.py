@@ -153,6 +153,7 @@ class Importance(Section):
 class Evaluate(Section):
     batch_size: Count
     zero_shot: tuple[str, ...]
+    probes: Annotated[int, Field(ge=0)]
 
 
 class Benchmark(Section):

@@ -72,6 +72,8 @@ class TargetSize(BaseModel):
     """What is left of a target: `rank` is null where it is dense, `rows` are those of a residual beside the factors.
 
     parameters: as it is stored, without its bias and the indices of rows or pivots.
+    loss_alone: what its factors do in the dense model (eckart/alone.py), on evaluate.probes rows; null where it has
+        none, or they are of other weights than the dense model's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,6 +81,7 @@ class TargetSize(BaseModel):
     rank: int | None
     rows: int
     parameters: int
+    loss_alone: float | None
 
 
 class Evaluation(BaseModel):

@@ -79,7 +79,7 @@ def search(recipe: str, keep: str) -> None:
             keep=float(keep),
             ranks=dict(found.ranks),
             predicted_loss=found.spectra
-            and {name: _loss_left(found.spectra[name], rank) for name, rank in found.ranks.items()},
+            and {name: _error_left(found.spectra[name], rank) for name, rank in found.ranks.items()},
             parameters_before=sum(target.parameters for target in problem.targets),
             parameters_after=total(problem.targets, found.ranks),
             steps=training.steps,
@@ -174,9 +174,8 @@ def _check_and_say(decision: Decision, problem: SearchProblem) -> None:
     say(f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense")
 
 
-def _loss_left(values: Tensor, rank: Rank) -> float:
-    energies = values.square()
-    return 0.0 if rank is None else float(energies[rank:].sum() / energies.sum().clamp(min=1e-300))
+def _error_left(spectrum: Tensor, rank: Rank) -> float:
+    return 0.0 if rank is None else float(spectrum[rank:].square().sum() / 2)
 
 
 def _is_shared(recipe: str) -> bool:

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -139,12 +140,13 @@ def make_candidate(
     recovered: str | None = None,
     factorized: float | None = None,
     shaped: float | None = None,
+    measured: Mapping[str, float] | None = None,
 ) -> None:
     """The first target stays dense; the others have rank 1 or 2 in turn.
 
     With `rows` they have so many sparse rows beside, and the factorized model has no score; `searched` and `recovered`
     are curves; `factorized` is the metric before recovery, by default 0.1 lower; `shaped` that of the dense weights
-    before they were factorized.
+    before they were factorized; `measured` what targets lose alone, where 0.1, 0.2, … were predicted.
     """
     name = f"{recipe}-{keep}"
     ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
@@ -152,10 +154,15 @@ def make_candidate(
     counts = {each: 0 if rank is None else rows for each, rank in ranks.items()}
     sizes = {
         each: {"rank": rank, "rows": counts[each], "parameters": factors[each] + 10 * counts[each]}
+        | {"loss_alone": (measured or {}).get(each)}
         for each, rank in ranks.items()
     }
     after = sum(factors.values())
-    decision = {"keep": keep, "ranks": ranks, "predicted_loss": dict.fromkeys(ranks, 0.1)}
+    decision = {
+        "keep": keep,
+        "ranks": ranks,
+        "predicted_loss": {each: 0.1 * (place + 1) for place, each in enumerate(ranks)},
+    }
     decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
     decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
     write(f"models/ranks/{name}/ranks.json", decision)
@@ -386,7 +393,7 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6)
     evaluation = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
-    other = {"rank": 1, "rows": 0, "parameters": 20}
+    other = {"rank": 1, "rows": 0, "parameters": 20, "loss_alone": None}
     write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": other}})
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*targets\.json.* tasks\.evaluate "):
         results.load_results()
@@ -436,7 +443,7 @@ def test_heat_map_shows_the_recovered_model_with_its_sparse_rows(workspace: Path
     make_study(["losparse"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
     make_candidate("losparse", 0.5, ["h.0.query", "h.0.value", "h.1.query"], 0.6, rows=9)
     evaluation = json.loads(Path("reports/evaluate/losparse-0.5.json").read_text())
-    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1, "parameters": 10}
+    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1, "parameters": 10, "loss_alone": None}
     write("reports/evaluate/losparse-0.5.json", evaluation)
     compare.compare()
     (picture,) = heatmap.heat_maps(results.load_results())
@@ -467,6 +474,23 @@ def test_nothing_is_shown_of_searches_and_measures_where_there_are_none(workspac
     assert not re.search(
         "Before the factorization|Ranks that shaping left|measured besides|A dash|[Ss]parse row", page()
     )
+
+
+def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) -> None:
+    """In a panel for each recipe that has both; a target that loses nothing has no place on the scales."""
+    targets = bert_like(1)
+    make_study(["svd", "kfac"], [0.5], targets)
+    assert plots.predictions_svg(results.load_results()) is None
+    rising, falling = (
+        dict(zip(targets, losses, strict=True)) for losses in ([0.0, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
+    )
+    make_candidate("svd", 0.5, targets, 0.7, measured=rising)
+    make_candidate("kfac", 0.5, targets, 0.7, measured=falling)
+    found = results.load_results()
+    words = [word for word in titles(plots.predictions_svg(found) or "") if "correlation" in word]
+    assert [re.findall(r"(\w+):.*?([-−]?1\.00)", word)[0] for word in words] == [("svd", "1.00"), ("kfac", "-1.00")]
+    compare.compare()
+    assert page().count("<svg") == 4
 
 
 def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:

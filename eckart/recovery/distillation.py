@@ -16,11 +16,11 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, no_grad
-from torch.nn.functional import kl_div, log_softmax, mse_loss
+from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.losses import Batch, Predictions, logits_of
+from eckart.losses import Batch, Predictions, logits_error, logits_of
 from eckart.recovery.recovery_problem import RecoveryProblem
 from eckart.training_rules import Rule
 
@@ -144,27 +144,6 @@ def _distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
         # picked out, not multiplied by 0: a state of padding may hold what is not finite
         student, teacher = student[mask.bool()], teacher[mask.bool()]
     return mse_loss(student.float(), teacher.float())
-
-
-def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
-    """temperature² · KL(teacher ‖ student), a mean over predictions (Hinton et al., 2015); without one the mean square.
-
-    Args:
-        student, teacher: `(predictions, classes)`, or `(batch, values)` where there is no temperature.
-
-    Raises:
-        ValueError: they differ in shape.
-    """
-    if student.shape != teacher.shape:
-        raise ValueError(
-            f"logits of the model {tuple(student.shape)} and of the teacher {tuple(teacher.shape)} are not of the same "
-            "shape: set distillation.logits to 0"
-        )
-    student, teacher = student.float(), teacher.float()
-    if temperature is None:
-        return mse_loss(student, teacher)
-    some, others = log_softmax(student / temperature, dim=-1), log_softmax(teacher / temperature, dim=-1)
-    return temperature**2 * kl_div(some, others, reduction="batchmean", log_target=True)
 
 
 def _layers_error(student: ModelOutput, teacher: ModelOutput, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from eckart.recipes import captions
 from tasks.report.heatmap import heat_maps, order_of_kinds
-from tasks.report.plots import curves_svg, recovery_svgs, search_svgs, tradeoff_svg
+from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.summary import summary
@@ -37,6 +37,7 @@ def page(results: Results) -> str:
         # Markup: matplotlib has escaped every text in them.
         tradeoff=Markup(tradeoff_svg(results)),
         curves=Markup(curves_svg(results)),
+        predictions=Markup(predictions_svg(results) or ""),
         searches={recipe: Markup(plot) for recipe, plot in search_svgs(results).items()},
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),

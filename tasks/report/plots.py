@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from scipy.stats import spearmanr
 
 from tasks.records import CONTROL_NAME
 from tasks.report.numbers import count, score
@@ -39,6 +41,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
+_DECADES = 6  # ticks of a logarithmic axis, about
 _EVEN = 0.2  # loss over dense, in nats, up to which a scale that is widest at dense is nearly even
 _LOSS = 600.0  # over dense, in nats, at which such a scale ends: its exponential is a float yet
 _TICKS_APART = 0.06  # of such a scale, at least, as a share of its length
@@ -127,6 +130,13 @@ def recovery_svgs(results: Results) -> dict[str, str]:
     """Recipe → what its recoveries measured besides the loss; without recipes whose recovery measures nothing."""
     drawn = {recipe: _measured(_by_keep(results, recipe, lambda one: one.curve)) for recipe in results.recipes}
     return _measures_svgs(results, drawn, "recovery")
+
+
+def predictions_svg(results: Results) -> str | None:
+    """Predicted against measured loss of every target, a panel for each recipe; None where nothing was measured."""
+    pairs = {recipe: _predictions(results, recipe) for recipe in results.recipes}
+    shown = {recipe: some for recipe, some in pairs.items() if some}
+    return _svg(partial(_draw_predictions, results, shown, _PAGE), "predictions") if shown else None
 
 
 def looks(recipes: tuple[str, ...]) -> dict[str, Look]:
@@ -338,6 +348,66 @@ def _draw_measures(results: Results, recipe: str, panels: Panels, palette: Palet
         handles=handles, loc="upper left" if free else "outside right upper", handlelength=3, labelcolor=palette.ink
     )
     return figure
+
+
+def _predictions(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
+    """Keep → predicted and measured loss of each target that has both, above 0."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in (one for one in results.candidates if one.recipe == recipe):
+        predicted = one.decision.predicted_loss or {}
+        both = ((predicted.get(name), target.loss_alone) for name, target in one.evaluation.targets.items())
+        pairs = [(some, other) for some, other in both if some and other and min(some, other) > 0]
+        if pairs:
+            found[one.keep] = pairs
+    return found
+
+
+def _draw_predictions(
+    results: Results, shown: Mapping[str, Mapping[str, list[tuple[float, float]]]], palette: Palette
+) -> Figure:
+    """Both logarithmic; a marker for each keep, and the line on which they are equal."""
+    columns = min(_COLUMNS, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    figure = Figure(figsize=(_WIDTH, 0.4 + 3.2 * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    markers = dict(zip(results.keeps, cycle(_MARKERS), strict=False))
+    for axes, (recipe, by_keep) in zip(places, shown.items(), strict=False):
+        everything = [pair for some in by_keep.values() for pair in some]
+        axes.set_title(f"{recipe}: rank correlation {_rank_correlation(everything):.2f}", loc="left", fontsize="medium")
+        axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
+        for axis, values in zip((axes.xaxis, axes.yaxis), zip(*everything, strict=True), strict=True):
+            _decades(axis, values)
+        for keep, pairs in by_keep.items():
+            predicted, measured = zip(*pairs, strict=True)
+            colour = looks(results.recipes)[recipe].colour
+            axes.plot(predicted, measured, markers[keep], color=colour, markersize=4, alpha=0.75, linestyle="")
+        axes.axline((1, 1), (10, 10), color=palette.muted, linewidth=1)  # equal on both scales
+    for axes in places[len(shown) :]:
+        axes.set_axis_off()
+    handles = [
+        Line2D([], [], color=palette.ink, marker=markers[keep], linestyle="", label=f"keep {keep}")
+        for keep in results.keeps
+        if any(keep in by_keep for by_keep in shown.values())
+    ]
+    handles.append(Line2D([], [], color=palette.muted, linewidth=1, label="equal"))
+    figure.legend(handles=handles, loc="outside right upper", labelcolor=palette.ink)
+    return figure
+
+
+def _decades(axis: Axis, values: Sequence[float]) -> None:
+    """A logarithmic axis from the decade below all `values` to that above, with a few of them marked."""
+    ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
+    step = math.ceil((ends[1] - ends[0]) / _DECADES)
+    axis.axes.set(**{f"{axis.axis_name}lim": [10.0**end for end in ends]})
+    axis.set_major_locator(FixedLocator([10.0**power for power in range(ends[0], ends[1] + 1, step)]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"1e{math.log10(value):.0f}"))
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's."""
+    predicted, measured = np.array(pairs).T
+    return float(spearmanr(predicted, measured).statistic)
 
 
 def _draw_measure(
