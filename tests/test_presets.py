@@ -1,5 +1,6 @@
 """The studies of this repository: each validates, and those that take a hub start and say so where there is none."""
 
+import re
 from pathlib import Path
 
 import datasets
@@ -36,6 +37,14 @@ def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
     alone = [study.task for study in studies if study.params["data"]["columns"]["text_pair"] is None]
     assert alone == ["cola", "sst2"]
     assert all(METRICS[study.metric].bounded for study in studies)  # so that their mean is printed
+
+
+def test_every_command_beside_a_papers_table_has_its_tasks() -> None:
+    text = (REPOSITORY / "docs/papers.md").read_text()
+    commands = re.findall(r"`([\w-]+)((?: --task [\w-]+)+)`", text)
+    assert len(commands) > 20
+    for file, tasks in commands:
+        assert set(tasks.split()[1::2]) <= {study.task for study in load(REPOSITORY / f"studies/{file}.yaml")}
 
 
 @pytest.mark.parametrize("name", ["bert-glue", "pythia-wikitext", "llama-7b"])
