@@ -43,8 +43,9 @@ def test_every_command_beside_a_papers_table_has_its_tasks() -> None:
     text = (REPOSITORY / "docs/papers.md").read_text()
     commands = re.findall(r"`([\w-]+)((?: --task [\w-]+)+)`", text)
     assert len(commands) > 20
-    for file, tasks in commands:
-        assert set(tasks.split()[1::2]) <= {study.task for study in load(REPOSITORY / f"studies/{file}.yaml")}
+    for file in {file for file, _ in commands}:
+        there = {study.task for study in load(REPOSITORY / f"studies/{file}.yaml")}
+        assert {task for other, tasks in commands if other == file for task in tasks.split()[1::2]} <= there
 
 
 @pytest.mark.parametrize("name", ["bert-glue", "pythia-wikitext", "llama-7b"])
