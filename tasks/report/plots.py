@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
@@ -375,8 +374,8 @@ def _draw_predictions(
         everything = [pair for some in by_keep.values() for pair in some]
         axes.set_title(f"{recipe}: rank correlation {_rank_correlation(everything):.2f}", loc="left", fontsize="medium")
         axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
-        for axis, values in zip((axes.xaxis, axes.yaxis), zip(*everything, strict=True), strict=True):
-            _decades(axis, values)
+        for name, values in zip("xy", zip(*everything, strict=True), strict=True):
+            _decades(axes, name, values)
         for keep, pairs in by_keep.items():
             predicted, measured = zip(*pairs, strict=True)
             colour = looks(results.recipes)[recipe].colour
@@ -394,11 +393,12 @@ def _draw_predictions(
     return figure
 
 
-def _decades(axis: Axis, values: Sequence[float]) -> None:
-    """A logarithmic axis from the decade below all `values` to that above, with a few of them marked."""
+def _decades(axes: Axes, name: str, values: Sequence[float]) -> None:
+    """A logarithmic axis, x or y, from the decade below all `values` to that above, with a few of them marked."""
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
     step = math.ceil((ends[1] - ends[0]) / _DECADES)
-    axis.axes.set(**{f"{axis.axis_name}lim": [10.0**end for end in ends]})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axes.set(**{f"{name}lim": [10.0**end for end in ends]})
     axis.set_major_locator(FixedLocator([10.0**power for power in range(ends[0], ends[1] + 1, step)]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"1e{math.log10(value):.0f}"))
