@@ -5,7 +5,7 @@ two factors hold r² numbers more. With r independent rows P of Ŵ = left right,
 
     Ŵ[P] = left[P] right `(r, in)`, Ŵ[others] = D Ŵ[P] with D = left[others] left[P]⁻¹ `(out − r, r)`,
 
-and y[P] = x Ŵ[P]ᵀ, y[others] = y[P] Dᵀ: r (out + in − r) parameters and multiply-accumulates, never more than dense.
+so Ŵ is r (out + in − r) numbers, never more than dense.
 
 Which rows (choice): those by which no output is rounded more than the dense map rounds it. A pivoted QR or LU prefers
 large rows, and y of a small one is then the small difference of large numbers. So rows count by their direction,
