@@ -230,7 +230,7 @@ def assert_comes_back(model: PreTrainedModel, kind: Kind, batch: Batch, folder: 
 
 @pytest.mark.parametrize(
     "method",
-    [Uniform(kind="uniform", by="share"), Waterfill(kind="waterfill")],
+    [Uniform(kind="uniform", by="share"), Waterfill(kind="waterfill", multiple=1)],
     ids=lambda method: method.kind,
 )
 @pytest.mark.parametrize("weighting", WEIGHTINGS.values(), ids=WEIGHTINGS)

@@ -19,8 +19,12 @@ from eckart.targets import Storage, Target
 
 UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "share"})
 ONE_RANK: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "rank"})
-WATERFILL: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill"})
-METHODS = pytest.mark.parametrize("method", [UNIFORM, ONE_RANK, WATERFILL], ids=["share", "rank", "waterfill"])
+WATERFILL: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill", "multiple": 1})
+BY_FOUR: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill", "multiple": 4})
+METHODS = pytest.mark.parametrize(
+    "method", [UNIFORM, ONE_RANK, WATERFILL, BY_FOUR], ids=["share", "rank", "waterfill", "by four"]
+)
+MULTIPLES = pytest.mark.parametrize("multiple", [1, 4])
 
 Problem = tuple[list[Target], dict[str, Tensor]]
 keeps = st.floats(0.05, 1)
@@ -69,8 +73,12 @@ def lost(problem: Problem, ranks: Mapping[str, Rank]) -> float:
     )
 
 
-def choices(some: Target) -> list[Rank]:
-    return [*range(1, largest_rank(some) + 1), None]
+def choices(some: Target, multiple: int = 1) -> list[Rank]:
+    return [*(rank for rank in range(1, largest_rank(some) + 1) if rank == 1 or rank % multiple == 0), None]
+
+
+def waterfill(multiple: int) -> ByFormula:
+    return BY_FOUR if multiple == 4 else WATERFILL
 
 
 # --- laws of all -----------------------------------------------------------------------------------------------------
@@ -140,7 +148,14 @@ def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"kind": "unifrom", "by": "share"}, {"kind": "uniform"}, {"kind": "waterfill", "axis": "input"}, {}]
+    "bad",
+    [
+        {"kind": "unifrom", "by": "share"},
+        {"kind": "uniform"},
+        {"kind": "waterfill"},
+        {"kind": "waterfill", "multiple": 0},
+        {},
+    ],
 )
 def test_what_is_not_a_rank_search_is_refused(bad):
     with pytest.raises(ValidationError):
@@ -246,10 +261,10 @@ def test_waterfill_leaves_nothing_that_a_single_move_could_use(problem, keep):
     assert affordable_moves(targets, ranks, allowance(targets, keep) - total(targets, ranks)) == []
 
 
-def hull_moves(some: Target, spectrum: Tensor) -> list[tuple[float, int]]:
+def hull_moves(some: Target, spectrum: Tensor, multiple: int = 1) -> list[tuple[float, int]]:
     """Steps of the upper hull of savings over cost from rank 1 up, as (saving, price)."""
     energies = spectrum.double().square()
-    points = [(cost(some, rank), float(energies[:rank].sum())) for rank in choices(some)[:-1]]
+    points = [(cost(some, rank), float(energies[:rank].sum())) for rank in choices(some, multiple)[:-1]]
     points.append((some.parameters, float(energies.sum())))
     moves, at = [], 0
     while at < len(points) - 1:
@@ -260,32 +275,41 @@ def hull_moves(some: Target, spectrum: Tensor) -> list[tuple[float, int]]:
     return moves
 
 
-@given(problems(most=3, smallest=3, largest=9), st.floats(0.3, 1))
-def test_waterfill_is_optimal_up_to_one_move(problem, keep):
+@MULTIPLES
+@given(problem=problems(most=3, smallest=3, largest=9), keep=st.floats(0.3, 1))
+def test_waterfill_is_optimal_up_to_one_move(multiple, problem, keep):
     """Of all choices within the budget none loses less by more than one move of the hull could save."""
     targets, spectra = problem
-    ranks = solve(WATERFILL, problem, keep)
+    ranks = solve(waterfill(multiple), problem, keep)
+    assert all(ranks[some.name] in choices(some, multiple) for some in targets)
     budget = allowance(targets, keep)
     names = [some.name for some in targets]
-    candidates = (dict(zip(names, combination, strict=True)) for combination in product(*map(choices, targets)))
+    candidates = (
+        dict(zip(names, combination, strict=True))
+        for combination in product(*(choices(some, multiple) for some in targets))
+    )
     optimum = min(lost(problem, some) for some in candidates if total(targets, some) <= budget)
-    one_move = max((saving for some in targets for saving, _ in hull_moves(some, spectra[some.name])), default=0.0)
+    one_move = max(
+        (saving for some in targets for saving, _ in hull_moves(some, spectra[some.name], multiple)), default=0.0
+    )
     assert optimum - 1e-9 <= lost(problem, ranks) <= optimum + one_move + 1e-9
 
 
-@given(problems(most=3, smallest=3, largest=9))
-def test_waterfill_is_optimal_where_the_budget_ends_with_a_move(problem):
+@MULTIPLES
+@given(problem=problems(most=3, smallest=3, largest=9))
+def test_waterfill_is_optimal_where_the_budget_ends_with_a_move(multiple, problem):
     """The budget after each of the hull's moves, in order of what a parameter saves, is spent as well as can be."""
     targets, spectra = problem
     moves = sorted(
-        (move for some in targets for move in hull_moves(some, spectra[some.name])), key=lambda m: -m[0] / m[1]
+        (move for some in targets for move in hull_moves(some, spectra[some.name], multiple)),
+        key=lambda m: -m[0] / m[1],
     )
     parameters = sum(some.parameters for some in targets)
     spent = sum(cost(some, choices(some)[0]) for some in targets)
     remaining = lost(problem, {some.name: choices(some)[0] for some in targets})
     for saving, price in moves:
         spent, remaining = spent + price, remaining - saving
-        ranks = WATERFILL.ranks(targets, spectra, min(1.0, spent / parameters))
+        ranks = waterfill(multiple).ranks(targets, spectra, min(1.0, spent / parameters))
         assert lost(problem, ranks) == pytest.approx(remaining, rel=1e-9, abs=1e-9)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import PositiveInt
 from torch import Tensor
 
 from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
@@ -34,11 +35,13 @@ class Waterfill(ByFormula):
     """Ranks by predicted loss saved per parameter, over all targets at once."""
 
     kind: Literal["waterfill"]
+    multiple: PositiveInt
+    """Of which each rank is one, but for rank 1: processors multiply some sizes faster than others."""
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Every target gets rank 1 at least."""
         left = ranked_allowance(targets, keep)
-        states = [_State.of(target, spectra[target.name]) for target in targets]
+        states = [_State.of(target, spectra[target.name], self.multiple) for target in targets]
         left -= sum(state.price for state in states)
         queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
         heapq.heapify(queue)
@@ -59,7 +62,8 @@ class Waterfill(ByFormula):
 class _State:
     """Where a target stands among what it may be.
 
-    choices: ranks from 1 up, then None; prices: their parameters, ascending; losses: what each leaves, descending.
+    choices: rank 1 and the multiples, ascending, then None; prices: their parameters, ascending; losses: what each
+    leaves, descending.
     vertices: from each choice the next on the hull of those behind it.
     """
 
@@ -70,8 +74,9 @@ class _State:
     position: int = 0
 
     @classmethod
-    def of(cls, target: Target, spectrum: Tensor) -> _State:
-        ranks = range(1, largest_rank(target) + 1)
+    def of(cls, target: Target, spectrum: Tensor, multiple: int) -> _State:
+        largest = largest_rank(target)
+        ranks = sorted({*range(1, min(largest, 1) + 1), *range(multiple, largest + 1, multiple)})
         tails = spectrum.double().square().flip(0).cumsum(0).flip(0).tolist()
         prices = [*(cost(target, rank) for rank in ranks), target.parameters]
         losses = [*(tails[rank] for rank in ranks), 0.0]
