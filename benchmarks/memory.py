@@ -208,7 +208,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
                 collect(model, batches(), part.targets, KINDS[point.weighting], then=part.then), folder, number
             )
     else:
-        weighting = Kfac(kind="kfac") if point.weighting == "kfac" else Inputs(kind="inputs")
+        weighting = Kfac(kind="kfac", shrinkage=0.0) if point.weighting == "kfac" else Inputs(kind="inputs")
         ranks = {target.name: largest_rank(target) // 2 for target in targets}
         factorize_at_once(model, targets, ranks, weighting, load_evidence(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -106,6 +106,8 @@ class Kfac(_Weighting):
     """Twice the second-order increase of the loss, as the Kronecker factors of the empirical Fisher estimate it."""
 
     kind: Literal["kfac"]
+    shrinkage: float = Field(ge=0, lt=1)
+    """Share of the gradients' second moment that is spread evenly over outputs: few rows show few of its directions."""
 
     @property
     def evidence(self) -> tuple[EvidenceKind, ...]:
@@ -118,9 +120,17 @@ class Kfac(_Weighting):
         """
         tokens = evidence["tokens"][target.input_of]
         return ErrorNorm(
-            left=evidence["output_gradients"][target.name],
+            left=_shrunk(evidence["output_gradients"][target.name], self.shrinkage),
             right=evidence["inputs"][target.input_of] / torch.clamp(tokens, min=1),
         )
+
+
+def _shrunk(moment: Tensor, share: float) -> Tensor:
+    """(1 − share) M + share · tr(M) ÷ n · I, of the same trace (Ledoit and Wolf 2004)."""
+    if not share:
+        return moment
+    even = torch.eye(len(moment), dtype=moment.dtype, device=moment.device) * moment.diagonal().mean()
+    return torch.lerp(moment, even, share)
 
 
 class FisherInputs(_Weighting):

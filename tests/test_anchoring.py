@@ -25,7 +25,11 @@ from eckart.weighting import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weigh
 from tests import architectures, tiny
 from tests.test_factorization import BATCHES, Chain, targets_of
 
-WEIGHTINGS: list[Weighting] = [Inputs(kind="inputs"), Kfac(kind="kfac"), FisherInputs(kind="fisher_inputs")]
+WEIGHTINGS: list[Weighting] = [
+    Inputs(kind="inputs"),
+    Kfac(kind="kfac", shrinkage=0.0),
+    FisherInputs(kind="fisher_inputs"),
+]
 INPUTS, KFAC, _ = WEIGHTINGS
 PLAIN = Plain(kind="none")
 NONE = 1e-12

@@ -200,7 +200,7 @@ WEIGHTINGS: dict[str, Weighting] = {
         "fisher": {"kind": "fisher", "axis": "input"},
         "taylor": {"kind": "taylor", "axis": "output"},
         "inputs": {"kind": "inputs"},
-        "kfac": {"kind": "kfac"},
+        "kfac": {"kind": "kfac", "shrinkage": 0.0},
         "fisher_inputs": {"kind": "fisher_inputs"},
     }.items()
 }

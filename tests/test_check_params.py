@@ -430,7 +430,7 @@ FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
 IN_ORDER = {"anchor": 0.0, "ridge": 0.01}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"weighting": {"kind": "movement"}}, "weighting"),
-    ({"ranks": "softlm", "weighting": {"kind": "kfac"}}, "weighting"),
+    ({"ranks": "softlm", "weighting": {"kind": "kfac", "shrinkage": 0.0}}, "weighting"),
     ({"ranks": "softlm", "shaping": "lpaf"}, "shaping"),
     ({"ranks": "drone_tolerance", "residual": "losparse"}, "residual"),
     ({"recovery": "lpaf", "residual": "losparse"}, "recovery"),
@@ -452,13 +452,16 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"storage": "pivoted", "residual": "losparse"}, "storage"),
     ({"sequential": IN_ORDER}, "sequential"),
     ({"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": IN_ORDER}, "sequential"),
-    ({"weighting": {"kind": "kfac"}, "ranks": "drone_tolerance", "sequential": IN_ORDER}, "sequential"),
-    ({"weighting": {"kind": "kfac"}, "residual": "losparse", "sequential": IN_ORDER}, "sequential"),
-    ({"source": "base", "weighting": {"kind": "kfac"}}, "source"),
+    (
+        {"weighting": {"kind": "kfac", "shrinkage": 0.0}, "ranks": "drone_tolerance", "sequential": IN_ORDER},
+        "sequential",
+    ),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "residual": "losparse", "sequential": IN_ORDER}, "sequential"),
+    ({"source": "base", "weighting": {"kind": "kfac", "shrinkage": 0.0}}, "source"),
     ({"source": "base", "ranks": "ars"}, "source"),
     ({"source": "base", "ranks": "drone_tolerance"}, "source"),
-    ({"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "anchor": 1.5}}, "sequential.anchor"),
-    ({"weighting": {"kind": "kfac"}, "sequential": {**IN_ORDER, "ridge": 0.0}}, "sequential.ridge"),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "anchor": 1.5}}, "sequential.anchor"),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "ridge": 0.0}}, "sequential.ridge"),
 ]
 
 

@@ -17,7 +17,7 @@ from eckart.weighting import Inputs, Kfac, Weighting
 from tests import tiny
 
 INPUTS = Inputs(kind="inputs")
-WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac")]
+WEIGHTINGS: list[Weighting] = [INPUTS, Kfac(kind="kfac", shrinkage=0.0)]
 BATCHES = tiny.batches(tiny.samples(16), 4)
 
 

@@ -41,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "losparse": {"residual": {"low_rank": 0.2}},
 }
 RECOMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "kfac_ars": ("ars", {"weighting": {"kind": "kfac"}, "ranks": FEW}),
+    "kfac_ars": ("ars", {"weighting": {"kind": "kfac", "shrinkage": 0.0}, "ranks": FEW}),
     "kfac_losparse": ("kfac", {"residual": ROWS}),
     "kfac_lpaf": ("kfac", {"shaping": {"kind": "pruning", "score": "zero_order", **PRUNING, **FEW}}),
     "kfac_distilled": ("kfac", {"recovery": DISTILLED}),

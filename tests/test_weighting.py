@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,13 +24,14 @@ WRITTEN = [
     {"kind": "taylor", "axis": "input"},
     {"kind": "taylor", "axis": "output"},
     {"kind": "inputs"},
-    {"kind": "kfac"},
+    {"kind": "kfac", "shrinkage": 0.0},
+    {"kind": "kfac", "shrinkage": 0.5},
     {"kind": "fisher_inputs"},
 ]
 KEY = Target(name="key", out_features=4, in_features=6, input_of="query")
 
 
-def parse(written: dict[str, str]) -> Weighting:
+def parse(written: dict[str, Any]) -> Weighting:
     return ADAPTER.validate_python(written)
 
 
@@ -150,15 +151,26 @@ def test_the_loss_under_fisher_and_inputs_weighs_that_error_by_output(calibratio
 def test_the_loss_under_kfac_is_the_squared_change_of_the_loss(calibration):
     """For one sample of one token the factors are exact: tr(A E B Eᵀ) = ⟨G, E⟩²."""
     x, delta, error = calibration
-    metrics = weigh(parse({"kind": "kfac"}), KEY, token_evidence(x, delta))
+    metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_evidence(x, delta))
     change = ((delta[0].T @ x[0]) * error).sum()
     torch.testing.assert_close(weighted_loss(error, metrics), change.square())
+
+
+@given(calibrations(), st.floats(0, 0.99))
+def test_shrunk_kfac_weighs_a_share_of_the_error_as_if_every_output_had_the_mean_gradient(calibration, share):
+    x, delta, error = calibration
+    gathered = token_evidence(x, delta)
+    plain, shrunk = (weigh(parse({"kind": "kfac", "shrinkage": some}), KEY, gathered) for some in (0.0, share))
+    mean = gathered["output_gradients"]["key"].diagonal().mean()
+    even = mean * (x @ error.T).square().sum() / len(x) / x.shape[1]
+    expected = (1 - share) * weighted_loss(error, plain) + share * even
+    torch.testing.assert_close(weighted_loss(error, shrunk), expected)
 
 
 @given(calibrations(samples=400, tokens=3))
 def test_kfac_is_in_units_of_loss_where_tokens_are_independent(calibration):
     """Then the mean of ⟨G, E⟩² is tokens · E[(δᵀ E x)²], which is what the factors say once divided by the tokens."""
     x, delta, error = calibration
-    metrics = weigh(parse({"kind": "kfac"}), KEY, token_evidence(x, delta))
+    metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_evidence(x, delta))
     changes = torch.einsum("nto,oi,nti->n", delta, error, x)
     assert float(weighted_loss(error, metrics)) == pytest.approx(float(changes.square().mean()), rel=0.5)
