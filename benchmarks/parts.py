@@ -23,6 +23,8 @@ from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.losses import Batch
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import ByFormula
+from eckart.residual import Residual
+from eckart.shaping import Shaping
 from eckart.svd import spectrum
 from eckart.targets import Storage, weight_of
 from eckart.weighting import Weighting, weigh
@@ -42,8 +44,9 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     weighting = section(f"{part}.weighting", Weighting)
     ranks = section(f"{part}.ranks", RankSearch)
     order = section(f"{part}.sequential", InOrder | None)
-    if not isinstance(ranks, ByFormula):
-        raise SystemExit(f"the search of {recipe} trains: its seconds are in the table of its study")
+    trained = [section(f"{part}.shaping", Shaping | None), section(f"{part}.residual", Residual | None)]
+    if any(trained) or not isinstance(ranks, ByFormula):
+        raise SystemExit(f"{recipe} trains before it factorizes: its seconds are in the table of its study")
     model, targets = deepcopy(dense), stored(load_targets().targets, section(f"{part}.storage", Storage))
     began = time.perf_counter()
     evidence: Evidence = {}

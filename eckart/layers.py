@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -94,8 +93,7 @@ class PivotedLinear(LowRankMap):
     """Factors of which the left is stored without the identity in it: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
     `right` are rows of Ŵ itself, its pivots, and `others` `(out − rank, rank)` what its other rows are of these
-    (eckart/pivots.py). A forward multiplies by both factors, or by Ŵ where that is no larger: to put outputs into
-    order costs more than the products that a pivot saves.
+    (eckart/pivots.py).
     """
 
     places: Tensor
@@ -107,7 +105,6 @@ class PivotedLinear(LowRankMap):
         self.right = nn.Parameter(torch.empty(rank, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.register_buffer("places", torch.arange(out_features, dtype=torch.int32))
-        self._kept: _Kept | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -122,33 +119,11 @@ class PivotedLinear(LowRankMap):
         return torch.cat([self.right, self.others @ self.right]).index_select(0, self.places)
 
     def forward(self, x: Tensor) -> Tensor:
-        out_features, in_features = self.shape
-        if self.rank * (out_features + in_features) < out_features * in_features:
-            return linear(self.project(x, self.right), self._kept_from(self.left), self.bias)
-        return self.project(x, self._kept_from(self.dense), self.bias)
-
-    def _kept_from(self, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` makes of the parameters: once for all forwards that train nothing, until a parameter changes."""
-        sources = (self.right, self.others)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(part.is_inference() for part in sources):
-            return make()
-        if self._kept is None or not self._kept.made_of(*sources):
-            self._kept = _Kept(make(), *sources)
-        return self._kept.matrix
-
-
-class _Kept:
-    """A matrix that was made of parameters, which it knows again by their memory and its version."""
-
-    def __init__(self, matrix: Tensor, *sources: Tensor) -> None:
-        self.matrix = matrix
-        self._memory = [source.detach() for source in sources]  # held, so that no other tensor can come to lie there
-        self._versions = [source._version for source in sources]
-
-    def made_of(self, *sources: Tensor) -> bool:
-        """Whether `sources` are what it was made of, unchanged."""
-        same = all(old.data_ptr() == new.data_ptr() for old, new in zip(self._memory, sources, strict=True))
-        return same and self._versions == [source._version for source in sources]
+        pivots = self.project(x, self.right)
+        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # a graph for any number is for many
+            return linear(pivots, self.left(), self.bias)  # puts rows into order, where outputs would be more numbers
+        y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
+        return y if self.bias is None else y + self.bias
 
 
 class _OfIds(LowRankMap):
