@@ -1,6 +1,6 @@
 """A model as ONNX, once onnxruntime gives the answers that torch gives. Needs the extra `onnx`.
 
-A low-rank layer stays two products, so the file has the parameters of the factors or pivots, not those of the dense map.
+A low-rank layer stays two products, so the file has the parameters of factors or pivots, not those of the dense map.
 """
 
 from __future__ import annotations

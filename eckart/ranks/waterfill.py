@@ -3,8 +3,8 @@
 A target at rank r costs what its storage asks and loses Σ_{k>r} S_k²; dense it costs out · in and loses nothing. From
 where it stands it may go to any rank above, or dense, and over all targets the move that saves most per parameter comes
 first: this walks the lower convex hull of each target's (parameters, loss left). As factors all ranks cost the same and
-S_k descends, so the hull has single ranks (or multiples) and, where that overtakes them, going dense. Pivoted, each rank costs less
-than the one before, out + in − 2r − 1, and a move may be many ranks at once.
+S_k descends, so the hull has single ranks (or single multiples) and, where that overtakes them, going dense. Pivoted,
+each rank costs less than the one before, out + in − 2r − 1, and a move may be many ranks at once.
 
 While every such move is affordable the loss is the least that the budget allows. A target whose best move is not takes
 the best that is; the loss then exceeds the optimum by at most the saving of the move that was missed: little for a
