@@ -107,7 +107,7 @@ class Kfac(_Weighting):
 
     kind: Literal["kfac"]
     shrinkage: float = Field(ge=0, lt=1)
-    """Share of the gradients' second moment that is spread evenly over outputs: few rows show few directions of theirs."""
+    """Share of the gradients' second moment that is spread evenly over outputs: few rows show few directions."""
 
     @property
     def evidence(self) -> tuple[EvidenceKind, ...]:
