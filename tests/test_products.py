@@ -37,7 +37,8 @@ from tests.architectures import AUTO, FAMILIES, LAYERS, LENGTH, collate, loss, s
 from tests.workspace import REPOSITORY, plain, run_stage, tiny_workspace
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
-NONE, INPUTS, KFAC = (WEIGHTING.validate_python({"kind": kind}) for kind in ("none", "inputs", "kfac"))
+NONE, INPUTS = (WEIGHTING.validate_python({"kind": kind}) for kind in ("none", "inputs"))
+KFAC = WEIGHTING.validate_python({"kind": "kfac", "shrinkage": 0.0})
 FISHER = WEIGHTING.validate_python({"kind": "fisher", "axis": "output"})
 BATCHES = tiny.batches(tiny.samples(12), 5)
 OF_PRODUCTS = {"bert", "bert-everything", "distilbert", "mobilebert", "roberta", "albert", "opt", "bart", "t5", "vit"}

@@ -32,7 +32,8 @@ from eckart.weighting import ErrorNorm, Weighting, weigh
 from tests import tiny
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
-INPUTS, KFAC, NONE = (WEIGHTING.validate_python({"kind": kind}) for kind in ("inputs", "kfac", "none"))
+INPUTS, NONE = (WEIGHTING.validate_python({"kind": kind}) for kind in ("inputs", "none"))
+KFAC = WEIGHTING.validate_python({"kind": "kfac", "shrinkage": 0.0})
 BATCHES = tiny.batches(tiny.samples(12), 6)
 
 
