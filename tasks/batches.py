@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from eckart.losses import Batch
 from tasks.dataset import Split, load_split, load_task
 from tasks.kinds import kind_of
-from tasks.kinds.kind import Collate
+from tasks.kinds.kind import Collate, by_length
 
 
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -21,6 +21,6 @@ def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 
 
 def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:
-    """Model inputs with labels, on `device`."""
-    for batch in DataLoader(data, batch_size=size, collate_fn=collate):
+    """Model inputs with labels, on `device`; rows of one length come together, so that little is padding."""
+    for batch in DataLoader(data.select(by_length(data)), batch_size=size, collate_fn=collate):
         yield {name: values.to(device) for name, values in batch.items()}

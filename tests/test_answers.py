@@ -314,6 +314,13 @@ def test_batches_are_padded_on_the_right() -> None:
     assert batch["start_positions"].shape == (len(batch["input_ids"]),)
 
 
+def test_rows_of_one_length_come_together() -> None:
+    data = encode(asked(30), task(), tiny_tokenizer(), "calibration")
+    lengths = [int(batch["attention_mask"].sum()) for batch in batches(data, collate(), 1, "cpu")]
+    assert lengths == sorted(len(ids) for ids in data["input_ids"])
+    assert lengths[0] < lengths[-1]
+
+
 def padded(row: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tensor]:
     return {
         name: torch.nn.functional.pad(values, (0, more)) if values.dim() == 2 else values

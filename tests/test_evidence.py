@@ -13,6 +13,7 @@ from eckart.evidence import (
     EVIDENCE_KINDS,
     collect,
     fisher_sums,
+    gram,
     load_evidence,
     mean_loss_times_batch,
     passes,
@@ -276,6 +277,12 @@ def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
     ):
         torch.testing.assert_close(got[0], squares.sum((0, 1)), **CLOSE)
         torch.testing.assert_close(got[1], squares.sum((0, 2)), **CLOSE)
+
+
+@pytest.mark.parametrize(("tokens", "features", "panel"), [(5, 9, 4), (5, 8, 4), (3, 3, 4), (40, 7, 1)])
+def test_a_gram_matrix_from_panels_is_the_product(tokens, features, panel):
+    x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(gram(x, panel), x.T @ x, **CLOSE)
 
 
 # --- a case solved by hand -------------------------------------------------------------------------------------------

@@ -90,6 +90,11 @@ def scored(task: Task, metrics: dict[MetricName, float], loss: float, rows: pd.D
     return Scored(Score(metric=metrics[task.metric], loss=loss, rows=len(rows), metrics=metrics), rows)
 
 
+def by_length(data: Dataset) -> np.ndarray:
+    """The order of rows of model inputs in which batches hold the least padding."""
+    return np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")
+
+
 def predict(
     model: PreTrainedModel,
     data: Dataset,
@@ -108,7 +113,7 @@ def predict(
     Raises:
         StageError: an output is not finite.
     """
-    order = np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")  # little padding
+    order = by_length(data)
     with tempfile.TemporaryDirectory() as folder:
         arguments = Seq2SeqTrainingArguments(
             folder,
