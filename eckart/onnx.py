@@ -1,4 +1,4 @@
-"""A model as ONNX, once onnxruntime gives the answers that torch gives. Needs the extra `onnx`.
+"""A model as ONNX, once onnxruntime gives the answers that torch gives, in float32 and in int8. Needs the extra `onnx`.
 
 A low-rank layer stays two products, so the file has the parameters of factors or pivots, not those of the dense map.
 """
@@ -9,18 +9,19 @@ import inspect
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import wraps
 from importlib.util import find_spec
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch
 
@@ -51,7 +52,11 @@ class Exported:
 
 
 def export(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path | str, batches: Iterable[Batch] = ()
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    file: Path | str,
+    batches: Iterable[Batch] = (),
+    int8: bool = False,
 ) -> Exported:
     """Write `model` as ONNX, from the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
 
@@ -65,6 +70,7 @@ def export(
     Args:
         model: in float32, with a head that gives logits.
         batches: more inputs to compare on, each `(batch, tokens)`; names that are no input are ignored.
+        int8: write what `quantize` makes of it, whose answers may differ.
 
     Raises:
         ExportError: a package is missing, the model cannot be exported, or the answers differ.
@@ -85,10 +91,61 @@ def export(
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
         written = Path(folder) / file.name
         parameters = _write(model, first, written)
-        rows, difference = _compare(model, written, list(first), chain([first], others, batches))
-        size = sum(part.stat().st_size for part in Path(folder).iterdir())
+        compared = [first, *others, *batches]
+        rows, difference = _compare(model, written, list(first), compared)
+        if int8:
+            exact, written = written, Path(folder) / "int8" / file.name
+            written.parent.mkdir()
+            quantize(exact, written)
+            rows, difference = _compare(model, written, list(first), compared, same=False)
+        size = sum(part.stat().st_size for part in written.parent.iterdir())
         _put(written, file)
     return Exported(parameters, size, rows, difference)
+
+
+def quantize(file: Path, quantized: Path) -> None:
+    """Write what `export` wrote with weights in int8: of maps with a scale for each output, of embeddings with one.
+
+    Activations stay float32 between the maps and are rounded where one reads them, by the range that they have there.
+    Weights take seven of the eight bits: processors without VNNI sum two products in 16 bits, and what overflows there
+    is cut off. A dense model hardly notices; one in factors, whose first component is large, answers at chance.
+
+    Raises:
+        ExportError: onnxruntime cannot do it.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with _explained("cannot quantize what torch exported"), _quiet():
+        quantize_dynamic(file, quantized, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+
+
+def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
+    """What answers inputs as onnxruntime runs `file` on the CPU.
+
+    Args:
+        threads: of a product; 0: as many as there are cores.
+
+    Raises:
+        ExportError: onnxruntime cannot run it.
+    """
+    session = _session(file, threads)
+    names, outputs = ([value.name for value in values] for values in (session.get_inputs(), session.get_outputs()))
+
+    def answer(inputs: Batch) -> dict[str, Tensor]:
+        found = session.run(outputs, {name: inputs[name].cpu().numpy() for name in names})
+        return {name: torch.from_numpy(logits) for name, logits in zip(outputs, found, strict=True)}
+
+    return answer
+
+
+def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
+    """Have `model` give the logits of a `runner`: so it can be scored, but not trained."""
+
+    @wraps(model.forward)
+    def forward(**inputs: Any) -> ModelOutput:
+        return ModelOutput({"loss": torch.zeros(()), **answer(inputs)})  # a loss, since the Trainer asks for one
+
+    model.forward = forward
 
 
 class _Logits(nn.Module):
@@ -129,7 +186,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         outputs = list(_logits(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with _quiet():
+    with _quiet(), _plain_attention(model):
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),
@@ -153,9 +210,20 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
 
 
 @contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Attention as products and a softmax: torch's own adds nodes against rows without tokens, which cost time."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("eager")
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter warns of what is no concern of its user, and prints what it could not trace."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "torch.fx"))}
+    """Exporter and quantizer warn of what is no concern of their user, and print what could not be traced."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "torch.fx"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
@@ -168,21 +236,25 @@ def _quiet() -> Iterator[None]:
 
 
 def _strip(model: Any) -> None:
-    """Take out what the exporter notes of its work: stack traces with paths of this machine, larger than the graph."""
+    """Take out what the exporter notes of its work: stack traces with paths of this machine, larger than the graph.
+
+    So too the shapes of all but inputs and outputs: onnx infers them, and a tool that transposes a weight refuses the
+    file for the one that is noted.
+    """
     nodes = list(model.graph.all_nodes())
     values = [value for node in nodes for value in node.outputs]
+    for value in (*values, *model.graph.initializers.values()):
+        if not value.is_graph_output():
+            value.shape = value.type = None
     for part in (model, model.graph, *nodes, *values, *model.graph.inputs, *model.graph.initializers.values()):
         part.metadata_props.clear()
 
 
-def _compare(model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch]) -> tuple[int, float]:
-    """Rows, and the largest difference of a logit."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    with _explained():
-        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+def _compare(
+    model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch], same: bool = True
+) -> tuple[int, float]:
+    """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
+    session = _session(file)
     rows, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
@@ -192,17 +264,27 @@ def _compare(model: PreTrainedModel, file: Path, names: Sequence[str], batches: 
             found = session.run(list(expected), {name: values.cpu().numpy() for name, values in inputs.items()})
         for (name, wanted), logits in zip(expected.items(), found, strict=True):
             pair = _compared(name, wanted.cpu(), torch.from_numpy(logits), inputs)
-            largest = max(largest, _difference(*pair, file.name))
+            largest = max(largest, _difference(*pair, file.name) if same else float((pair[0] - pair[1]).abs().max()))
         rows += len(found[0])
     return rows, largest
 
 
+def _session(file: Path, threads: int = 0) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = threads
+    with _explained():
+        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(what: str = "cannot run what torch exported") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # onnxruntime's errors have no class in common
-        raise ExportError(f"onnxruntime cannot run what torch exported: {error}") from error
+        raise ExportError(f"onnxruntime {what}: {error}") from error
 
 
 def _compared(name: str, expected: Tensor, found: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:

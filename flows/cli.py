@@ -253,11 +253,12 @@ def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path
 def export(
     candidate: Annotated[str, typer.Argument(help="of models/finetuned, or the path of any Hugging Face folder")],
     file: Annotated[Path, typer.Argument(help="what to write: FILE.onnx")],
+    int8: Annotated[bool, typer.Option("--int8", help="with weights in int8")] = False,
 ) -> None:
     """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives."""
-    from tasks.export import to_onnx  # a slow import, not for --help
+    from tasks.onnx_files import to_onnx  # a slow import, not for --help
 
-    print(to_onnx(candidate, file))
+    print(to_onnx(candidate, file, int8))
 
 
 @app.command()

@@ -17,6 +17,14 @@ SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
 BENCHMARKS = Path("reports/benchmark")
+ONNX = Path("models/onnx")
+"""Of exported candidates, and of `dense`: a folder with model.onnx and int8.onnx."""
+EXPORTS = Path("reports/onnx")
+
+
+def exported_name(name: str) -> str:
+    """What the rows of an exported model are called."""
+    return f"{name}.onnx"
 
 
 class Decision(BaseModel):

@@ -54,6 +54,8 @@ SECTIONS: dict[str, Any] = {
     "importance": params.Importance,
     "evaluate": params.Evaluate,
     "benchmark": params.Benchmark,
+    "export": params.Export,
+    "latency": params.Latency,
     "promotion": Promotion,
 }
 _WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
@@ -173,6 +175,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     for name in used if recipes else ():
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(recipes)}"
+    yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
     yield from _of_control(_at(content, "study", "control"), recipes)
     for name, recipe in recipes.items():
         for part, mistake in contradictions(recipe) if recipe else ():
@@ -200,6 +203,15 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         yield from _without_products({name: recipes.get(name) for name in used})
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
+
+
+def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterator[str]:
+    yield from _repeated("export.recipes", recipes)
+    for name in recipes:
+        if name not in used:
+            yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
+    if recipes and task == "summarization":
+        yield "export.recipes: a model of summarization is more than one graph; write []"
 
 
 def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

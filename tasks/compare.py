@@ -1,4 +1,4 @@
-"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt and .png."""
+"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
+from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import to_csv, to_text
 from tasks.stage import run, say
 
@@ -15,6 +16,7 @@ TABLE = REPORTS / "comparison.csv"
 PAGE = REPORTS / "comparison.html"
 TEXT = REPORTS / "comparison.txt"
 PICTURE = REPORTS / "comparison.png"
+RUNTIMES = REPORTS / "runtimes.csv"
 
 
 def compare() -> None:
@@ -24,6 +26,7 @@ def compare() -> None:
     TABLE.write_text(table)
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)
+    RUNTIMES.write_text(runtimes_csv(results))
     TEXT.write_text(to_text(results) + "\n")
     say(f"read {PAGE}")
 

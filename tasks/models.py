@@ -107,6 +107,8 @@ def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, T
     """Inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
     ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(model.config, "type_vocab_size", 0):  # an exported model makes none up
+        inputs["token_type_ids"] = torch.zeros_like(ids)
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
 
 

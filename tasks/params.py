@@ -162,6 +162,15 @@ class Benchmark(Section):
     repetitions: Count
 
 
+class Export(Section):
+    recipes: tuple[str, ...]
+
+
+class Latency(Section):
+    shapes: tuple[tuple[Count, Count], ...]
+    repetitions: Annotated[int, Field(ge=6)]  # fewer have no interval
+
+
 class Threads(Section):
     shared: Count
     candidate: Count

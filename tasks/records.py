@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from tasks.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
+Runtime = Literal["torch", "onnx", "int8"]
+"""What runs a model: torch, or onnxruntime with weights in float32 or in int8."""
 CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
+LATENCIES = Path("reports/latency.json")
 SECONDS = Path(".eckart/seconds.json")
 """Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
 
@@ -112,3 +116,47 @@ class Benchmark(BaseModel):
     dense_seconds: float
     candidate_seconds: float
     speedup: float
+
+
+class ExportedFile(BaseModel):
+    """An ONNX file, scored on the test split as onnxruntime runs it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    score: Score
+    bytes: int
+
+
+class Exports(BaseModel):
+    """What a model was exported as, with float32 weights and with int8 ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    onnx: ExportedFile
+    int8: ExportedFile
+
+
+class Latency(BaseModel):
+    """Of a forward of one model by one runtime at one shape.
+
+    times: median over rounds of the dense model's seconds in torch ÷ these; low and high are its 95 % interval.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    runtime: Runtime
+    rows: int
+    tokens: int
+    seconds: float
+    times: float
+    low: float
+    high: float
+
+
+class Latencies(BaseModel):
+    """All that were measured in turn in one process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measured: tuple[Latency, ...]

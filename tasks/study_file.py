@@ -19,6 +19,9 @@ from tasks.report import published
 from tasks.report.published import Published
 from tasks.trials import Trial, Trials
 
+_NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # of a study, unless its file says so
+    "export": {"recipes": []}
+}  # of a study, which compares recipes, unless its file says so
 _NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
 
 
@@ -89,7 +92,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
     if lines := [*_of_seeds(own, stated), *_of_tasks(own, tasks)]:
         raise ParamsError(params.report(file, lines))
-    common = merge(params.read(), stated)
+    common = merge(merge(params.read(), _NOTHING_TO_SHIP), stated)
     chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
     if chosen:
         common["seed"] = chosen[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -31,7 +32,7 @@ Seen = dict[str, dict[str, str]]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     """The workspace after all stages, as the working directory."""
-    root = tiny_workspace(tmp_path_factory.mktemp("chain"))
+    root = tiny_workspace(tmp_path_factory.mktemp("chain"), export={"recipes": ["kfac"]})
     after: Seen = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -43,6 +44,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             for name in CANDIDATES:
                 run_stage(stage, *name.split("-"))
             after[stage] = digests(Path("models/teacher"))
+        run_stage("export_dense")
+        run_stage("export", "kfac", "0.5")
+        run_stage("latency")
         yield after
 
 
@@ -105,6 +109,30 @@ def test_both_denominators_agree(name: str) -> None:
     assert evaluation["size"]["model_parameters"] == sum(value.numel() for value in weights.values())
     assert evaluation["size"]["bytes"] == Path(f"models/finetuned/{name}/model.safetensors").stat().st_size
     assert evaluation["size"]["macs_per_token"] < read("reports/dense.json")["size"]["macs_per_token"]
+
+
+@pytest.mark.parametrize(("name", "report"), [("dense", "dense"), ("kfac-0.5", "evaluate/kfac-0.5")])
+def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> None:
+    found, model = read(f"reports/onnx/{name}.json"), read(f"reports/{report}.json")
+    wanted = model["score"] if name == "dense" else model["recovered"]
+    assert found["onnx"]["score"]["metrics"] == wanted["metrics"]
+    assert found["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert found["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
+    rows = pd.read_parquet(f"reports/rows/{name}.onnx.parquet")
+    for runtime, file in (("onnx", "model.onnx"), ("int8", "int8.onnx")):
+        assert found[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
+        some = rows[rows["model"] == runtime]
+        assert accuracy_score(some["label"], some["guess"]) == found[runtime]["score"]["metric"]
+    assert found["int8"]["bytes"] < found["onnx"]["bytes"]
+
+
+def test_every_way_to_run_a_model_is_timed_beside_the_dense_one() -> None:
+    measured = read("reports/latency.json")["measured"]
+    ways = itertools.product(("dense", "kfac-0.5"), ("torch", "onnx", "int8"))
+    assert [(one["model"], one["runtime"]) for one in measured] == list(ways)
+    assert all((one["rows"], one["tokens"]) == (2, 8) for one in measured)
+    assert all(0 < one["low"] <= one["times"] <= one["high"] and one["seconds"] > 0 for one in measured)
+    assert {measured[0][name] for name in ("times", "low", "high")} == {1}
 
 
 @pytest.mark.parametrize("stage", ["factorized", "finetuned"])

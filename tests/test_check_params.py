@@ -224,6 +224,16 @@ def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
     assert re.search(rf"{values[0]} 2\b", only(tiny(study={key: values}), f"study.{key}"))
 
 
+@pytest.mark.parametrize("recipes", [["drone"], ["svd", "svd"]])
+def test_what_is_exported_are_recipes_of_the_study(recipes: list[str]) -> None:
+    assert recipes[0] in only(tiny(export={"recipes": recipes}), "export.recipes")
+
+
+def test_a_summary_s_model_is_not_exported() -> None:
+    params = merged(tiny(export={"recipes": ["svd"]}), {"data": data_of("summarization")})
+    only(params, "export.recipes")
+
+
 def test_evidence_that_a_weighting_lacks_is_named() -> None:
     line = only(tiny(importance={"evidence": ["inputs"]}), "importance.evidence")
     assert "output_gradients" in line
@@ -500,7 +510,7 @@ def test_the_parameters_know_every_kind_of_evidence() -> None:
 def test_products_are_refused_with_what_knows_none() -> None:
     ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
     ours["targets"]["products"] = True
-    ours["study"]["recipes"] = ["svd", "kfac", "drone_tolerance"]
+    ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "kfac", "drone_tolerance"], []
     assert mistakes(ours) == []
     for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
         ours["study"]["recipes"] = [name]

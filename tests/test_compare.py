@@ -76,6 +76,7 @@ def make_study(
     }
     params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps, "control": recipes[0]}
     params["recipes"] = dict.fromkeys(recipes, part)
+    params["export"] = {"recipes": []}
     write("params.yaml", params)  # JSON is YAML
     labels = ["no", "yes"] if kind in ("classification", "token_classification") else []
     task = {
@@ -782,3 +783,67 @@ def test_the_page_says_in_what_precision_and_how_many_processes_models_trained()
     compare.compare()
     assert "in mixed precision (bf16), in 2 processes" in page()
     assert ", in bfloat16" in page()
+
+
+def make_exports(name: str, onnx: float, int8: float) -> None:
+    write(
+        f"reports/onnx/{name}.json",
+        {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": 1000}},
+    )
+    write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
+
+
+def make_latencies(*names: str) -> None:
+    """Of two shapes, at which each is twice as fast as the one before."""
+    measured = [
+        {"model": name, "runtime": runtime, "rows": rows, "tokens": 16, "seconds": 0.1 * rows / 2**place}
+        | {"times": 2.0**place, "low": 2.0**place - 0.25, "high": 2.0**place + 0.25}
+        for rows in (1, 8)
+        for place, (name, runtime) in enumerate(itertools.product(names, ("torch", "onnx", "int8")))
+    ]
+    write("reports/latency.json", {"measured": measured})
+
+
+def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    write("params.yaml", {**settings, "export": {"recipes": ["kfac"]}})
+    make_exports("dense", 0.8, 0.75)
+    make_exports("kfac-0.5", 0.7, 0.65)
+    make_latencies("dense", "kfac-0.5")
+    compare.compare()
+    lines = list(csv.DictReader(Path("reports/runtimes.csv").read_text().splitlines()))
+    assert [(line["model"], line["runtime"], line["metric"], line["bytes"]) for line in lines] == [
+        ("dense", "torch", "0.8", "4000"),
+        ("dense", "onnx", "0.8", "4000"),
+        ("dense", "int8", "0.75", "1000"),
+        ("kfac-0.5", "torch", "0.66", "2800"),
+        ("kfac-0.5", "onnx", "0.7", "4000"),
+        ("kfac-0.5", "int8", "0.65", "1000"),
+    ]
+    assert [float(line["8x16.times"]) for line in lines] == [1, 2, 4, 8, 16, 32]
+    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in range(6)]
+    assert float(lines[0]["from_dense_low"]) == float(lines[0]["from_dense_high"]) == 0
+    assert float(lines[2]["from_dense_low"]) < -0.05 < float(lines[2]["from_dense_high"])
+    text = plain(Path("reports/comparison.txt").read_text())
+    assert re.search(r"kfac-0\.5 +onnxruntime, int8 +0\.650 .* 32\.00 × \(31\.75 to 32\.25\)", text)
+    assert "32.00 ×" in page()
+    assert "onnxruntime, int8" in page()
+
+
+def test_nothing_is_said_of_files_where_none_is_exported() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    compare.compare()
+    assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
+    assert "onnxruntime" not in page() + Path("reports/comparison.txt").read_text()
+
+
+def test_exports_that_are_missing_are_named() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    write("params.yaml", {**settings, "export": {"recipes": ["svd"]}})
+    with pytest.raises(StageError, match=r"tasks\.export_dense"):
+        compare.compare()
+    make_exports("dense", 0.8, 0.8)
+    with pytest.raises(StageError, match=r"tasks\.export --recipe svd --keep 0\.5"):
+        compare.compare()

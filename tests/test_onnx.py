@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
+import pandas as pd
 import pytest
 import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -28,18 +30,19 @@ import eckart.onnx
 from eckart.hub import save
 from eckart.layers import PivotedLinear, factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, export
+from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, answer_by, export, runner
 from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
 from flows.cli import app
 from tasks.dataset import load_split
-from tasks.export import to_onnx
+from tasks.kinds.sequence import SEQUENCE
 from tasks.models import load
+from tasks.onnx_files import to_onnx
 from tasks.stage import StageError
 from tests import tiny
-from tests.workspace import REPOSITORY, bert, run_stage, tiny_tokenizer, tiny_workspace
+from tests.workspace import REPOSITORY, a_task, bert, reviews, run_stage, tiny_tokenizer, tiny_workspace
 
 SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
 MADE_UP = 9  # rows that are compared besides those of the test split
@@ -99,6 +102,56 @@ def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, s
     assert made.difference < TOLERANCE
     for told in (str(REPOSITORY), "site-packages", sys.prefix, ".py"):  # of the machine that made it
         assert told.encode() not in file.read_bytes(), told
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_others_tools_quantize_the_plain_export(family: str, tmp_path: Path) -> None:
+    """The one line that a user tries; it refuses a file whose shapes contradict those that it infers."""
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "other.onnx", weight_type=QuantType.QInt8)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        assert answers(tmp_path / "other.onnx", **inputs).shape == logits(model, inputs).shape
+
+
+def rounded_maps(file: Path) -> int:
+    """Products in int8 that the file has."""
+    return sum(node.op_type == "MatMulInteger" for node in onnx.load(file).graph.node)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
+    assert made.rows == MADE_UP + 3
+    assert made.bytes == (tmp_path / "int8.onnx").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
+    assert rounded_maps(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
+    inputs = batch(4, 16)
+    expected, found = logits(model, inputs), answers(tmp_path / "int8.onnx", **inputs)
+    assert 0 < float((found - expected).norm()) < 0.05 * float(expected.norm())
+    assert made.difference < 0.1 * float(expected.abs().max())
+
+
+def test_a_model_can_be_scored_as_onnxruntime_runs_it(tmp_path: Path) -> None:
+    model = classifier().eval()
+    export(model, tiny_tokenizer(), tmp_path / "model.onnx")
+    task = a_task("classification", ["negative", "positive"], "accuracy")
+    own = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    answer_by(model, runner(tmp_path / "model.onnx", threads=1))
+    model.classifier.weight.data.zero_()  # torch would say something else
+    found = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    assert found.score.metrics == own.score.metrics
+    assert found.score.loss == pytest.approx(own.score.loss, rel=1e-5)
+
+
+def numbered() -> pd.DataFrame:
+    """Sixty reviews with the numbers of their labels."""
+    frame = reviews()
+    return frame.assign(label=(frame["label"] == "positive").astype(int))
 
 
 def shallow(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -258,6 +311,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(model, Path("models/finetuned/svd-0.5"))
     tiny_tokenizer().save_pretrained("models/finetuned/svd-0.5")
     return tmp_path
+
+
+def test_the_command_writes_int8_with_the_option(workspace: Path) -> None:
+    for name, options in (("model", []), ("int8", ["--int8"])):
+        done = CliRunner().invoke(app, ["export", "svd-0.5", f"{name}.onnx", *options])
+        assert done.exit_code == 0, done.output
+    assert rounded_maps(workspace / "int8.onnx") > rounded_maps(workspace / "model.onnx") == 0
 
 
 def test_the_command_writes_a_candidate_and_says_what_there_is(

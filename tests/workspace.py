@@ -61,6 +61,8 @@ _CHANGES: dict[str, Any] = {
     "importance": {"batch_size": 8},
     "recipes": {name: {"recovery": {"steps": 2, "batch_size": 8}} for name in ("svd", "kfac")},
     "evaluate": {"batch_size": 8},
+    "export": {"recipes": []},
+    "latency": {"shapes": [[2, 8]], "repetitions": 6},
     "benchmark": {"batch_size": 2, "tokens": 8, "repetitions": 3},
 }
 

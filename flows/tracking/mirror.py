@@ -278,7 +278,7 @@ def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
             if path.startswith("reports/") and path.endswith(".json"):
                 report = json.loads(Path(path).read_text())
                 values = flatten({name: value for name, value in report.items() if name != "targets"})
-                prefix = "dense." if outcome.stage == "dense" else ""
+                prefix = "dense." if outcome.stage in ("dense", "export_dense") else ""
                 numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}
     return [Metric(name, value, now, 0) for name, value in numbers.items()]
 

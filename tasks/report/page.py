@@ -12,6 +12,7 @@ from tasks.report.heatmap import heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
+from tasks.report.runtimes import runtime_rows, shapes
 from tasks.report.summary import summary
 from tasks.report.table import dense_rows, legend, row, shaped, zero_shot
 
@@ -42,6 +43,8 @@ def page(results: Results) -> str:
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),
         shaped=shaped(results),
+        runtimes=runtime_rows(results),
+        shapes=shapes(results),
         measures={name: meanings[name] for name in results.measures if name in meanings},
         unscored=any(one.factorized is None for one in results.candidates),
         heat_maps=heat_maps(results),

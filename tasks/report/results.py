@@ -14,12 +14,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eckart.budget import Rank
 from eckart.targets import Target, Targets
 from tasks import params
-from tasks.candidate_files import BENCHMARKS, CURVES, EVALUATIONS, SEARCH_CURVES, Decision, decision_file
-from tasks.candidate_names import candidate_name
+from tasks.candidate_files import (
+    BENCHMARKS,
+    CURVES,
+    EVALUATIONS,
+    EXPORTS,
+    SEARCH_CURVES,
+    Decision,
+    decision_file,
+    exported_name,
+)
+from tasks.candidate_names import candidate_name, recipe_and_keep
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
-from tasks.records import CONTROL_CURVE, DENSE_METRICS, TEACHER_CURVE, Benchmark, DenseReport, Evaluation, rows_file
+from tasks.records import (
+    CONTROL_CURVE,
+    DENSE_METRICS,
+    LATENCIES,
+    TEACHER_CURVE,
+    Benchmark,
+    DenseReport,
+    Evaluation,
+    Exports,
+    Latencies,
+    Latency,
+    rows_file,
+)
 from tasks.report.bootstrap import Interval, interval, resampled
 from tasks.stage import StageError
 
@@ -127,6 +148,10 @@ class Results:
     """The recipe whose recovery the control has."""
     control_curve: Curve
     candidates: tuple[CandidateResults, ...]
+    exports: Mapping[str, Exports]
+    """Of the dense model and exported candidates, by name; empty where none was exported."""
+    latencies: tuple[Latency, ...]
+    """Of these."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
 
@@ -209,6 +234,9 @@ def load_results() -> Results:
     keeps = tuple(str(keep) for keep in params.section("study.keeps", tuple[int | float, ...]))
     task = _read(SPLITS / "task.json", Task, "extract")
     candidates = tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps)
+    exported = [
+        candidate_name(recipe, keep) for recipe in params.section("export", params.Export).recipes for keep in keeps
+    ]
     results = Results(
         name=study.name,
         recipes=study.recipes,
@@ -220,6 +248,8 @@ def load_results() -> Results:
         control=study.control,
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
+        exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
+        latencies=_read(LATENCIES, Latencies, "latency").measured if exported else (),
         resampled={},
     )
     _check(results)
@@ -239,9 +269,18 @@ def _read_candidate(recipe: str, keep: str) -> CandidateResults:
     )
 
 
+def _read_exports(name: str) -> Exports:
+    return _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
+
+
+def _export_command(name: str) -> str:
+    return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
+
+
 def _read_rows(results: Results) -> dict[ScoredModel, pd.DataFrame]:
     """What each test row contributed to each model, all of as many rows."""
     commands = {one.name: f"evaluate {_options(one.recipe, one.keep)}" for one in results.candidates}
+    commands |= {exported_name(name): _export_command(name) for name in results.exports}
     found: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
         for model, rows in read_rows(Path(), name, command).groupby("model", sort=False):

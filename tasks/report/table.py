@@ -15,6 +15,7 @@ from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import LEVEL, RESAMPLES
 from tasks.report.numbers import between, count, percent, rank, score, size, times
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
+from tasks.report.runtimes import runtimes_table
 
 COLUMNS = (
     "recipe",
@@ -260,10 +261,14 @@ def to_text(results: Results) -> str:
         table.add_section()
         for one in results.at(keep):
             _add(table, row(results, one), results)
+    tables = [table]
+    if results.exports:
+        title = "the files to ship, × as fast as the dense model in torch at rows × tokens"
+        tables.append(runtimes_table(results, Table(box=SIMPLE_HEAD, title=title, title_justify="left")))
     # A fixed width and no markup: the same lines in a terminal, a log and a test.
     console = Console(width=180, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
-        console.print(table)
+        console.print(*tables)
     lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
     return "\n".join([*lines, f"  {legend('* best at its keep')}"])
 

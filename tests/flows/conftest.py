@@ -113,7 +113,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
     with shared("study", tmp_path_factory) as (folder, new):
         root = folder / "workspace"
         if new:
-            _run(tiny_repository(root), folder)
+            _run(tiny_repository(root, export={"recipes": ["kfac"]}), folder)
     return Study(root, (folder / "stdout").read_text(), (folder / "stderr").read_text())
 
 

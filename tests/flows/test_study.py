@@ -87,7 +87,7 @@ class TestAfterTheFirstRun:
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout
-        assert "16 executed" in study.stdout
+        assert "19 executed" in study.stdout
 
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
@@ -107,7 +107,7 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 16
+        assert parent.data.metrics["stages.executed"] == 19
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
@@ -115,6 +115,9 @@ class TestAfterTheFirstRun:
         assert child.data.metrics["recovered.metric"] == evaluation["recovered"]["metric"]
         dense = json.loads((study.root / "reports/dense.json").read_text())
         assert child.data.metrics["dense.score.metric"] == dense["score"]["metric"]
+        for name, prefix in (("kfac-0.5", ""), ("dense", "dense.")):
+            exports = json.loads((study.root / f"reports/onnx/{name}.json").read_text())
+            assert child.data.metrics[f"{prefix}int8.bytes"] == exports["int8"]["bytes"]
         (parent,) = runs(study.root)[""]
         assert parent.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
@@ -143,7 +146,12 @@ class TestAfterTheFirstRun:
     def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
         before = (workspace / "params.yaml").read_text()
         change(workspace, evaluate={"batch_size": 4})
-        assert {name.partition("@")[0] for name in stale(workspace)} == {"dense", "evaluate"}
+        assert {name.partition("@")[0] for name in stale(workspace)} == {
+            "dense",
+            "evaluate",
+            "export_dense",
+            "export",
+        }
         (workspace / "params.yaml").write_text(before)
 
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
@@ -182,7 +190,7 @@ def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     assert not (tmp_path / "prefect.db").exists()  # no server was started
     assert "flows.up_to_date" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
-    assert re.search(r"^16 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^19 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 

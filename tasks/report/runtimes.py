@@ -1,0 +1,116 @@
+"""The table that a user picks by: each model as each runtime runs it, scored, weighed and timed."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from tasks.candidate_files import exported_name
+from tasks.records import Latency, Runtime
+from tasks.report.numbers import between, score, size, times
+from tasks.report.results import DENSE, Results, ScoredModel
+
+_TITLES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model as a runtime runs it."""
+
+    model: str
+    runtime: Runtime
+    scored: ScoredModel
+    metric: float
+    bytes: int
+    latencies: tuple[Latency, ...]
+    """At each shape."""
+
+
+@dataclass(frozen=True)
+class RuntimeRow:
+    """A way to run a model as people read it."""
+
+    name: str
+    runtime: str
+    metric: str
+    difference: str
+    """The interval of its metric less that of the dense model in torch."""
+    bytes: str
+    speeds: tuple[tuple[str, str], ...]
+    """At each shape: times as fast as the dense model in torch, and the interval."""
+
+
+def ways(results: Results) -> list[Way]:
+    """The dense model and each exported candidate, by each runtime; none, where none was exported."""
+    return [
+        Way(*one, tuple(each for each in results.latencies if (each.model, each.runtime) == one[:2]))
+        for one in _scored(results)
+    ]
+
+
+def _scored(results: Results) -> Iterator[tuple[str, Runtime, ScoredModel, float, int]]:
+    candidates = {one.name: one for one in results.candidates}
+    for name, files in results.exports.items():
+        if one := candidates.get(name):
+            yield name, "torch", one.after, one.recovered, one.evaluation.size.bytes
+        else:
+            yield name, "torch", DENSE, results.dense.score.metric, results.dense.size.bytes
+        yield name, "onnx", (exported_name(name), "onnx"), files.onnx.score.metric, files.onnx.bytes
+        yield name, "int8", (exported_name(name), "int8"), files.int8.score.metric, files.int8.bytes
+
+
+def shapes(results: Results) -> list[str]:
+    """At which the models were timed: rows × tokens."""
+    return list(dict.fromkeys(f"{one.rows} × {one.tokens}" for one in results.latencies))
+
+
+def runtime_rows(results: Results) -> list[RuntimeRow]:
+    """What the page and the terminal show."""
+    return [
+        RuntimeRow(
+            name=way.model,
+            runtime=_TITLES[way.runtime],
+            metric=score(way.metric),
+            difference=_difference(results, way),
+            bytes=size(way.bytes),
+            speeds=tuple((times(one.times), f"{one.low:.2f} to {one.high:.2f}") for one in way.latencies),
+        )
+        for way in ways(results)
+    ]
+
+
+def _difference(results: Results, way: Way) -> str:
+    if way.scored == DENSE:
+        return ""
+    found = results.difference(way.scored, DENSE)
+    return between(found.low, found.high, way.metric)
+
+
+def runtimes_csv(results: Results) -> str:
+    """A line for each way, every number in full; its head alone, where nothing was exported."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    measured = ("seconds", "times", "times_low", "times_high")
+    timed = [f"{shape.replace(' × ', 'x')}.{name}" for shape in shapes(results) for name in measured]
+    writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
+    for way in ways(results):
+        found = results.difference(way.scored, DENSE)
+        numbers = (number for one in way.latencies for number in (one.seconds, one.times, one.low, one.high))
+        writer.writerow([way.model, way.runtime, way.metric, way.bytes, found.low, found.high, *numbers])
+    return text.getvalue()
+
+
+def runtimes_table(results: Results, table: Table) -> Table:
+    """`table` filled for a terminal."""
+    table.add_column("model", no_wrap=True)
+    table.add_column("runtime", no_wrap=True)
+    for head in (results.metric.title, "difference", "size", *shapes(results)):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in runtime_rows(results):
+        speeds = (f"{speed} ({interval})" for speed, interval in row.speeds)
+        table.add_row(row.name, row.runtime, row.metric, row.difference, row.bytes, *speeds)
+    return table
