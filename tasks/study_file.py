@@ -20,8 +20,6 @@ from tasks.report.published import Published
 from tasks.trials import Trial, Trials
 
 _NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # of a study, unless its file says so
-    "export": {"recipes": []}
-}  # of a study, which compares recipes, unless its file says so
 _NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
 
 
