@@ -22,6 +22,11 @@ ONNX = Path("models/onnx")
 EXPORTS = Path("reports/onnx")
 
 
+def latency_file(name: str) -> Path:
+    """Of an exported candidate; a file of its own, as its numbers are other ones each time."""
+    return EXPORTS / f"{name}.latency.json"
+
+
 def exported_name(name: str) -> str:
     """What the rows of an exported model are called."""
     return f"{name}.onnx"

@@ -1,4 +1,4 @@
-"""Latency: time the dense model and all exported candidates in turn, as each runtime runs them → reports/latency.json.
+"""Latency: time an exported candidate and the dense model as each runtime runs them → reports/onnx/NAME.latency.json.
 
 The stage must have the machine to itself: dvc.yaml marks it `alone`.
 """
@@ -6,11 +6,11 @@ The stage must have the machine to itself: dvc.yaml marks it `alone`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from scipy.stats import quantile_test
@@ -19,48 +19,48 @@ from transformers import PreTrainedModel
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.losses import Batch
 from eckart.onnx import runner
-from tasks.candidate_files import FINETUNED, ONNX
+from tasks.candidate_files import FINETUNED, ONNX, latency_file
 from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.onnx_files import FILES
-from tasks.params import Export, section
 from tasks.params import Latency as Settings
-from tasks.records import LATENCIES, Latencies, Latency, Runtime
-from tasks.stage import run, say
+from tasks.params import section
+from tasks.records import Latencies, Latency, Runtime
+from tasks.stage import run_candidate, say
 
 Forward = Callable[[Batch], Any]
-Way = tuple[str, Runtime]
-"""Which model, and what runs it."""
-_DENSE: Way = ("dense", "torch")
+Which = Literal["dense", "candidate"]
 _WARMUP = 2  # rounds that are not counted
 
 
-def latency() -> None:
+def latency(recipe: str, keep: str) -> None:
     """Time rounds in which each model runs once, so that drift of the machine hits all alike."""
-    settings = section("latency", Settings)
-    found: list[Latency] = []
-    if names := _exported():
-        dense = _load(TEACHER)
-        forwards = {way: forward for name in names for way, forward in _ways(name, dense)}
-        for rows, tokens in settings.shapes:
-            check_length(dense, tokens, "latency.shapes")
-            inputs = random_inputs(dense, rows, tokens)
-            rounds = [
-                {way: _seconds(forward, inputs) for way, forward in forwards.items()}
-                for _ in range(_WARMUP + settings.repetitions)
-            ]
-            found += _summed_up(rounds[_WARMUP:], rows, tokens)
-            say(f"{len(forwards)} ways to run a model timed at {rows} rows of {tokens} tokens")
-    LATENCIES.write_text(Latencies(measured=tuple(found)).model_dump_json(indent=2))
-
-
-def _exported() -> list[str]:
-    """The dense model and all candidates that are exported; none, if no candidate is."""
-    recipes, keeps = section("export", Export).recipes, section("study.keeps", tuple[int | float, ...])
-    names = [candidate_name(recipe, str(keep)) for recipe in recipes for keep in keeps]
-    return ["dense", *names] if names else []
+    settings, name = section("latency", Settings), candidate_name(recipe, keep)
+    models: dict[Which, tuple[str, PreTrainedModel]] = {
+        "dense": ("dense", _load(TEACHER)),
+        "candidate": (name, _load(FINETUNED / name)),
+    }
+    forwards = {
+        (which, runtime): forward for which, one in models.items() for runtime, forward in _forwards(*one).items()
+    }
+    found: dict[Which, dict[Runtime, dict[str, Latency]]] = {
+        which: {"torch": {}, "onnx": {}, "int8": {}} for which in models
+    }
+    for rows, tokens in settings.shapes:
+        check_length(models["dense"][1], tokens, "latency.shapes")
+        inputs = random_inputs(models["dense"][1], rows, tokens)
+        rounds = [
+            {way: _seconds(forward, inputs) for way, forward in forwards.items()}
+            for _ in range(_WARMUP + settings.repetitions)
+        ][_WARMUP:]
+        dense = [one["dense", "torch"] for one in rounds]
+        for which, runtime in forwards:
+            seconds = [one[which, runtime] for one in rounds]
+            found[which][runtime][f"{rows}x{tokens}"] = _summed_up(seconds, dense)
+        say(f"{len(forwards)} ways to run a model timed at {rows} rows of {tokens} tokens")
+    latency_file(name).write_text(Latencies(latency=found).model_dump_json(indent=2))
 
 
 def _load(folder: Path) -> PreTrainedModel:
@@ -68,10 +68,9 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _ways(name: str, dense: PreTrainedModel) -> Iterator[tuple[Way, Forward]]:
-    yield (name, "torch"), partial(_in_torch, dense if name == "dense" else _load(FINETUNED / name))
-    for runtime, file in FILES.items():
-        yield (name, runtime), runner(ONNX / name / file, torch.get_num_threads())
+def _forwards(name: str, model: PreTrainedModel) -> dict[Runtime, Forward]:
+    sessions = {runtime: runner(ONNX / name / file, torch.get_num_threads()) for runtime, file in FILES.items()}
+    return {"torch": partial(_in_torch, model), **sessions}
 
 
 @torch.inference_mode()
@@ -79,20 +78,10 @@ def _in_torch(model: PreTrainedModel, inputs: Batch) -> None:
     model(**inputs)
 
 
-def _summed_up(rounds: Sequence[Mapping[Way, float]], rows: int, tokens: int) -> Iterator[Latency]:
-    for model, runtime in rounds[0]:
-        times = [one[_DENSE] / one[model, runtime] for one in rounds]
-        interval = quantile_test(times, q=1, p=0.5).confidence_interval()
-        yield Latency(
-            model=model,
-            runtime=runtime,
-            rows=rows,
-            tokens=tokens,
-            seconds=median(one[model, runtime] for one in rounds),
-            times=median(times),
-            low=interval.low,
-            high=interval.high,
-        )
+def _summed_up(seconds: Sequence[float], dense: Sequence[float]) -> Latency:
+    times = [one / other for one, other in zip(dense, seconds, strict=True)]
+    interval = quantile_test(times, q=1, p=0.5).confidence_interval()
+    return Latency(seconds=median(seconds), times=median(times), low=interval.low, high=interval.high)
 
 
 def _seconds(forward: Forward, inputs: Batch) -> float:
@@ -102,4 +91,4 @@ def _seconds(forward: Forward, inputs: Batch) -> float:
 
 
 if __name__ == "__main__":
-    run("latency", latency, threads="candidate")
+    run_candidate("latency", latency)

@@ -16,7 +16,6 @@ CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
-LATENCIES = Path("reports/latency.json")
 SECONDS = Path(".eckart/seconds.json")
 """Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
 
@@ -137,17 +136,13 @@ class Exports(BaseModel):
 
 
 class Latency(BaseModel):
-    """Of a forward of one model by one runtime at one shape.
+    """Of a forward.
 
     times: median over rounds of the dense model's seconds in torch ÷ these; low and high are its 95 % interval.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    runtime: Runtime
-    rows: int
-    tokens: int
     seconds: float
     times: float
     low: float
@@ -155,8 +150,9 @@ class Latency(BaseModel):
 
 
 class Latencies(BaseModel):
-    """All that were measured in turn in one process."""
+    """Of an exported candidate and the dense model, in turn in one process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    measured: tuple[Latency, ...]
+    latency: dict[Literal["dense", "candidate"], dict[Runtime, dict[str, Latency]]]
+    """Model → what runs it → shape, as ROWSxTOKENS."""

@@ -46,7 +46,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
             after[stage] = digests(Path("models/teacher"))
         run_stage("export_dense")
         run_stage("export", "kfac", "0.5")
-        run_stage("latency")
+        run_stage("latency", "kfac", "0.5")
         yield after
 
 
@@ -127,12 +127,12 @@ def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> No
 
 
 def test_every_way_to_run_a_model_is_timed_beside_the_dense_one() -> None:
-    measured = read("reports/latency.json")["measured"]
-    ways = itertools.product(("dense", "kfac-0.5"), ("torch", "onnx", "int8"))
-    assert [(one["model"], one["runtime"]) for one in measured] == list(ways)
-    assert all((one["rows"], one["tokens"]) == (2, 8) for one in measured)
-    assert all(0 < one["low"] <= one["times"] <= one["high"] and one["seconds"] > 0 for one in measured)
-    assert {measured[0][name] for name in ("times", "low", "high")} == {1}
+    latency = read("reports/onnx/kfac-0.5.latency.json")["latency"]
+    for which, runtime in itertools.product(("dense", "candidate"), ("torch", "onnx", "int8")):
+        (one,) = latency[which][runtime].values()
+        assert 0 < one["low"] <= one["times"] <= one["high"]
+        assert one["seconds"] > 0
+    assert latency["dense"]["torch"]["2x8"]["times"] == 1
 
 
 @pytest.mark.parametrize("stage", ["factorized", "finetuned"])

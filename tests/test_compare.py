@@ -793,15 +793,20 @@ def make_exports(name: str, onnx: float, int8: float) -> None:
     write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
 
 
-def make_latencies(*names: str) -> None:
-    """Of two shapes, at which each is twice as fast as the one before."""
-    measured = [
-        {"model": name, "runtime": runtime, "rows": rows, "tokens": 16, "seconds": 0.1 * rows / 2**place}
-        | {"times": 2.0**place, "low": 2.0**place - 0.25, "high": 2.0**place + 0.25}
-        for rows in (1, 8)
-        for place, (name, runtime) in enumerate(itertools.product(names, ("torch", "onnx", "int8")))
-    ]
-    write("reports/latency.json", {"measured": measured})
+def make_latencies(name: str) -> None:
+    """Of a candidate beside the dense model at two shapes, at which each way is twice as fast as the one before."""
+    latency = {
+        model: {
+            runtime: {
+                f"{rows}x16": {"seconds": 0.1 * rows / 2**place}
+                | {"times": 2.0**place, "low": 2.0**place - 0.25, "high": 2.0**place + 0.25}
+                for rows in (1, 8)
+            }
+            for place, runtime in enumerate(("torch", "onnx", "int8"), first)
+        }
+        for model, first in (("dense", 0), ("candidate", 3))
+    }
+    write(f"reports/onnx/{name}.latency.json", {"latency": latency})
 
 
 def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
@@ -810,7 +815,7 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     write("params.yaml", {**settings, "export": {"recipes": ["kfac"]}})
     make_exports("dense", 0.8, 0.75)
     make_exports("kfac-0.5", 0.7, 0.65)
-    make_latencies("dense", "kfac-0.5")
+    make_latencies("kfac-0.5")
     compare.compare()
     lines = list(csv.DictReader(Path("reports/runtimes.csv").read_text().splitlines()))
     assert [(line["model"], line["runtime"], line["metric"], line["bytes"]) for line in lines] == [

@@ -23,6 +23,7 @@ from tasks.candidate_files import (
     Decision,
     decision_file,
     exported_name,
+    latency_file,
 )
 from tasks.candidate_names import candidate_name, recipe_and_keep
 from tasks.dataset import SPLITS, Task
@@ -31,14 +32,12 @@ from tasks.metrics import METRICS, Metric
 from tasks.records import (
     CONTROL_CURVE,
     DENSE_METRICS,
-    LATENCIES,
     TEACHER_CURVE,
     Benchmark,
     DenseReport,
     Evaluation,
     Exports,
     Latencies,
-    Latency,
     rows_file,
 )
 from tasks.report.bootstrap import Interval, interval, resampled
@@ -150,8 +149,8 @@ class Results:
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
     """Of the dense model and exported candidates, by name; empty where none was exported."""
-    latencies: tuple[Latency, ...]
-    """Of these."""
+    latencies: Mapping[str, Latencies]
+    """Of exported candidates."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
 
@@ -249,7 +248,7 @@ def load_results() -> Results:
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
-        latencies=_read(LATENCIES, Latencies, "latency").measured if exported else (),
+        latencies={name: _read_latencies(name) for name in exported},
         resampled={},
     )
     _check(results)
@@ -271,6 +270,10 @@ def _read_candidate(recipe: str, keep: str) -> CandidateResults:
 
 def _read_exports(name: str) -> Exports:
     return _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
+
+
+def _read_latencies(name: str) -> Latencies:
+    return _read(latency_file(name), Latencies, f"latency {_options(*recipe_and_keep(name))}")
 
 
 def _export_command(name: str) -> str:

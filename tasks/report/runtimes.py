@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -26,8 +26,8 @@ class Way:
     scored: ScoredModel
     metric: float
     bytes: int
-    latencies: tuple[Latency, ...]
-    """At each shape."""
+    latencies: Mapping[str, Latency]
+    """At each shape; of the dense model as it was timed beside the first candidate."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,13 @@ class RuntimeRow:
 
 def ways(results: Results) -> list[Way]:
     """The dense model and each exported candidate, by each runtime; none, where none was exported."""
-    return [
-        Way(*one, tuple(each for each in results.latencies if (each.model, each.runtime) == one[:2]))
-        for one in _scored(results)
-    ]
+    return [Way(*one, _latencies(results, *one[:2])) for one in _scored(results)]
+
+
+def _latencies(results: Results, name: str, runtime: Runtime) -> Mapping[str, Latency]:
+    if own := results.latencies.get(name):
+        return own.latency["candidate"][runtime]
+    return next(iter(results.latencies.values())).latency["dense"][runtime]
 
 
 def _scored(results: Results) -> Iterator[tuple[str, Runtime, ScoredModel, float, int]]:
@@ -64,8 +67,8 @@ def _scored(results: Results) -> Iterator[tuple[str, Runtime, ScoredModel, float
 
 
 def shapes(results: Results) -> list[str]:
-    """At which the models were timed: rows × tokens."""
-    return list(dict.fromkeys(f"{one.rows} × {one.tokens}" for one in results.latencies))
+    """At which the models were timed: ROWSxTOKENS."""
+    return list(ways(results)[0].latencies) if results.exports else []
 
 
 def runtime_rows(results: Results) -> list[RuntimeRow]:
@@ -77,7 +80,7 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
             metric=score(way.metric),
             difference=_difference(results, way),
             bytes=size(way.bytes),
-            speeds=tuple((times(one.times), f"{one.low:.2f} to {one.high:.2f}") for one in way.latencies),
+            speeds=tuple((times(one.times), f"{one.low:.2f} to {one.high:.2f}") for one in way.latencies.values()),
         )
         for way in ways(results)
     ]
@@ -95,11 +98,11 @@ def runtimes_csv(results: Results) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("seconds", "times", "times_low", "times_high")
-    timed = [f"{shape.replace(' × ', 'x')}.{name}" for shape in shapes(results) for name in measured]
+    timed = [f"{shape}.{name}" for shape in shapes(results) for name in measured]
     writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
     for way in ways(results):
         found = results.difference(way.scored, DENSE)
-        numbers = (number for one in way.latencies for number in (one.seconds, one.times, one.low, one.high))
+        numbers = (number for one in way.latencies.values() for number in (one.seconds, one.times, one.low, one.high))
         writer.writerow([way.model, way.runtime, way.metric, way.bytes, found.low, found.high, *numbers])
     return text.getvalue()
 
@@ -108,7 +111,7 @@ def runtimes_table(results: Results, table: Table) -> Table:
     """`table` filled for a terminal."""
     table.add_column("model", no_wrap=True)
     table.add_column("runtime", no_wrap=True)
-    for head in (results.metric.title, "difference", "size", *shapes(results)):
+    for head in (results.metric.title, "difference", "size", *(shape.replace("x", " × ") for shape in shapes(results))):
         table.add_column(head, justify="right", no_wrap=True)
     for row in runtime_rows(results):
         speeds = (f"{speed} ({interval})" for speed, interval in row.speeds)

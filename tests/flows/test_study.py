@@ -18,7 +18,7 @@ from tasks.records import SECONDS
 from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
-CANDIDATE = ("search", "factorize", "finetune", "evaluate", "benchmark")
+CANDIDATE = ("search", "factorize", "finetune", "evaluate", "benchmark", "export", "latency")
 COLUMNS = [
     "recipe",
     "keep",
@@ -118,6 +118,7 @@ class TestAfterTheFirstRun:
         for name, prefix in (("kfac-0.5", ""), ("dense", "dense.")):
             exports = json.loads((study.root / f"reports/onnx/{name}.json").read_text())
             assert child.data.metrics[f"{prefix}int8.bytes"] == exports["int8"]["bytes"]
+        assert child.data.metrics["latency.dense.torch.2x8.times"] == 1
         (parent,) = runs(study.root)[""]
         assert parent.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
@@ -209,7 +210,7 @@ def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     change(root, recipes=recipes)
     fourth = flows(root, "run")
     assert fourth.exit_code == 0, fourth.output
-    assert "4 executed" in fourth.stdout  # finetune, evaluate and benchmark of kfac-0.5, and compare
+    assert "6 executed" in fourth.stdout  # finetune and what follows of kfac-0.5, and compare
     assert counts(root) == {"": 3, "svd-0.5": 2, "kfac-0.5": 3}
     assert len(backfilled(root)) == 2
 

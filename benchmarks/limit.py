@@ -1,0 +1,83 @@
+"""How fast a candidate could be in torch, and how near it comes: forwards of it and of the dense model in turn.
+
+    make run && python -m benchmarks.limit anchored-0.5 anchored-0.33    # a Markdown table for the study in this folder
+
+If products took time by their multiply-accumulates alone, and nothing else changed, a candidate would be
+1 ÷ (1 − p + p q) times as fast as the dense model: p is the share of the dense forward's time that products with
+weights take, as torch's profiler has it, and q their multiply-accumulates in the candidate ÷ in the dense model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+import eckart as eckart  # teaches transformers to load the candidates
+from eckart.losses import Batch
+from tasks.candidate_files import FINETUNED
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
+from tasks.models import TEACHER, load, random_inputs
+from tasks.params import Threads, section
+
+SHAPES = [(8, 64), (32, 128)]
+"""Rows and tokens."""
+ROUNDS = 15
+_PRODUCTS = ("addmm", "mm")  # of activations with weights; those of attention are batched, bmm or fused
+
+
+def seconds(model: PreTrainedModel, inputs: Batch) -> float:
+    start = time.perf_counter()
+    model(**inputs)
+    return time.perf_counter() - start
+
+
+def share_of_products(model: PreTrainedModel, inputs: Batch) -> float:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(3):
+            model(**inputs)
+    spent = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+    return sum(spent.get(f"aten::{name}", 0) for name in _PRODUCTS) / sum(spent.values())
+
+
+def operations_of_products(model: PreTrainedModel, inputs: Batch) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    counts = counter.get_flop_counts()["Global"]
+    return sum(count for name, count in counts.items() if str(name).rpartition(".")[2] in _PRODUCTS)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    asked = parser.parse_args()
+    threads, auto = section("threads", Threads).candidate, kind_of(load_task()).auto
+    torch.set_num_threads(threads)
+    dense = load(TEACHER, auto)[0].eval()
+    print("| candidate | rows × tokens | dense, ms | products | operations left | limit | measured | of the limit |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in asked.candidates:
+        small = load(FINETUNED / name, auto)[0].eval()
+        for rows, tokens in SHAPES:
+            inputs = random_inputs(dense, rows, tokens)
+            share = share_of_products(dense, inputs)
+            left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
+            pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
+            limit, times = 1 / (1 - share + share * left), median(one / other for one, other in pairs)
+            print(
+                f"| {name} | {rows} × {tokens} | {1e3 * median(one for one, _ in pairs):.0f} | {100 * share:.0f} % "
+                f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
+                flush=True,
+            )
+    print(f"\n{threads} thread, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
