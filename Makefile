@@ -5,13 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: run test deps lint ui lock clean
+.PHONY: run test bench deps lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+bench: $(READY)  ## time the study of this folder, alone on the machine, and write docs/benchmarks.md; some minutes
+	$(BIN)/python -m flows run
+	$(BIN)/python -m benchmarks > docs/benchmarks.md.new
+	mv docs/benchmarks.md.new docs/benchmarks.md
 
 deps: $(READY)  ## write into dvc.yaml which code each stage can run
 	$(BIN)/python -m tasks.dependencies

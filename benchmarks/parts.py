@@ -3,7 +3,7 @@
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 
 Evidence is what the weighting of the recipe reads, gathered for it alone: a study gathers it once for all. Medians of
-five runs in one process, recipes in turn, on the threads of `threads.candidate`; loading and saving are left out.
+three runs in one process, recipes in turn, on the threads of `threads.candidate`; loading and saving are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tasks.kinds import evidence_loss, kind_of
 from tasks.models import TEACHER, load
 from tasks.params import Importance, Threads, section
 
-RUNS = 5
+RUNS = 3
 
 
 def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch]) -> Iterator[float]:

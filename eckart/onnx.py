@@ -28,6 +28,10 @@ from eckart.losses import Batch
 TOLERANCE = 1e-4
 """Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""
 
+SLOW_FUSIONS = ["SkipLayerNormFusion"]
+"""What `runner` leaves out of onnxruntime's optimizations: this kernel takes longer than the sum and the norm that it
+replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
+
 _OUTPUTS = ("logits", "start_logits", "end_logits")
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -276,7 +280,9 @@ def _session(file: Path, threads: int = 0) -> Any:
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = threads
     with _explained():
-        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(
+            str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from tasks import check_params
-from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED
+from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED, ONNX
 from tasks.candidate_names import candidate_of, stage_name
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
@@ -222,7 +222,9 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
-            package.save(files, saved, load_task(), pairs, terms.batch_size, continuation)
+            exported = any(one.stage == stage_name("export", candidate.name) for one in candidate.outcomes)
+            onnx = ONNX / candidate.name if exported else None
+            package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
             lineage = _lineage(terms, candidate, run)
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)

@@ -25,21 +25,28 @@ _REQUIRED = ("mlflow", "torch", "transformers", "safetensors", "accelerate", "py
 _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
 
 
-def save(model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, continuation: int) -> None:
+def save(
+    model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, continuation: int, onnx: Path | None = None
+) -> None:
     """Write a Hugging Face folder as a model that MLflow serves, eckart's code included.
 
     Args:
+        onnx: a folder with the same model for onnxruntime, which the version carries besides.
         pairs: whether rows are pairs of texts.
         batch_size: rows that are answered at a time.
         continuation: tokens that a language model writes behind a text.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "model"  # its name in the version; MLflow refuses links, and DVC may have made some
-        shutil.copytree(model, copy)
+        artifacts = {"model": model} if onnx is None else {"model": model, "onnx": onnx}
+        for (
+            name,
+            source,
+        ) in artifacts.items():  # their names in the version; MLflow refuses links, DVC may have made some
+            shutil.copytree(source, Path(temporary) / name)
         mlflow.pyfunc.save_model(
             folder,
             python_model=served.__file__,
-            artifacts={"model": str(copy)},
+            artifacts={name: str(Path(temporary) / name) for name in artifacts},
             code_paths=[str(Path(eckart.__file__).parent)],
             signature=ModelSignature(questions(task, pairs), served.ANSWERS[task.kind]),
             input_example=example(task, pairs),

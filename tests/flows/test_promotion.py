@@ -60,8 +60,9 @@ def change(root: Path, section: str, **values: object) -> None:
 
 
 def choose(root: Path, *recipes: str) -> None:
-    """Make the study one of these recipes alone."""
+    """Make the study one of these recipes alone; kfac is exported."""
     change(root, "study", recipes=list(recipes))
+    change(root, "export", recipes=[name for name in recipes if name == "kfac"])
     with chdir(root):
         for one in engine.plan():
             engine.run(one, lambda command: stage_processes.run(command, root, print, {}))
@@ -130,6 +131,8 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
     monkeypatch.setattr(promotion, "_smoke", lambda *_: None)
     assert scheduled(workspace, prefect).endswith(" kfac-0.5 is the champion already (version 2)")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
+    (exported,) = (workspace / "mlruns").rglob("artifacts/onnx/int8.onnx")  # of version 2 alone
+    assert exported.read_bytes() == (workspace / "models/onnx/kfac-0.5/int8.onnx").read_bytes()
     assert decision(workspace, "2").endswith(", in place of version 1.")
 
     choose(workspace, "svd")
