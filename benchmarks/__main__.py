@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,6 +12,7 @@ import pandas as pd
 
 from tasks.candidate_names import candidate_name
 from tasks.params import Export, section
+from tasks.report.seeds_table import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
 _HEAD = """# Benchmarks
@@ -23,27 +23,30 @@ torch {torch}, onnxruntime {onnxruntime}. Medians; ratios are of runs in turn in
 
 
 def machine() -> str:
-    """The processor's name, as far as the system tells it, and what decides how fast int8 is."""
+    """The processor's kind, and what decides how fast int8 is on it."""
     lines = _CPUINFO.read_text().splitlines() if _CPUINFO.exists() else []
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = fields.get("flags", "").split()
-    vnni = ", with VNNI" if any("vnni" in flag for flag in flags) else ", without VNNI" if flags else ""
-    return fields.get("model name", platform.processor() or platform.machine()) + vnni
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return processor() + (", with VNNI" if "vnni" in flags else ", without VNNI" if flags else "")
 
 
 def files_to_ship() -> str:
     """What the stages export and latency found."""
     table = pd.read_csv("reports/runtimes.csv")
-    shapes = [name.removesuffix(".times") for name in table if name.endswith(".times")]
-    lines = ["| model | runtime | metric | MB |" + "".join(f" {shape}, ms | × dense in torch |" for shape in shapes)]
-    lines.append("|---" * (4 + 2 * len(shapes)) + "|")
+    shapes = [name.removesuffix(".of_torch") for name in table if name.endswith(".of_torch")]
+    heads = "".join(f" {shape}, ms | × dense in torch | × dense alike |" for shape in shapes)
+    lines = [f"| model | runtime | metric | MB |{heads}", "|---" * (4 + 3 * len(shapes)) + "|"]
     for _, row in table.iterrows():
         cells = [row["model"], row["runtime"], f"{row['metric']:.3f}", f"{row['bytes'] / 1e6:.1f}"]
         for shape in shapes:
-            low, high = row[f"{shape}.times_low"], row[f"{shape}.times_high"]
-            cells += [f"{1e3 * row[f'{shape}.seconds']:.1f}", f"{row[f'{shape}.times']:.2f} ({low:.2f} to {high:.2f})"]
+            cells.append(f"{1e3 * row[f'{shape}.seconds']:.1f}")
+            for times in (f"{shape}.of_torch", f"{shape}.of_same"):
+                cells.append(f"{row[times]:.2f} ({row[f'{times}_low']:.2f} to {row[f'{times}_high']:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def dvc(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "dvc", *arguments], check=True, stdout=sys.stderr)
 
 
 def output_of(module: str, *arguments: str) -> str:
@@ -54,9 +57,14 @@ def output_of(module: str, *arguments: str) -> str:
 
 def main() -> None:
     keeps = section("study.keeps", tuple[int | float, ...])
+    if not section("export", Export).recipes:
+        sys.exit("export.recipes in params.yaml is []: name the recipes whose files are to be timed")
     exported = [candidate_name(recipe, str(keep)) for recipe in section("export", Export).recipes for keep in keeps]
     torch, onnxruntime = version("torch"), version("onnxruntime")
     print(_HEAD.format(machine=machine(), cores=os.cpu_count(), torch=torch, onnxruntime=onnxruntime))
+    for name in exported:  # of this machine, whichever timed them before
+        dvc("repro", "--force", "--single-item", f"latency@{name}")
+    dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *exported)}\n", flush=True)

@@ -120,7 +120,14 @@ def quantize(file: Path, quantized: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with _explained("cannot quantize what torch exported"), _quiet():
-        quantize_dynamic(file, quantized, per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
+        quantize_dynamic(
+            file,
+            quantized,
+            per_channel=True,
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=_weights_of(file).exists(),
+        )
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
@@ -147,7 +154,8 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
     @wraps(model.forward)
     def forward(**inputs: Any) -> ModelOutput:
-        return ModelOutput({"loss": torch.zeros(()), **answer(inputs)})  # a loss, since the Trainer asks for one
+        logits = {name: values.to(model.device) for name, values in answer(inputs).items()}
+        return ModelOutput({"loss": torch.zeros(()), **logits})  # a loss, since the Trainer asks for one
 
     model.forward = forward
 
@@ -258,7 +266,7 @@ def _compare(
     model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
     """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
-    session = _session(file)
+    session = _session(file, torch.get_num_threads())
     rows, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
@@ -268,17 +276,20 @@ def _compare(
             found = session.run(list(expected), {name: values.cpu().numpy() for name, values in inputs.items()})
         for (name, wanted), logits in zip(expected.items(), found, strict=True):
             pair = _compared(name, wanted.cpu(), torch.from_numpy(logits), inputs)
+            if not pair[1].isfinite().all():
+                raise ExportError(f"onnxruntime's logits are not finite: {file.name} was not written")
             largest = max(largest, _difference(*pair, file.name) if same else float((pair[0] - pair[1]).abs().max()))
         rows += len(found[0])
     return rows, largest
 
 
-def _session(file: Path, threads: int = 0) -> Any:
+def _session(file: Path, threads: int) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on the time of what runs next
     with _explained():
         return onnxruntime.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
@@ -320,10 +331,15 @@ def _put(written: Path, file: Path) -> None:
 
     Two files cannot be replaced at once: in between there is none, rather than one with the weights of another.
     """
-    weights, old = (path.with_name(f"{path.name}.data") for path in (written, file))
+    weights, old = _weights_of(written), _weights_of(file)
     if weights.exists() or old.exists():
         file.unlink(missing_ok=True)
         old.unlink(missing_ok=True)
     if weights.exists():
         weights.replace(old)
     written.replace(file)
+
+
+def _weights_of(file: Path) -> Path:
+    """Where the weights of a file are that is too large to hold them."""
+    return file.with_name(f"{file.name}.data")

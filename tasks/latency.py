@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.losses import Batch
 from eckart.onnx import runner
-from tasks.candidate_files import FINETUNED, ONNX, latency_file
+from tasks.candidate_files import EXPORTS, FINETUNED, ONNX, latency_file
 from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
@@ -27,7 +27,7 @@ from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.onnx_files import FILES
 from tasks.params import Latency as Settings
 from tasks.params import section
-from tasks.records import Latencies, Latency, Runtime
+from tasks.records import Latencies, Latency, Runtime, Times
 from tasks.stage import run_candidate, say
 
 Forward = Callable[[Batch], Any]
@@ -55,11 +55,15 @@ def latency(recipe: str, keep: str) -> None:
             {way: _seconds(forward, inputs) for way, forward in forwards.items()}
             for _ in range(_WARMUP + settings.repetitions)
         ][_WARMUP:]
-        dense = [one["dense", "torch"] for one in rounds]
         for which, runtime in forwards:
-            seconds = [one[which, runtime] for one in rounds]
-            found[which][runtime][f"{rows}x{tokens}"] = _summed_up(seconds, dense)
+            seconds, torch_s, same = (
+                [one[way] for one in rounds] for way in ((which, runtime), ("dense", "torch"), ("dense", runtime))
+            )
+            found[which][runtime][f"{rows}x{tokens}"] = Latency(
+                seconds=median(seconds), of_torch=_times(torch_s, seconds), of_same=_times(same, seconds)
+            )
         say(f"{len(forwards)} ways to run a model timed at {rows} rows of {tokens} tokens")
+    EXPORTS.mkdir(parents=True, exist_ok=True)
     latency_file(name).write_text(Latencies(latency=found).model_dump_json(indent=2))
 
 
@@ -78,10 +82,10 @@ def _in_torch(model: PreTrainedModel, inputs: Batch) -> None:
     model(**inputs)
 
 
-def _summed_up(seconds: Sequence[float], dense: Sequence[float]) -> Latency:
-    times = [one / other for one, other in zip(dense, seconds, strict=True)]
-    interval = quantile_test(times, q=1, p=0.5).confidence_interval()
-    return Latency(seconds=median(seconds), times=median(times), low=interval.low, high=interval.high)
+def _times(others: Sequence[float], seconds: Sequence[float]) -> Times:
+    ratios = [other / one for other, one in zip(others, seconds, strict=True)]
+    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval()
+    return Times(median=median(ratios), low=interval.low, high=interval.high)
 
 
 def _seconds(forward: Forward, inputs: Batch) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,7 +108,7 @@ def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, T
     """Inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
     ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(model.config, "type_vocab_size", 0):  # an exported model makes none up
+    if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model makes none up
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
 

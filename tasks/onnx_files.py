@@ -49,7 +49,7 @@ def export_and_score(name: str, folder: Path) -> None:
                 found[runtime] = ExportedFile(score=scored.score, bytes=_bytes(out / file))
                 rows[runtime] = scored.rows
         except onnx.ExportError as error:
-            raise StageError(f"{error}; or leave it out of export.recipes") from error
+            raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
     write_rows(exported_name(name), rows)
     EXPORTS.mkdir(parents=True, exist_ok=True)
     (EXPORTS / f"{name}.json").write_text(Exports.model_validate(found).model_dump_json(indent=2))

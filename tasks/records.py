@@ -135,18 +135,24 @@ class Exports(BaseModel):
     int8: ExportedFile
 
 
-class Latency(BaseModel):
-    """Of a forward.
+class Times(BaseModel):
+    """The median over rounds of the seconds of one model ÷ those of another, and its 95 % interval."""
 
-    times: median over rounds of the dense model's seconds in torch ÷ these; low and high are its 95 % interval.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    median: float
+    low: float
+    high: float
+
+
+class Latency(BaseModel):
+    """Of a forward, and how many times as fast it is as the dense model's in torch, and in the same runtime."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds: float
-    times: float
-    low: float
-    high: float
+    of_torch: Times
+    of_same: Times
 
 
 class Latencies(BaseModel):

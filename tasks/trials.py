@@ -62,6 +62,7 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
         "seed": asked.seed,
         "study": {**content["study"], **own},
         "recipes": {**content["recipes"], **recipes},
+        "export": {"recipes": []},
     }
 
 

@@ -26,11 +26,12 @@ def scored(root: Path, name: str, validation: float) -> None:
 
 
 def test_each_trial_is_a_recipe_of_a_study_of_their_own() -> None:
-    content = tiny_params()
+    content = tiny_params(export={"recipes": ["kfac"]})
     study = trials.study(content, Trials.model_validate(ASKED))
     assert study["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3", "kfac_trial1"]
     assert (study["study"]["keeps"], study["seed"]) == ([0.25], 3)
     assert study["study"]["name"] != content["study"]["name"]  # an experiment of its own
+    assert study["export"]["recipes"] == []  # though the study exports some
     recipes = study["recipes"]
     assert recipes["svd"] == content["recipes"]["svd"]
     assert recipes["svd_trial2"]["recovery"] == {**content["recipes"]["svd"]["recovery"], "learning_rate": 1e-3}

@@ -38,10 +38,7 @@ def save(
     """
     with tempfile.TemporaryDirectory() as temporary:
         artifacts = {"model": model} if onnx is None else {"model": model, "onnx": onnx}
-        for (
-            name,
-            source,
-        ) in artifacts.items():  # their names in the version; MLflow refuses links, DVC may have made some
+        for name, source in artifacts.items():  # MLflow refuses links, and DVC may have made some
             shutil.copytree(source, Path(temporary) / name)
         mlflow.pyfunc.save_model(
             folder,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tasks.candidate_files import exported_name
-from tasks.records import Latency, Runtime
+from tasks.records import Latency, Runtime, Times
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, Results, ScoredModel
 
@@ -31,6 +31,16 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How many times as fast as the dense model, as people read it."""
+
+    of_torch: str
+    interval: str
+    of_same: str
+    """As that in the same runtime, with the interval; empty for the dense model itself."""
+
+
+@dataclass(frozen=True)
 class RuntimeRow:
     """A way to run a model as people read it."""
 
@@ -40,8 +50,8 @@ class RuntimeRow:
     difference: str
     """The interval of its metric less that of the dense model in torch."""
     bytes: str
-    speeds: tuple[tuple[str, str], ...]
-    """At each shape: times as fast as the dense model in torch, and the interval."""
+    speeds: tuple[Speed, ...]
+    """At each shape."""
 
 
 def ways(results: Results) -> list[Way]:
@@ -80,10 +90,19 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
             metric=score(way.metric),
             difference=_difference(results, way),
             bytes=size(way.bytes),
-            speeds=tuple((times(one.times), f"{one.low:.2f} to {one.high:.2f}") for one in way.latencies.values()),
+            speeds=tuple(_speed(one, dense=way.model == "dense") for one in way.latencies.values()),
         )
         for way in ways(results)
     ]
+
+
+def _speed(one: Latency, dense: bool) -> Speed:
+    same = "" if dense else f"{times(one.of_same.median)} ({_interval(one.of_same)})"
+    return Speed(times(one.of_torch.median), _interval(one.of_torch), same)
+
+
+def _interval(found: Times) -> str:
+    return f"{found.low:.2f} to {found.high:.2f}"
 
 
 def _difference(results: Results, way: Way) -> str:
@@ -97,14 +116,20 @@ def runtimes_csv(results: Results) -> str:
     """A line for each way, every number in full; its head alone, where nothing was exported."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    measured = ("seconds", "times", "times_low", "times_high")
+    measured = ("seconds", *(f"{one}{end}" for one in ("of_torch", "of_same") for end in ("", "_low", "_high")))
     timed = [f"{shape}.{name}" for shape in shapes(results) for name in measured]
     writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
     for way in ways(results):
         found = results.difference(way.scored, DENSE)
-        numbers = (number for one in way.latencies.values() for number in (one.seconds, one.times, one.low, one.high))
+        numbers = (number for one in way.latencies.values() for number in _numbers(one))
         writer.writerow([way.model, way.runtime, way.metric, way.bytes, found.low, found.high, *numbers])
     return text.getvalue()
+
+
+def _numbers(one: Latency) -> Iterator[float]:
+    yield one.seconds
+    for found in (one.of_torch, one.of_same):
+        yield from (found.median, found.low, found.high)
 
 
 def runtimes_table(results: Results, table: Table) -> Table:
@@ -114,6 +139,6 @@ def runtimes_table(results: Results, table: Table) -> Table:
     for head in (results.metric.title, "difference", "size", *(shape.replace("x", " × ") for shape in shapes(results))):
         table.add_column(head, justify="right", no_wrap=True)
     for row in runtime_rows(results):
-        speeds = (f"{speed} ({interval})" for speed, interval in row.speeds)
+        speeds = (f"{speed.of_torch} ({speed.interval})" for speed in row.speeds)
         table.add_row(row.name, row.runtime, row.metric, row.difference, row.bytes, *speeds)
     return table

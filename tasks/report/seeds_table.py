@@ -384,10 +384,11 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
 def _machine() -> str:
     """Its kind, and not which one it is."""
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return ", ".join(filter(None, [counted(cores(), "core"), _processor(), graphics]))
+    return ", ".join(filter(None, [counted(cores(), "core"), processor(), graphics]))
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its kind, as far as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -118,7 +118,7 @@ class TestAfterTheFirstRun:
         for name, prefix in (("kfac-0.5", ""), ("dense", "dense.")):
             exports = json.loads((study.root / f"reports/onnx/{name}.json").read_text())
             assert child.data.metrics[f"{prefix}int8.bytes"] == exports["int8"]["bytes"]
-        assert child.data.metrics["latency.dense.torch.2x8.times"] == 1
+        assert child.data.metrics["latency.dense.torch.2x8.of_torch.median"] == 1
         (parent,) = runs(study.root)[""]
         assert parent.data.metrics["dense.control.score.metric"] == dense["control"]["score"]["metric"]
         assert child.data.params["weighting.kind"] == "kfac"
