@@ -84,12 +84,12 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     except OSError as error:
         raise StageError(f"{file} cannot be written: {error}") from error
     answers = (
-        f"onnxruntime answers {made.rows} rows as torch does (logits within {made.difference:.1g})"
-        if not int8
-        else f"in int8 logits of {made.rows} rows are up to {made.difference:.1g} from torch's"
+        f"In int8 logits of {made.rows} rows are up to {made.difference:.1g} from torch's"
+        if int8
+        else f"onnxruntime answers {made.rows} rows as torch does (logits within {made.difference:.1g})"
     )
     return (
-        f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. {answers[0].upper()}{answers[1:]}. "
+        f"{file}: {made.parameters:,} parameters, {made.bytes / 1e6:.1f} MB. {answers}. "
         f"Its tokenizer is that of {folder}."
     )
 

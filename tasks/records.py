@@ -10,14 +10,15 @@ from pydantic import BaseModel, ConfigDict
 from tasks.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
-Runtime = Literal["torch", "onnx", "int8"]
-"""What runs a model: torch, or onnxruntime with weights in float32 or in int8."""
 CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 SECONDS = Path(".eckart/seconds.json")
 """Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
+
+Runtime = Literal["torch", "onnx", "int8"]
+"""What runs a model: torch, or onnxruntime with weights in float32 or in int8."""
 
 
 def rows_file(name: str) -> Path:
