@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from tasks.candidate_names import candidate_name
-from tasks.params import Export, section
+from tasks.params import exported
 from tasks.report.seeds_table import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -30,7 +29,7 @@ def machine() -> str:
 
 
 def files_to_ship() -> str:
-    """What the stages export and latency found."""
+    """What the stages export and benchmark found."""
     table = pd.read_csv("reports/runtimes.csv")
     shapes = [name.removesuffix(".of_torch") for name in table if name.endswith(".of_torch")]
     heads = "".join(f" {shape}, ms | × dense in torch | × dense alike |" for shape in shapes)
@@ -56,18 +55,15 @@ def output_of(module: str, *arguments: str) -> str:
 
 
 def main() -> None:
-    keeps = section("study.keeps", tuple[int | float, ...])
-    if not section("export", Export).recipes:
+    if not (names := exported()):
         sys.exit("export.recipes in params.yaml is []: name the recipes whose files are to be timed")
-    exported = [candidate_name(recipe, str(keep)) for recipe in section("export", Export).recipes for keep in keeps]
     torch, onnxruntime = version("torch"), version("onnxruntime")
     print(_HEAD.format(machine=machine(), cores=os.cpu_count(), torch=torch, onnxruntime=onnxruntime))
-    for name in exported:  # of this machine, whichever timed them before
-        dvc("repro", "--force", "--single-item", f"latency@{name}")
+    dvc("repro", "--force", "--single-item", "benchmark")  # of this machine, whichever timed them before
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
-    print(f"{output_of('limit', *exported)}\n", flush=True)
+    print(f"{output_of('limit', *names)}\n", flush=True)
     print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}")
 
 

@@ -108,7 +108,7 @@ class Workers:
         """What a worker gives back; meanwhile its lines go to `log`, and training curves grow here as they do there."""
         key = f"{order.stage}-{uuid4()}"  # never that of another flow
         heard = self._heard[key] = SimpleQueue()
-        future = self._client.submit(worker.stage, order, self._timeout, key=key, **self._place(order.alone))
+        future = self._client.submit(worker.stage, order, self._timeout, key=key)
         future.add_done_callback(lambda ended: heard.put(None))
         try:
             while (message := self._next(heard, future)) is not None:
@@ -136,14 +136,6 @@ class Workers:
         heard = self._heard.get(key)
         if heard is not None:  # else it is another flow's, or over
             heard.put((line, curves))
-
-    def _place(self, alone: bool) -> dict[str, Any]:
-        """Stages that measure go to one worker, the first by name, for as long as it lives."""
-        found = self._client.scheduler_info()["workers"] if alone else {}
-        if not found:
-            return {}
-        first = min(found, key=lambda address: str(found[address]["name"]))
-        return {"workers": [first], "allow_other_workers": True}
 
 
 def _given(future: Future) -> tuple[Outcome, Entry]:

@@ -1,58 +1,136 @@
-"""Benchmark: time a candidate against the dense model, in turn in one process → reports/benchmark/RECIPE-KEEP.json.
+"""Benchmark: time the candidates against the dense model, as each runtime runs them → reports/benchmark.json.
 
-The stage must have the machine to itself: dvc.yaml marks it `alone`.
+Candidates whose weights have the same shapes do the same operations, so one of them is timed for all: else tables would
+rank them by noise. The stage must have the machine to itself: dvc.yaml marks it `alone`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from safetensors import safe_open
+from scipy.stats import quantile_test
 from transformers import PreTrainedModel
 
-import eckart as eckart  # teaches transformers to load the candidate
+import eckart as eckart  # teaches transformers to load the candidates
 from eckart.losses import Batch
+from eckart.onnx import runner
 from tasks import params
-from tasks.candidate_files import BENCHMARKS, FINETUNED
+from tasks.candidate_files import FINETUNED, ONNX, ONNX_FILES
 from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
-from tasks.records import Benchmark
-from tasks.stage import run_candidate, say
+from tasks.records import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times, Which
+from tasks.stage import run, say
 
-_WARMUP = 3  # pairs that are not counted
-
-
-def benchmark(recipe: str, keep: str) -> None:
-    """Time forwards of dense and candidate in turn, so that drift of the machine hits both alike."""
-    settings, name = params.section("benchmark", params.Benchmark), candidate_name(recipe, keep)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    folders, auto = (TEACHER, FINETUNED / name), kind_of(load_task()).auto
-    dense, small = (load(folder, auto)[0].to(device).eval() for folder in folders)  # type: ignore[arg-type]
-    check_length(dense, settings.tokens, "benchmark.tokens")
-    inputs = random_inputs(dense, settings.batch_size, settings.tokens)
-    rounds = range(_WARMUP + settings.repetitions)
-    pairs = [(_seconds(dense, inputs), _seconds(small, inputs)) for _ in rounds][_WARMUP:]
-    result = Benchmark(
-        dense_seconds=median(pair[0] for pair in pairs),
-        candidate_seconds=median(pair[1] for pair in pairs),
-        speedup=median(pair[0] / pair[1] for pair in pairs),
-    )
-    BENCHMARKS.mkdir(parents=True, exist_ok=True)
-    (BENCHMARKS / f"{name}.json").write_text(result.model_dump_json(indent=2))
-    say(f"{result.speedup:.2f} times as fast as dense")
+Forward = Callable[[Batch], Any]
+Way = tuple[Which, Runtime]
+_WARMUP = 2  # rounds that are not counted
 
 
-@torch.inference_mode()
-def _seconds(model: PreTrainedModel, inputs: Batch) -> float:
+def benchmark() -> None:
+    """Time dense and candidate in rounds in which each runs once, so that drift of the machine hits all alike."""
+    study, exported = params.section("study", params.Study), params.exported()
+    names = [candidate_name(recipe, keep) for recipe in study.recipes for keep in params.keeps()]
+    dense, found = _load(TEACHER), dict[str, Benchmark]()
+    for like in _alike(names):
+        timed = next((name for name in like if name in exported), like[0])
+        latency = _latencies(dense, timed, timed in exported)
+        for name in like:
+            own = latency if name in exported else _in_torch_alone(latency)
+            found[name] = Benchmark(timed=timed, speedup=_first(own["candidate"]["torch"]).of_torch, latency=own)
+        say(f"{', '.join(like)}: {found[timed].speedup.median:.2f} times as fast as dense")
+    BENCHMARKS.write_text(Benchmarks({name: found[name] for name in names}).model_dump_json(indent=2))
+
+
+def _alike(names: Sequence[str]) -> list[list[str]]:
+    """The candidates, those together whose weights have the same names and shapes."""
+    groups: dict[frozenset[tuple[str, ...]], list[str]] = {}
+    for name in names:
+        groups.setdefault(_shapes(FINETUNED / name), []).append(name)
+    return list(groups.values())
+
+
+def _shapes(folder: Path) -> frozenset[tuple[str, ...]]:
+    shapes = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            names: list[str] = weights.keys()
+            shapes |= {(name, *map(str, weights.get_slice(name).get_shape())) for name in names}
+    return frozenset(shapes)
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    model, _ = load(folder, kind_of(load_task()).auto)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
+
+
+def _latencies(dense: PreTrainedModel, name: str, exported: bool) -> Latencies:
+    """Of the candidate and the dense model at each shape."""
+    settings = params.section("benchmark", params.Benchmark)
+    forwards: dict[Way, Forward] = {
+        ("dense", "torch"): partial(_in_torch, dense),
+        ("candidate", "torch"): partial(_in_torch, _load(FINETUNED / name)),
+    }
+    if exported:
+        for runtime, file in ONNX_FILES.items():
+            forwards["dense", runtime] = runner(ONNX / "dense" / file, torch.get_num_threads())
+            forwards["candidate", runtime] = runner(ONNX / name / file, torch.get_num_threads())
+    found: Latencies = {"dense": {}, "candidate": {}}
+    for rows, tokens in settings.shapes:
+        check_length(dense, tokens, "benchmark.shapes")
+        inputs = random_inputs(dense, rows, tokens)
+        seconds = _rounds(forwards, inputs, settings.repetitions)
+        for (which, runtime), own in seconds.items():
+            found[which].setdefault(runtime, {})[f"{rows}x{tokens}"] = Latency(
+                seconds=median(own),
+                of_torch=_times(seconds["dense", "torch"], own),
+                of_same=_times(seconds["dense", runtime], own),
+            )
+    return found
+
+
+def _rounds(forwards: dict[Way, Forward], inputs: Batch, rounds: int) -> dict[Way, list[float]]:
+    seconds: dict[Way, list[float]] = {way: [] for way in forwards}
+    for _ in range(_WARMUP + rounds):
+        for way, forward in forwards.items():
+            seconds[way].append(_seconds(forward, inputs))
+    return {way: own[_WARMUP:] for way, own in seconds.items()}
+
+
+def _times(others: Sequence[float], seconds: Sequence[float]) -> Times:
+    ratios = [other / one for other, one in zip(others, seconds, strict=True)]
+    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval()
+    return Times(median=median(ratios), low=interval.low, high=interval.high)
+
+
+def _seconds(forward: Forward, inputs: Batch) -> float:
     start = time.perf_counter()
-    model(**inputs)
-    if model.device.type == "cuda":
-        torch.cuda.synchronize()
+    forward(inputs)
     return time.perf_counter() - start
 
 
+@torch.inference_mode()
+def _in_torch(model: PreTrainedModel, inputs: Batch) -> None:
+    model(**inputs)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _first(shapes: dict[str, Latency]) -> Latency:
+    return next(iter(shapes.values()))
+
+
+def _in_torch_alone(latency: Latencies) -> Latencies:
+    return {which: {"torch": runtimes["torch"]} for which, runtimes in latency.items()}
+
+
 if __name__ == "__main__":
-    run_candidate("benchmark", benchmark)
+    run("benchmark", benchmark, threads="candidate")

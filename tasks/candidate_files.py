@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from tasks.records import Runtime
 
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
@@ -16,15 +19,11 @@ FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
-BENCHMARKS = Path("reports/benchmark")
 ONNX = Path("models/onnx")
-"""Of exported candidates, and of `dense`: a folder with model.onnx and int8.onnx."""
+"""Of exported candidates, and of `dense`: a folder with these files."""
+ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
+"""What runs it → the file."""
 EXPORTS = Path("reports/onnx")
-
-
-def latency_file(name: str) -> Path:
-    """Of an exported candidate; a file of its own, as its numbers are other ones each time."""
-    return EXPORTS / f"{name}.latency.json"
 
 
 def exported_name(name: str) -> str:

@@ -53,9 +53,8 @@ SECTIONS: dict[str, Any] = {
     "targets": params.TargetPatterns,
     "importance": params.Importance,
     "evaluate": params.Evaluate,
-    "benchmark": params.Benchmark,
     "export": params.Export,
-    "latency": params.Latency,
+    "benchmark": params.Benchmark,
     "promotion": Promotion,
 }
 _WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from eckart import onnx
 from eckart.losses import Batch
 from tasks.batches import batches, encoded
-from tasks.candidate_files import EXPORTS, FINETUNED, ONNX, exported_name
+from tasks.candidate_files import EXPORTS, FINETUNED, ONNX, ONNX_FILES, exported_name
 from tasks.dataset import SPLITS, load_task
 from tasks.kinds import kind_of
 from tasks.models import UNLOADABLE, load
@@ -21,8 +21,6 @@ from tasks.records import ExportedFile, Exports, Runtime
 from tasks.scoring import score_on, write_rows
 from tasks.stage import StageError, output, quiet
 
-FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
-"""What runs it → the file of an exported model."""
 _ROWS = 256  # of the test split, at most
 _BATCH = 32  # rows
 _BLOCKS = 8  # of a language model instead, one at a time: each of its tokens has logits of the whole vocabulary
@@ -41,9 +39,9 @@ def export_and_score(name: str, folder: Path) -> None:
     rows: dict[str, pd.DataFrame] = {}
     with output(ONNX / name) as out:
         try:
-            onnx.export(model, tokenizer, out / FILES["onnx"], _test_rows(model, tokenizer))
-            onnx.quantize(out / FILES["onnx"], out / FILES["int8"])
-            for runtime, file in FILES.items():
+            onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _test_rows(model, tokenizer))
+            onnx.quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"])
+            for runtime, file in ONNX_FILES.items():
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
                 found[runtime] = ExportedFile(score=scored.score, bytes=_bytes(out / file))

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from tasks.candidate_names import candidate_name
 from tasks.errors import EckartError
 from tasks.metrics import MetricName, TaskKindName
 
@@ -156,24 +157,28 @@ class Evaluate(Section):
     probes: Annotated[int, Field(ge=0)]
 
 
-class Benchmark(Section):
-    batch_size: Count
-    tokens: Count
-    repetitions: Count
-
-
 class Export(Section):
     recipes: tuple[str, ...]
 
 
-class Latency(Section):
-    shapes: tuple[tuple[Count, Count], ...]
+class Benchmark(Section):
+    shapes: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]
     repetitions: Annotated[int, Field(ge=6)]  # fewer have no interval
 
 
 class Threads(Section):
     shared: Count
     candidate: Count
+
+
+def keeps() -> tuple[str, ...]:
+    """As written (1, not 1.0): the files of candidates are named so."""
+    return tuple(map(str, section("study.keeps", tuple[int | float, ...])))
+
+
+def exported() -> tuple[str, ...]:
+    """The candidates that are exported."""
+    return tuple(candidate_name(recipe, keep) for recipe in section("export", Export).recipes for keep in keeps())
 
 
 def read(path: Path = PARAMS) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def report(path: Path, lines: Iterable[str]) -> str:
 def mistakes(error: ValidationError, content: Any, prefix: str = "") -> list[str]:
     """Every mistake of `content` as `path: what is wrong; what to write`."""
     # A list that is too short only because its items are wrong is no mistake of its own.
-    wrong = {details["loc"][:-1] for details in error.errors()}
+    wrong = {details["loc"][:end] for details in error.errors() for end in range(len(details["loc"]))}
     errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
     missing: dict[tuple[int | str, ...], list[str]] = {}
     for details in errors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from tasks.metrics import MetricName
 
@@ -14,11 +14,13 @@ CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
+BENCHMARKS = Path("reports/benchmark.json")
 SECONDS = Path(".eckart/seconds.json")
 """Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
 
 Runtime = Literal["torch", "onnx", "int8"]
 """What runs a model: torch, or onnxruntime with weights in float32 or in int8."""
+Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
@@ -108,16 +110,6 @@ class Evaluation(BaseModel):
     """Of all targets of the recovered model."""
 
 
-class Benchmark(BaseModel):
-    """Seconds of one forward; `speedup` is the median over pairs of dense ÷ candidate."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    dense_seconds: float
-    candidate_seconds: float
-    speedup: float
-
-
 class ExportedFile(BaseModel):
     """An ONNX file, scored on the test split as onnxruntime runs it."""
 
@@ -156,10 +148,21 @@ class Latency(BaseModel):
     of_same: Times
 
 
-class Latencies(BaseModel):
-    """Of an exported candidate and the dense model, in turn in one process."""
+Latencies = dict[Which, dict[Runtime, dict[str, Latency]]]
+"""Model → what runs it → shape, as ROWSxTOKENS: of a candidate and the dense model, in turn in one process."""
+
+
+class Benchmark(BaseModel):
+    """How fast a candidate is; by onnxruntime, too, where it is exported."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    latency: dict[Literal["dense", "candidate"], dict[Runtime, dict[str, Latency]]]
-    """Model → what runs it → shape, as ROWSxTOKENS."""
+    timed: str
+    """The candidate whose forwards were timed: this one, or one whose weights have the same shapes."""
+    speedup: Times
+    """Over the dense model in torch, at the first shape."""
+    latency: Latencies
+
+
+class Benchmarks(RootModel[dict[str, Benchmark]]):
+    """Of every candidate, by name."""

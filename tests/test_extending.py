@@ -30,8 +30,9 @@ check()
 for stage in ("extract", "teacher", "control", "dense", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:
-    for stage in ("search", "factorize", "finetune", "evaluate", "benchmark"):
+    for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, recipe, "{KEEP}")
+run_stage("benchmark")
 run_stage("compare")
 """
 

@@ -68,7 +68,7 @@ def test_a_section_is_read_though_another_is_wrong(tmp_path: Path, monkeypatch: 
     """A stage depends on its own sections only, as DVC has it."""
     write_params(tmp_path, tiny_params(study={"keeps": ["many"]}))
     monkeypatch.chdir(tmp_path)
-    assert section("benchmark", Benchmark).repetitions == 3
+    assert section("benchmark", Benchmark).repetitions == 6
 
 
 @pytest.mark.parametrize("name", ["absent", "data.absent", "seed.absent"])

@@ -61,7 +61,7 @@ def test_an_absent_params_file_names_the_stage(here: Path) -> None:
     assert exit_message("extract").startswith("extract: params.yaml ")
 
 
-@pytest.mark.parametrize("stage", ["search", "factorize", "finetune", "benchmark"])
+@pytest.mark.parametrize("stage", ["search", "factorize", "finetune", "evaluate"])
 def test_a_stage_of_a_candidate_is_called_by_its_name(here: Path, stage: str) -> None:
     write_params(here, tiny_params(threads={"candidate": 0}))
     assert exit_message(stage, "kfac", "0.5").startswith(f"{stage}@kfac-0.5: ")

@@ -62,8 +62,7 @@ _CHANGES: dict[str, Any] = {
     "recipes": {name: {"recovery": {"steps": 2, "batch_size": 8}} for name in ("svd", "kfac")},
     "evaluate": {"batch_size": 8},
     "export": {"recipes": []},
-    "latency": {"shapes": [[2, 8]], "repetitions": 6},
-    "benchmark": {"batch_size": 2, "tokens": 8, "repetitions": 3},
+    "benchmark": {"shapes": [[2, 8]], "repetitions": 6},
 }
 
 

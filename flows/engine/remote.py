@@ -57,7 +57,6 @@ class Order:
     """A stage for another workspace to run: all that it reads as digests, no bytes and no paths of this machine."""
 
     stage: str
-    alone: bool
     definition: str
     reads: dict[str, str]
     """Dependency or parameter file → digest."""
@@ -71,7 +70,7 @@ def order(planned: Planned) -> Order:
         stage = stages[planned.name]
         stage.save_deps()
         upstream = {name: dict(to_single_stage_lockfile(stages[name])) for name in planned.upstream}
-        return Order(planned.name, planned.alone, planned.definition, noted_digests(stage), upstream)
+        return Order(planned.name, planned.definition, noted_digests(stage), upstream)
 
 
 def accept(order: Order) -> Planned:
@@ -96,7 +95,7 @@ def accept(order: Order) -> Planned:
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
         reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
-        return Planned(order.stage, (), order.alone, reads, writes, order.definition, twin=None, cached=None)
+        return Planned(order.stage, (), False, reads, writes, order.definition, twin=None, cached=None)
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:

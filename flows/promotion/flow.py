@@ -27,14 +27,14 @@ from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import Registry, clock
 from flows.tracking import mirror
 from tasks import check_params
-from tasks.candidate_files import BENCHMARKS, EVALUATIONS, FINETUNED, ONNX
+from tasks.candidate_files import EVALUATIONS, FINETUNED, ONNX
 from tasks.candidate_names import candidate_of, stage_name
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
 from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
 from tasks.metrics import METRICS
-from tasks.records import DENSE_METRICS, Benchmark, DenseReport, Evaluation
+from tasks.records import BENCHMARKS, DENSE_METRICS, Benchmarks, DenseReport, Evaluation
 
 _TEST = "eckart.test"
 """Tag: DVC's digest of the test rows that a version was gated on."""
@@ -184,7 +184,7 @@ def _candidates() -> list[Recorded]:
 
 def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
     evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
-    benchmark = Benchmark.model_validate_json((BENCHMARKS / f"{name}.json").read_text())
+    benchmark = Benchmarks.model_validate_json(BENCHMARKS.read_text()).root[name]
     dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
     own = tuple(one for stage, one in outcomes.items() if candidate_of(stage) == name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
@@ -198,7 +198,7 @@ def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
         teacher_validation=dense.validation.metric,
         parameters=evaluation.target_parameters,
         keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
-        speedup=benchmark.speedup,
+        speedup=benchmark.speedup.median,
         outcomes=own,
         inputs={path: md5 for one in read for path, md5 in one.deps.items() if path.startswith(("data/", "models/"))},
     )

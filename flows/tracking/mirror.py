@@ -38,6 +38,7 @@ P = ParamSpec("P")
 
 _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
+_TIMES = "benchmark"  # the stage that times all candidates at once
 _OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
@@ -157,6 +158,8 @@ class Mirror:
                 told = [*self._shared, *stages]
                 if candidate and outcome.stage in told and all(name in self._outcomes for name in told):
                     self._complete(candidate)
+                if candidate and outcome.stage in (*told, _TIMES):
+                    self._log_times(candidate)
 
     def page(self, run: str | None = None) -> str:
         """The address of a run's page, by default the parent's; the experiment's must have been found."""
@@ -187,6 +190,12 @@ class Mirror:
         self.client.log_inputs(run, _datasets([*shared, *outcomes]))
         self.client.set_terminated(run, "FINISHED")
         self.lineage[candidate] = run
+
+    def _log_times(self, candidate: str) -> None:
+        """Once both are there, its run gets how fast it is; an earlier run, where it was timed again."""
+        times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
+        if times and run and (times.status == "Executed" or candidate in self._children):
+            self.client.log_batch(run, metrics=_metrics([times], candidate))
 
     @_mirrored
     def finish(self, complete: bool) -> None:
@@ -266,10 +275,13 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
 
 
-def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
+def _metrics(outcomes: Sequence[Outcome], candidate: str = "") -> list[Metric]:
     """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
 
     Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
+
+    Args:
+        candidate: whose times are taken, of all that were measured together.
     """
     now = int(time.time() * 1000)
     numbers: dict[str, float] = {}
@@ -277,9 +289,10 @@ def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
         for path in outcome.outs:
             if path.startswith("reports/") and path.endswith(".json"):
                 report = json.loads(Path(path).read_text())
-                values = flatten({name: value for name, value in report.items() if name != "targets"})
+                own = report[candidate] if outcome.stage == _TIMES else report
+                values = flatten({name: value for name, value in own.items() if name != "targets"})
                 prefix = "dense." if outcome.stage in ("dense", "export_dense") else ""
-                numbers |= {prefix + name: float(value) for name, value in values.items() if value is not None}
+                numbers |= {prefix + name: value for name, value in values.items() if isinstance(value, int | float)}
     return [Metric(name, value, now, 0) for name, value in numbers.items()]
 
 

@@ -27,6 +27,11 @@ def times(factor: float) -> str:
     return f"{factor:.2f}{_GAP}×"
 
 
+def times_between(low: float, high: float) -> str:
+    """An interval of factors: 1.80 to 1.90."""
+    return f"{low:.2f} to {high:.2f}"
+
+
 def score(metric: float, spread: float | None = None) -> str:
     """Three decimals of a share: the standard error of a test split below 100,000 rows is larger than their last.
 

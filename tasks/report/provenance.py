@@ -40,6 +40,7 @@ def provenance(results: Results) -> Provenance:
 def _facts(results: Results) -> dict[str, str]:
     data, model = params.section("data", params.Data), params.section("model", params.Model)
     teacher, timing = params.section("teacher", params.Training), params.section("benchmark", params.Benchmark)
+    rows, tokens = timing.shapes[0]
     seed, trainer = params.section("seed", params.Seed), params.section("trainer", params.Trainer)
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
@@ -51,8 +52,8 @@ def _facts(results: Results) -> dict[str, str]:
         **_machines(trainer),
         "Recovery": f"Each factorized model trains on the task with seed {seed}, as its recipe below says{search}.",
         "Control": f"The dense model, trained as {results.control} recovers, with the same seed.",
-        "Speed": f"Median over {timing.repetitions} pairs of forwards of {timing.batch_size} rows × {timing.tokens} "
-        "tokens, dense and candidate in turn in one process.",
+        "Speed": f"Median over {timing.repetitions} rounds of forwards of {rows} rows × {tokens} tokens, dense and "
+        "candidate in turn in one process, and its 95 % interval; candidates of the same shapes are timed as one.",
     }
 
 

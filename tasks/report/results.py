@@ -15,7 +15,6 @@ from eckart.budget import Rank
 from eckart.targets import Target, Targets
 from tasks import params
 from tasks.candidate_files import (
-    BENCHMARKS,
     CURVES,
     EVALUATIONS,
     EXPORTS,
@@ -23,21 +22,21 @@ from tasks.candidate_files import (
     Decision,
     decision_file,
     exported_name,
-    latency_file,
 )
 from tasks.candidate_names import candidate_name, recipe_and_keep
 from tasks.dataset import SPLITS, Task
 from tasks.importance_files import TARGETS
 from tasks.metrics import METRICS, Metric
 from tasks.records import (
+    BENCHMARKS,
     CONTROL_CURVE,
     DENSE_METRICS,
     TEACHER_CURVE,
     Benchmark,
+    Benchmarks,
     DenseReport,
     Evaluation,
     Exports,
-    Latencies,
     rows_file,
 )
 from tasks.report.bootstrap import Interval, interval, resampled
@@ -149,7 +148,6 @@ class Results:
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
     """Of the dense model and exported candidates, by name; empty where none was exported."""
-    latencies: Mapping[str, Latencies]
     """Of exported candidates."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
@@ -229,13 +227,10 @@ def load_results() -> Results:
         StageError: a file is missing or malformed, or was made from other inputs than the rest.
     """
     study = params.section("study", params.Study)
-    # As written (1, not 1.0), because the files are named so.
-    keeps = tuple(str(keep) for keep in params.section("study.keeps", tuple[int | float, ...]))
+    keeps, exported = params.keeps(), params.exported()
     task = _read(SPLITS / "task.json", Task, "extract")
-    candidates = tuple(_read_candidate(recipe, keep) for recipe in study.recipes for keep in keeps)
-    exported = [
-        candidate_name(recipe, keep) for recipe in params.section("export", params.Export).recipes for keep in keeps
-    ]
+    benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
+    candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
     results = Results(
         name=study.name,
         recipes=study.recipes,
@@ -248,21 +243,22 @@ def load_results() -> Results:
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
-        latencies={name: _read_latencies(name) for name in exported},
         resampled={},
     )
     _check(results)
     return replace(results, resampled=resampled(task, _read_rows(results)))
 
 
-def _read_candidate(recipe: str, keep: str) -> CandidateResults:
+def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark]) -> CandidateResults:
     name, options = candidate_name(recipe, keep), _options(recipe, keep)
+    if name not in benchmarks:
+        raise StageError(f"{BENCHMARKS} has no {name}: run `python -m tasks.benchmark` again")
     return CandidateResults(
         recipe=recipe,
         keep=keep,
         decision=_read(decision_file(name), Decision, f"search {options}"),
         evaluation=_read(EVALUATIONS / f"{name}.json", Evaluation, f"evaluate {options}"),
-        benchmark=_read(BENCHMARKS / f"{name}.json", Benchmark, f"benchmark {options}"),
+        benchmark=benchmarks[name],
         search_curve=_read_curve(SEARCH_CURVES / f"{name}.jsonl", f"search {options}"),
         curve=_read_curve(CURVES / f"{name}.jsonl", f"finetune {options}"),
     )
@@ -270,10 +266,6 @@ def _read_candidate(recipe: str, keep: str) -> CandidateResults:
 
 def _read_exports(name: str) -> Exports:
     return _read(EXPORTS / f"{name}.json", Exports, _export_command(name))
-
-
-def _read_latencies(name: str) -> Latencies:
-    return _read(latency_file(name), Latencies, f"latency {_options(*recipe_and_keep(name))}")
 
 
 def _export_command(name: str) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tasks.candidate_files import exported_name
-from tasks.records import Latency, Runtime, Times
-from tasks.report.numbers import between, score, size, times
+from tasks.records import Latency, Runtime
+from tasks.report.numbers import between, score, size, times, times_between
 from tasks.report.results import DENSE, Results, ScoredModel
 
 _TITLES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
@@ -27,7 +27,7 @@ class Way:
     metric: float
     bytes: int
     latencies: Mapping[str, Latency]
-    """At each shape; of the dense model as it was timed beside the first candidate."""
+    """At each shape; of the dense model as it was timed beside the first exported candidate."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def ways(results: Results) -> list[Way]:
 
 
 def _latencies(results: Results, name: str, runtime: Runtime) -> Mapping[str, Latency]:
-    if own := results.latencies.get(name):
-        return own.latency["candidate"][runtime]
-    return next(iter(results.latencies.values())).latency["dense"][runtime]
+    exported = [one for one in results.candidates if one.name in results.exports]
+    own = [one.benchmark.latency["candidate"] for one in exported if one.name == name]
+    return (own or [exported[0].benchmark.latency["dense"]])[0][runtime]
 
 
 def _scored(results: Results) -> Iterator[tuple[str, Runtime, ScoredModel, float, int]]:
@@ -97,12 +97,8 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
 
 
 def _speed(one: Latency, dense: bool) -> Speed:
-    same = "" if dense else f"{times(one.of_same.median)} ({_interval(one.of_same)})"
-    return Speed(times(one.of_torch.median), _interval(one.of_torch), same)
-
-
-def _interval(found: Times) -> str:
-    return f"{found.low:.2f} to {found.high:.2f}"
+    same = "" if dense else f"{times(one.of_same.median)} ({times_between(one.of_same.low, one.of_same.high)})"
+    return Speed(times(one.of_torch.median), times_between(one.of_torch.low, one.of_torch.high), same)
 
 
 def _difference(results: Results, way: Way) -> str:

@@ -70,7 +70,7 @@ def _savings(results: Results, one: CandidateResults) -> str:
     parameters, macs = small.model_parameters / dense.model_parameters, small.macs_per_token / dense.macs_per_token
     return (
         f"with {percent(parameters)} of the model’s parameters and {percent(macs)} of its multiply-accumulates, "
-        f"{one.benchmark.speedup:.2f} times as fast"
+        f"{one.benchmark.speedup.median:.2f} times as fast"
     )
 
 

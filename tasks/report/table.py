@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import LEVEL, RESAMPLES
-from tasks.report.numbers import between, count, percent, rank, score, size, times
+from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import runtimes_table
 
@@ -29,6 +29,8 @@ COLUMNS = (
     "macs_per_token",
     "bytes",
     "speedup",
+    "speedup_low",
+    "speedup_high",
     "search_steps",
     "average_rank",
     "shaped",
@@ -61,6 +63,14 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Speedup:
+    """How many times as fast as the dense model, and the interval of that; none of the dense model itself."""
+
+    median: str
+    interval: str
+
+
+@dataclass(frozen=True)
 class Row:
     """A candidate as people read it."""
 
@@ -78,7 +88,7 @@ class Row:
     model: Relative
     macs: Relative
     bytes: Relative
-    speedup: str
+    speedup: Speedup
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ def _asked(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _values(results: Results, one: CandidateResults) -> Iterable[str | float | None]:
     """In the order of COLUMNS; None is left empty."""
+    speedup = one.benchmark.speedup
     return (
         one.recipe,
         one.keep,
@@ -124,7 +135,9 @@ def _values(results: Results, one: CandidateResults) -> Iterable[str | float | N
         one.evaluation.size.model_parameters,
         one.evaluation.size.macs_per_token,
         one.evaluation.size.bytes,
-        one.benchmark.speedup,
+        speedup.median,
+        speedup.low,
+        speedup.high,
         one.decision.steps,
         one.decision.average_rank,
         one.shaped,
@@ -146,7 +159,7 @@ def _control_values(results: Results) -> Iterable[str | float | None]:
         dense.size.model_parameters,
         dense.size.macs_per_token,
         dense.size.bytes,
-        1.0,
+        *(1.0, 1.0, 1.0),
         0,
         None,
         None,
@@ -162,7 +175,7 @@ def _compared_values(results: Results, one: ScoredModel) -> Iterable[float]:
 def row(results: Results, one: CandidateResults) -> Row:
     """What the page and the terminal show of a candidate."""
     dense, small = results.dense.size, one.evaluation.size
-    after, before = one.evaluation.target_parameters, results.target_parameters
+    after, before, speedup = one.evaluation.target_parameters, results.target_parameters, one.benchmark.speedup
     return Row(
         name=one.name,
         steps=f"{one.decision.steps:,}",
@@ -176,7 +189,7 @@ def row(results: Results, one: CandidateResults) -> Row:
         model=Relative(count(small.model_parameters), percent(small.model_parameters / dense.model_parameters)),
         macs=Relative(count(small.macs_per_token), percent(small.macs_per_token / dense.macs_per_token)),
         bytes=Relative(size(small.bytes), percent(small.bytes / dense.bytes)),
-        speedup=times(one.benchmark.speedup),
+        speedup=Speedup(times(speedup.median), times_between(speedup.low, speedup.high)),
     )
 
 
@@ -215,7 +228,7 @@ def dense_rows(results: Results) -> list[Row]:
             model=Relative(count(dense.model_parameters), whole),
             macs=Relative(count(dense.macs_per_token), whole),
             bytes=Relative(size(dense.bytes), whole),
-            speedup=times(1),
+            speedup=Speedup(times(1), ""),
         )
         for name, one in (("dense", DENSE), (CONTROL_NAME, CONTROL))
     ]
@@ -279,4 +292,4 @@ def _add(table: Table, row: Row, results: Results) -> None:
     compared = (text for each in (row.of_dense, row.of_control) for text in (each.retained, each.difference))
     shares = (row.targets.share, row.model.share, row.macs.share)
     recovered = f"{row.recovered} {row.mark or ' '}"
-    table.add_row(row.name, *steps, *shaped, row.factorized, recovered, *compared, *shares, row.speedup)
+    table.add_row(row.name, *steps, *shaped, row.factorized, recovered, *compared, *shares, row.speedup.median)

@@ -253,7 +253,7 @@ class TestChoice:
             assert re.search(rf"^  {name}: keep .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
 
     def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
-        change(workspace, "benchmark", repetitions=4)
+        change(workspace, "benchmark", repetitions=7)
         assert re.match(r"\d .*`python -m flows run`", refusal(workspace))
 
 

@@ -34,7 +34,7 @@ NOTHING = {"least_speedup": 1e9}
 def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of which another number of repetitions makes two stages stale."""
     root = study.copied(tmp_path_factory.mktemp("scheduled") / "workspace")
-    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=NOTHING, benchmark={"repetitions": 4}))
+    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=NOTHING, benchmark={"repetitions": 7}))
     return root
 
 
