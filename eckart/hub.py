@@ -89,10 +89,15 @@ class EckartQuantizer(HfQuantizer):
         return True
 
 
-def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
+def describe(model: PreTrainedModel) -> None:
+    """Have the config of `model` say how it is stored, so that `save_pretrained` and `push_to_hub` write all of it."""
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(ranks, residual_rows(model), head_counts(model), pivoted(model))
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
+
+
+def save(model: PreTrainedModel, folder: Path) -> None:
+    """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
+    describe(model)
     model.save_pretrained(folder)

@@ -91,8 +91,8 @@ def _latencies(dense: PreTrainedModel, name: str, exported: bool) -> Latencies:
         for (which, runtime), own in seconds.items():
             found[which].setdefault(runtime, {})[f"{rows}x{tokens}"] = Latency(
                 seconds=median(own),
-                of_torch=_times(seconds["dense", "torch"], own),
-                of_same=_times(seconds["dense", runtime], own),
+                of_torch=ratio(seconds["dense", "torch"], own),
+                of_same=ratio(seconds["dense", runtime], own),
             )
     return found
 
@@ -105,7 +105,8 @@ def _rounds(forwards: dict[Way, Forward], inputs: Batch, rounds: int) -> dict[Wa
     return {way: own[_WARMUP:] for way, own in seconds.items()}
 
 
-def _times(others: Sequence[float], seconds: Sequence[float]) -> Times:
+def ratio(others: Sequence[float], seconds: Sequence[float]) -> Times:
+    """How many times as fast, by round: seconds of another model ÷ these; of at least 6 rounds."""
     ratios = [other / one for other, one in zip(others, seconds, strict=True)]
     interval = quantile_test(ratios, q=1, p=0.5).confidence_interval()
     return Times(median=median(ratios), low=interval.low, high=interval.high)

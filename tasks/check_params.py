@@ -24,7 +24,7 @@ from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
 
 if TYPE_CHECKING:
-    from eckart.recipes import Recipe
+    from eckart.recipe import Recipe
 
 CODE = tuple(Path(__file__).parents[1] / package for package in ("eckart", "tasks"))
 """Where all stands that decides what is a mistake."""
@@ -145,7 +145,7 @@ def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
     if not isinstance(content, dict) or not content:
         lines.append("recipes: is missing or empty; add a recipe")
         return {}
-    from eckart.recipes import Recipe
+    from eckart.recipe import Recipe
 
     # The name becomes part of stage names, folders and registry names.
     lines += [
@@ -166,7 +166,7 @@ def _unknown(content: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[s
 
 def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
     """Mistakes between sections. Read from the raw content, so that a mistake beside them does not hide them."""
-    from eckart.recipes import contradictions
+    from eckart.recipe import contradictions
 
     recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
     yield from _repeated("study.recipes", used)

@@ -19,7 +19,7 @@ _NO_DATA = (".py", ".pyc", ".typed")  # of a package: nothing that its code read
 
 def code_of_stages() -> dict[str, list[str]]:
     """Stage → the files that `python -m tasks.STAGE` may run, and the data beside them, sorted."""
-    graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
+    graph = grimp.build_graph(*_PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     return {stage: sorted(_files(graph, f"tasks.{stage}")) for stage in _yaml().load(PIPELINE)["stages"]}
 
 

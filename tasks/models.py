@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
+from eckart.macs import macs
 from tasks.records import Size
 from tasks.stage import StageError
 
@@ -115,11 +114,8 @@ def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, T
 
 def size(model: PreTrainedModel, folder: Path, tokens: int) -> Size:
     """Measure `model`, whose weights are in `folder`."""
-    # The counter knows the plain attention products, not every fused kernel of every device.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.eval()(**random_inputs(model, 1, tokens))
     return Size(
         model_parameters=model.num_parameters(),
-        macs_per_token=round(counter.get_total_flops() / 2 / tokens),
+        macs_per_token=round(macs(model, random_inputs(model, 1, tokens)) / tokens),
         bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
     )

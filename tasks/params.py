@@ -1,6 +1,6 @@
 """The sections of params.yaml, typed. The file has every number; the types have no defaults.
 
-`recipes` is typed where it is used (eckart/recipes.py), so that stages that know no recipe do not depend on it.
+`recipes` is typed where it is used (eckart/recipe.py), so that stages that know no recipe do not depend on it.
 """
 
 from __future__ import annotations

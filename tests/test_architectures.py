@@ -27,7 +27,7 @@ from eckart.ranks.search_problem import ByFormula
 from eckart.ranks.threshold import ThresholdSearch
 from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill
-from eckart.recipes import Recipe
+from eckart.recipe import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual.sparse_rows import RowPruning

@@ -13,13 +13,17 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import accuracy_score
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-import eckart as eckart  # teaches transformers to load the candidates
+import eckart
 from tasks import benchmark
+from tasks.batches import batches, encoded
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
 from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, write_params
 
 CANDIDATES = ("svd-0.5", "kfac-0.5")
@@ -268,6 +272,23 @@ def test_candidates_of_equal_shapes_are_timed_as_one(own_workspace: Path) -> Non
 def test_candidates_of_other_shapes_are_timed_apart() -> None:
     assert {name: one["timed"] for name, one in read("reports/benchmark.json").items()} == dict(
         zip(CANDIDATES, CANDIDATES, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_one_call_gives_what_the_stages_give(name: str) -> None:
+    recipe, keep = name.split("-")
+    teacher, tokenizer = model("models/teacher"), AutoTokenizer.from_pretrained("models/teacher")
+    collate = kind_of(load_task()).collate(tokenizer, teacher)
+    data = list(batches(encoded("calibration", tokenizer), collate, 8, "cpu"))
+    own = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"][recipe]
+    small, report = eckart.compress(teacher, data, float(keep), own)
+    for key, values in model(f"models/factorized/{name}").state_dict().items():
+        torch.testing.assert_close(small.state_dict()[key], values)
+    decided = read(f"models/ranks/{name}/ranks.json")
+    assert {target: one.rank for target, one in report.targets.items()} == decided["ranks"]
+    assert {target: one.predicted_loss for target, one in report.targets.items()} == pytest.approx(
+        decided["predicted_loss"]
     )
 
 

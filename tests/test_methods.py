@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import eckart as eckart  # teaches transformers to load the candidates
 from eckart.layers import factorized, low_rank_layers, pivoted, residual_rows
-from eckart.recipes import captions
+from eckart.recipe import captions
 from eckart.svd import decompose
 from eckart.targets import weight_of
 from eckart.weighting import ErrorNorm

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eckart.recipes import captions
+from eckart.recipe import captions
 from tasks.report.heatmap import heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance

@@ -1,0 +1,305 @@
+"""Compression in one call: a model in memory, calibration batches and a recipe → a model in factors.
+
+    small, report = eckart.compress(model, batches, keep=0.33, recipe="anchored")
+    print(report)
+    small.save_pretrained("small")
+
+This is what the stages importance, search and factorize of the pipeline do, with the same recipes. Recovery is any
+training of the factors, which are ordinary parameters: `transformers.Trainer(small, …).train()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+import yaml
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eckart import hub
+from eckart.budget import Rank, cost, stored
+from eckart.evidence import Evidence, EvidenceKind, collect
+from eckart.factorization import factorize_at_once, factorize_in_order
+from eckart.losses import (
+    Batch,
+    Loss,
+    Objective,
+    batch_size,
+    logits_of,
+    mean_loss_times_batch,
+    span_logits,
+    span_loss,
+    token_loss,
+)
+from eckart.macs import macs
+from eckart.pivots import pivot
+from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.recipe import Recipe, contradictions
+from eckart.targets import Target, Targets, find_targets
+
+
+@dataclass(frozen=True)
+class CompressedTarget:
+    """What became of a target `(out, in)`.
+
+    rank: None where it stays dense.
+    parameters: (before, after), without biases.
+    predicted_loss: ½ Σ S_k² over the weighted singular values that were cut; under kfac what the loss of a sample grows
+        by, in its units. None where the search of ranks knows none.
+    """
+
+    shape: tuple[int, int]
+    rank: Rank
+    parameters: tuple[int, int]
+    predicted_loss: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `compress` did.
+
+    targets: by name, in order of execution.
+    excluded: other linear maps, and why each is no target.
+    parameters: of the whole model, (before, after).
+    macs: multiply-accumulates of a forward of the first batch ÷ its samples, (before, after).
+    """
+
+    targets: Mapping[str, CompressedTarget]
+    excluded: Mapping[str, str]
+    parameters: tuple[int, int]
+    macs: tuple[int, int]
+
+    @property
+    def keep(self) -> float:
+        """Parameters of all targets after ÷ before."""
+        before, after = (sum(one.parameters[place] for one in self.targets.values()) for place in (0, 1))
+        return after / before
+
+    @property
+    def predicted_loss(self) -> float | None:
+        """Of all targets."""
+        losses = [one.predicted_loss for one in self.targets.values()]
+        return None if None in losses else sum(cast("list[float]", losses))
+
+    def __str__(self) -> str:
+        dense = sum(one.rank is None for one in self.targets.values())
+        lines = [
+            f"{len(self.targets)} targets keep {self.keep:.1%} of their parameters; {dense} of them stay dense",
+            f"model: {self.parameters[0]:,} → {self.parameters[1]:,} parameters, "
+            f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates a sample",
+        ]
+        if self.predicted_loss is not None:
+            lines.append(f"weighted error that is left: {self.predicted_loss:.4g}; under kfac, what the loss grows by")
+        return "\n".join(lines)
+
+
+class Compressed(NamedTuple):
+    """What `compress` gives."""
+
+    model: PreTrainedModel
+    report: Report
+
+
+def recipes() -> dict[str, Recipe]:
+    """The recipes by name, as params.yaml of the pipeline has them."""
+    content = yaml.safe_load((files("eckart") / "params.yaml").read_text())["recipes"]
+    return {name: Recipe.model_validate(values) for name, values in content.items()}
+
+
+def compress(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    keep: float = 0.33,
+    recipe: str | Recipe | Mapping[str, Any] = "anchored",
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    embeddings: bool = False,
+    loss: Loss | None = None,
+    seed: int = 0,
+) -> Compressed:
+    """Factorize a copy of `model`, which stays as it is.
+
+    Args:
+        batches: calibration data as the model takes them, each tensor `(batch, …)`, with labels where the recipe reads
+            gradients; some hundred rows, read once or twice, and held in memory.
+        keep: parameters of all targets after ÷ before, in (0, 1].
+        recipe: a name of `recipes()`, or one of your own. Its recovery is left to you.
+        include, exclude: shell patterns over names of linear maps, such as `*.attention.*`.
+        embeddings: whether embeddings are targets, too.
+        loss: the sum over a batch's samples of each sample's loss; None: by the model's head.
+        seed: of what a search of ranks draws.
+
+    Returns:
+        The compressed model, which `save_pretrained` writes and, after `import eckart`, `from_pretrained` reads; and
+        what was done.
+
+    Raises:
+        ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, or no labels where
+            gradients are read; no linear map is a target; `keep` leaves one no rank.
+    """
+    wanted = _recipe(recipe)
+    data = [{name: values.to(model.device) for name, values in batch.items()} for batch in batches]
+    if not data:
+        raise ValueError("there is no batch to calibrate with: give some hundred rows")
+    small = copy.deepcopy(model)
+    found = find_targets(small, _first_row(data[0]), include, exclude, embeddings=embeddings)
+    targets = stored(found.targets, wanted.storage)
+    objective = _objective(small, loss)
+    evidence = _evidence(small, data, targets, wanted, objective.loss)
+    decided = wanted.ranks.search(
+        SearchProblem(
+            model=small,
+            targets=targets,
+            keep=keep,
+            seed=seed,
+            objective=objective,
+            weighting=wanted.weighting,
+            evidence=evidence,
+            train=_no_training,
+            calibration=_rows_of(data),
+        )
+    )
+    if wanted.sequential:
+        order = wanted.sequential
+        factorize_in_order(small, targets, decided.ranks, wanted.weighting, evidence, data, order)
+    else:
+        factorize_at_once(small, targets, decided.ranks, wanted.weighting, evidence)
+    if wanted.storage == "pivoted":
+        pivot(small)
+    hub.describe(small)
+    return Compressed(small, _report(model, small, found, targets, decided, data[0]))
+
+
+def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write `model`, compressed or not, and its tokenizer as a Hugging Face folder."""
+    hub.save(model, Path(folder))
+    if tokenizer:
+        tokenizer.save_pretrained(folder)
+
+
+def load(folder: Path | str, **options: Any) -> PreTrainedModel:
+    """The model in a folder, or on the hub, by the class that its config names.
+
+    Args:
+        options: of `from_pretrained`.
+
+    Raises:
+        ValueError: the config names no class of transformers.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    name = (config.architectures or ["no class"])[0]
+    family = getattr(transformers, name, None)
+    if family is None:
+        raise ValueError(f"{folder} was saved as {name}, which transformers has not: load it by its own class")
+    model: PreTrainedModel = family.from_pretrained(folder, config=config, **options)
+    return model
+
+
+def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
+    if isinstance(recipe, str):
+        every = recipes()
+        if recipe not in every:
+            raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(every)}")
+        recipe = every[recipe]
+    elif isinstance(recipe, Mapping):
+        recipe = Recipe.model_validate(recipe)
+    for part, mistake in contradictions(recipe):
+        raise ValueError(f"recipe: {part} {mistake}")
+    if recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base":
+        alike = [name for name, one in recipes().items() if not (one.shaping or one.residual or one.ranks.trains)]
+        raise ValueError(
+            "the recipe trains on the task before its factors are final, which takes the pipeline "
+            f"(`python -m flows run`): take one of {', '.join(alike)}"
+        )
+    return recipe
+
+
+def _first_row(batch: Batch) -> Batch:
+    return {name: values[:1] for name, values in batch.items()}
+
+
+def _objective(model: PreTrainedModel, loss: Loss | None) -> Objective:
+    """By the head, as it is named: whose own loss is a mean over tokens, weighs samples by their lengths."""
+    name, predictions = type(model).__name__, logits_of
+    if name.endswith("ForQuestionAnswering"):
+        own, predictions = span_loss, span_logits
+    else:
+        own = token_loss if name.endswith("ForTokenClassification") else mean_loss_times_batch
+    chosen = loss or own
+    return Objective(chosen, chosen, chosen, predictions, model.config.problem_type != "regression")
+
+
+def _evidence(
+    model: PreTrainedModel, data: Sequence[Batch], targets: Sequence[Target], recipe: Recipe, loss: Loss
+) -> Evidence:
+    kinds = {*recipe.weighting.evidence, *recipe.ranks.evidence}
+    if kinds - {"inputs"} and not _has_labels(data[0]):
+        raise ValueError(
+            f"weighting {recipe.weighting.kind} reads gradients, and the batches have no labels: add labels to each "
+            "batch, or take the recipe drone, which reads inputs alone"
+        )
+    if not kinds:
+        return {}
+    return collect(model, data, targets, cast("set[EvidenceKind]", kinds), loss if kinds - {"inputs"} else _forward)
+
+
+def _has_labels(batch: Batch) -> bool:
+    return "labels" in batch or {"start_positions", "end_positions"} <= set(batch)
+
+
+def _forward(model: Any, batch: Batch) -> Tensor:
+    """In place of a loss, where none is read."""
+    model(**batch)
+    return torch.zeros(())
+
+
+def _no_training(*_: Any, **__: Any) -> None:
+    raise AssertionError("a recipe that trains was refused")
+
+
+def _rows_of(data: Sequence[Batch]) -> Callable[[int], Sequence[Batch]]:
+    """Batches of so many rows in all, at most."""
+
+    def rows(count: int) -> Sequence[Batch]:
+        single = (
+            {name: values[row : row + 1] for name, values in one.items()}
+            for one in data
+            for row in range(batch_size(one))
+        )
+        return list(islice(single, count))
+
+    return rows
+
+
+def _report(
+    dense: PreTrainedModel,
+    small: PreTrainedModel,
+    found: Targets,
+    targets: Sequence[Target],
+    decided: Found,
+    batch: Batch,
+) -> Report:
+    def one(target: Target) -> CompressedTarget:
+        rank, spectra = decided.ranks[target.name], decided.spectra
+        lost = None
+        if spectra is not None:
+            lost = 0.0 if rank is None else float(spectra[target.name][rank:].square().sum() / 2)
+        shape = target.out_features, target.in_features
+        return CompressedTarget(shape, rank, (target.parameters, cost(target, rank)), lost)
+
+    rows = batch_size(batch)
+    return Report(
+        targets={target.name: one(target) for target in targets},
+        excluded=found.excluded,
+        parameters=(dense.num_parameters(), small.num_parameters()),
+        macs=(macs(dense, batch) // rows, macs(small, batch) // rows),
+    )

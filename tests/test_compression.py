@@ -1,0 +1,156 @@
+"""Compression in one call: what it promises of the model that it gives and of the one that it was given."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+import eckart
+from eckart.layers import factorized, pivoted
+from eckart.recipe import Recipe
+from tests import tiny
+
+BATCHES = tiny.batches(tiny.samples(12), 4)
+INPUTS = {name: values for name, values in BATCHES[0].items() if name != "labels"}
+CLOSED = ("svd", "fwsvd", "iwsvd", "drone", "kfac", "anchored")
+PIPELINE = ("prefect", "dvc", "mlflow", "datasets", "pandas", "scipy", "sklearn", "pydantic_settings", "tasks", "flows")
+
+
+def answers(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**INPUTS).logits
+
+
+def test_recipes_are_those_of_the_pipeline() -> None:
+    content = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]
+    assert eckart.recipes() == {name: Recipe.model_validate(recipe) for name, recipe in content.items()}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("recipe", CLOSED)
+def test_no_more_is_kept_than_was_asked_and_the_report_counts_it(family: str, recipe: str) -> None:
+    model = tiny.FAMILIES[family]()
+    small, report = eckart.compress(model, BATCHES, 0.5, recipe)
+    assert report.keep <= 0.5
+    assert {name: one.rank for name, one in report.targets.items() if one.rank} == factorized(small)
+    assert report.parameters == (model.num_parameters(), small.num_parameters())
+    saved = sum(one.parameters[0] - one.parameters[1] for one in report.targets.values())
+    assert saved == model.num_parameters() - small.num_parameters()
+    assert report.macs[1] < report.macs[0]
+    assert answers(small).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", CLOSED)
+def test_the_model_that_was_given_stays_as_it_is(recipe: str) -> None:
+    model = tiny.bert()
+    before = copy.deepcopy(model)
+    eckart.compress(model.train(), BATCHES, 0.5, recipe)
+    assert model.training
+    assert not hasattr(model.config, "quantization_config")
+    tiny.assert_same(before, model, INPUTS)
+
+
+@pytest.mark.parametrize("recipe", CLOSED)
+def test_a_model_that_keeps_all_is_the_dense_one(recipe: str) -> None:
+    model = tiny.llama()
+    small, report = eckart.compress(model, BATCHES, 1.0, recipe)
+    assert report.predicted_loss == pytest.approx(0, abs=1e-12)
+    torch.testing.assert_close(answers(small), answers(model))
+
+
+def test_what_is_left_is_what_the_spectrum_says() -> None:
+    """Without a weighting ½ ‖W − Ŵ‖², target by target."""
+    model = tiny.bert()
+    small, report = eckart.compress(model, BATCHES, 0.5, "svd")
+    for name, one in report.targets.items():
+        error = model.get_submodule(name).weight - small.get_submodule(name).dense()
+        assert one.predicted_loss == pytest.approx(float(error.square().sum() / 2), rel=1e-4)
+    assert report.predicted_loss == pytest.approx(sum(one.predicted_loss or 0 for one in report.targets.values()))
+
+
+@pytest.mark.parametrize("storage", ["factors", "pivoted"])
+def test_what_is_saved_comes_back_by_its_own_class(storage: str, tmp_path: Path) -> None:
+    recipe = eckart.recipes()["anchored"].model_copy(update={"storage": storage})
+    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
+    assert bool(pivoted(small)) == (storage == "pivoted")
+    small.save_pretrained(tmp_path / "by itself")
+    eckart.save(small, tmp_path / "by eckart", tiny.words())
+    for folder in ("by itself", "by eckart"):
+        tiny.assert_same(small, eckart.load(tmp_path / folder), INPUTS)
+    assert (tmp_path / "by eckart/tokenizer.json").exists()
+
+
+def test_a_causal_model_is_compressed_and_writes() -> None:
+    model = tiny.causal_llama()
+    texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
+    small, _ = eckart.compress(model, texts, 0.6, "kfac")
+    written = small.generate(input_ids=INPUTS["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
+
+
+def test_the_factors_train(tmp_path: Path) -> None:
+    rows = [{name: values[0] for name, values in batch.items()} for batch in tiny.batches(tiny.samples(8), 1, 7)]
+    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5)
+    before = copy.deepcopy(small.state_dict())
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    Trainer(small, arguments, train_dataset=rows).train()
+    after = small.state_dict()
+    assert all(not torch.equal(before[f"{name}.left"], after[f"{name}.left"]) for name in factorized(small))
+
+
+def test_an_own_recipe_is_written_as_in_params_yaml() -> None:
+    values = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]["kfac"]
+    own = {**values, "ranks": {"kind": "waterfill", "multiple": 4}}
+    _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, own)
+    assert {one.rank % 4 for one in report.targets.values() if one.rank and one.rank > 1} == {0}
+
+
+def test_batches_without_labels_do_where_no_gradients_are_read() -> None:
+    unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
+    _, report = eckart.compress(tiny.bert(), iter(unlabelled), 0.5, "drone")
+    assert report.keep <= 0.5
+    with pytest.raises(ValueError, match=r"labels.*drone"):
+        eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac")
+
+
+@pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
+def test_a_recipe_that_trains_first_is_for_the_pipeline(recipe: str) -> None:
+    with pytest.raises(ValueError, match=r"flows run.*svd, .*anchored"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
+
+
+def test_mistakes_are_said_before_anything_is_computed() -> None:
+    with pytest.raises(ValueError, match=r"'kfca'.*kfac"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfca")
+    with pytest.raises(ValueError, match="no batch"):
+        eckart.compress(tiny.bert(), [], 0.5)
+    with pytest.raises(ValueError, match="matches"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, include=["nothing.*"])
+    with pytest.raises(ValueError, match=r"keep=0\.01 "):
+        eckart.compress(tiny.bert(), BATCHES, 0.01)
+    with pytest.raises(ValueError, match="keep=2"):
+        eckart.compress(tiny.bert(), BATCHES, 2.0)
+
+
+def test_the_pipelines_packages_are_not_needed() -> None:
+    """And a model is loaded without the methods."""
+    code = f"""
+import sys
+for name in {PIPELINE}:
+    sys.modules[name] = None
+import eckart
+assert "eckart.ranks" not in sys.modules
+from tests import tiny
+small, report = eckart.compress(tiny.bert(), [tiny.collate(tiny.samples(4))], 0.5)
+assert small.num_parameters() == report.parameters[1]
+assert eckart.recipes() and eckart.load and eckart.save
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
