@@ -187,20 +187,21 @@ def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokeni
 
 
 def load(folder: Path | str, **options: Any) -> PreTrainedModel:
-    """The model in a folder, or on the hub, by the class that its config names.
+    """The model in a folder, or on the hub, by the class that its config names; safetensors alone, and no code.
 
     Args:
-        options: of `from_pretrained`.
+        options: more of `from_pretrained`.
 
     Raises:
         ValueError: the config names no class of transformers.
     """
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = (config.architectures or ["no class"])[0]
     family = getattr(transformers, name, None)
     if family is None:
         raise ValueError(f"{folder} was saved as {name}, which transformers has not: load it by its own class")
-    model: PreTrainedModel = family.from_pretrained(folder, config=config, **options)
+    safe = {"use_safetensors": True, "trust_remote_code": False}
+    model: PreTrainedModel = family.from_pretrained(folder, config=config, **{**options, **safe})
     return model
 
 
