@@ -4,6 +4,10 @@
     print(report)
     small.save_pretrained("small")
 
+or, in place of a keep, what may be lost:
+
+    small, report = eckart.compress(model, batches, largest_drop=0.01, score=accuracy)
+
 This is what the stages importance, search and factorize of the pipeline do, with the same recipes. Recovery is any
 training of the factors, which are ordinary parameters: `transformers.Trainer(small, …).train()`.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -25,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub
-from eckart.budget import Rank, cost, stored
+from eckart.budget import NoRank, Rank, cost, stored
 from eckart.evidence import Evidence, EvidenceKind, collect
 from eckart.factorization import factorize_at_once, factorize_in_order
 from eckart.losses import (
@@ -44,6 +48,10 @@ from eckart.pivots import pivot
 from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.recipe import Recipe, contradictions
 from eckart.targets import Target, Targets, find_targets
+
+Score = Callable[[PreTrainedModel], float]
+"""How good a model is; more is better."""
+_PRECISION = 0.01  # of a keep that is searched for
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,14 @@ class Report:
     excluded: other linear maps, and why each is no target.
     parameters: of the whole model, (before, after).
     macs: multiply-accumulates of a forward of the first batch ÷ its samples, (before, after).
+    scores: of the dense model and of this one, where a largest drop was asked for.
     """
 
     targets: Mapping[str, CompressedTarget]
     excluded: Mapping[str, str]
     parameters: tuple[int, int]
     macs: tuple[int, int]
+    scores: tuple[float, float] | None
 
     @property
     def keep(self) -> float:
@@ -98,6 +108,8 @@ class Report:
         ]
         if self.predicted_loss is not None:
             lines.append(f"weighted error that is left: {self.predicted_loss:.4g}; under kfac, what the loss grows by")
+        if self.scores is not None:
+            lines.append("score: {:.4g} → {:.4g}".format(*self.scores))
         return "\n".join(lines)
 
 
@@ -117,9 +129,11 @@ def recipes() -> dict[str, Recipe]:
 def compress(
     model: PreTrainedModel,
     batches: Iterable[Mapping[str, Tensor]],
-    keep: float = 0.33,
+    keep: float | None = None,
     recipe: str | Recipe | Mapping[str, Any] = "anchored",
     *,
+    largest_drop: float | None = None,
+    score: Score | None = None,
     include: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     embeddings: bool = False,
@@ -131,8 +145,11 @@ def compress(
     Args:
         batches: calibration data as the model takes them, each tensor `(batch, …)`, with labels where the recipe reads
             gradients; some hundred rows, read once or twice, and held in memory.
-        keep: parameters of all targets after ÷ before, in (0, 1].
+        keep: parameters of all targets after ÷ before, in (0, 1]; None: 0.33, or what `largest_drop` allows.
         recipe: a name of `recipes()`, or one of your own. Its recovery is left to you.
+        largest_drop: how much less than the dense model's the score may be. The smallest keep is found by bisection, to
+            a hundredth, as if the score fell with it.
+        score: model → how good it is on rows that are not the test's; more is better.
         include, exclude: shell patterns over names of linear maps, such as `*.attention.*`.
         embeddings: whether embeddings are targets, too.
         loss: the sum over a batch's samples of each sample's loss; None: by the model's head.
@@ -144,39 +161,103 @@ def compress(
 
     Raises:
         ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, or no labels where
-            gradients are read; no linear map is a target; `keep` leaves one no rank.
+            gradients are read; no linear map is a target; `keep` leaves one no rank; a largest drop comes with a keep,
+            or without a score.
     """
-    wanted = _recipe(recipe)
+    if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
+        raise ValueError("give a keep, or a largest_drop and the score that it is measured by")
     data = [{name: values.to(model.device) for name, values in batch.items()} for batch in batches]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred rows")
-    small = copy.deepcopy(model)
-    found = find_targets(small, _first_row(data[0]), include, exclude, embeddings=embeddings)
+    wanted = _recipe(recipe)
+    found = find_targets(model, _first_row(data[0]), include, exclude, embeddings=embeddings)
     targets = stored(found.targets, wanted.storage)
-    objective = _objective(small, loss)
-    evidence = _evidence(small, data, targets, wanted, objective.loss)
-    decided = wanted.ranks.search(
-        SearchProblem(
-            model=small,
-            targets=targets,
-            keep=keep,
-            seed=seed,
-            objective=objective,
-            weighting=wanted.weighting,
-            evidence=evidence,
-            train=_no_training,
-            calibration=_rows_of(data),
+    objective = _objective(model, loss)
+    evidence = _evidence(model, data, targets, wanted, objective.loss)
+    case = _Case(model, data, found, targets, wanted, objective, evidence, seed)
+    if largest_drop is None or score is None:
+        return case.at(0.33 if keep is None else keep)
+    return case.smallest(largest_drop, score)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A dense model and what is known of it, to be compressed to any keep."""
+
+    model: PreTrainedModel
+    data: Sequence[Batch]
+    found: Targets
+    targets: Sequence[Target]
+    recipe: Recipe
+    objective: Objective
+    evidence: Evidence
+    seed: int
+
+    def at(self, keep: float) -> Compressed:
+        small = copy.deepcopy(self.model)
+        weighting, order = self.recipe.weighting, self.recipe.sequential
+        decided = self.recipe.ranks.search(
+            SearchProblem(
+                model=small,
+                targets=tuple(self.targets),
+                keep=keep,
+                seed=self.seed,
+                objective=self.objective,
+                weighting=weighting,
+                evidence=self.evidence,
+                train=_no_training,
+                calibration=_rows_of(self.data),
+            )
         )
-    )
-    if wanted.sequential:
-        order = wanted.sequential
-        factorize_in_order(small, targets, decided.ranks, wanted.weighting, evidence, data, order)
-    else:
-        factorize_at_once(small, targets, decided.ranks, wanted.weighting, evidence)
-    if wanted.storage == "pivoted":
-        pivot(small)
-    hub.describe(small)
-    return Compressed(small, _report(model, small, found, targets, decided, data[0]))
+        if order:
+            factorize_in_order(small, self.targets, decided.ranks, weighting, self.evidence, self.data, order)
+        else:
+            factorize_at_once(small, self.targets, decided.ranks, weighting, self.evidence)
+        if self.recipe.storage == "pivoted":
+            pivot(small)
+        hub.describe(small)
+        return Compressed(small, self._report(small, decided))
+
+    def smallest(self, largest_drop: float, score: Score) -> Compressed:
+        """The smallest of which bisection finds that its score is no more than `largest_drop` below the dense one's."""
+        dense = score(self.model)
+        low, high, best = 0.0, 1.0, None
+        while best is None or high - low > _PRECISION:
+            keep = (low + high) / 2 if best else high
+            try:
+                one = self.at(keep)
+            except NoRank:
+                low = keep
+                continue
+            scored = score(one.model)
+            if scored >= dense - largest_drop:
+                high, best = keep, Compressed(one.model, replace(one.report, scores=(dense, scored)))
+            elif best is None:
+                raise ValueError(
+                    f"the score falls by {dense - scored:.4g} where all parameters are kept, more than {largest_drop}: "
+                    "raise largest_drop, or score on more rows"
+                )
+            else:
+                low = keep
+        return best
+
+    def _report(self, small: PreTrainedModel, decided: Found) -> Report:
+        batch, rows = self.data[0], batch_size(self.data[0])
+        return Report(
+            targets={target.name: _target(target, decided) for target in self.targets},
+            excluded=self.found.excluded,
+            parameters=(self.model.num_parameters(), small.num_parameters()),
+            macs=(macs(self.model, batch) // rows, macs(small, batch) // rows),
+            scores=None,
+        )
+
+
+def _target(target: Target, decided: Found) -> CompressedTarget:
+    rank, lost = decided.ranks[target.name], None
+    if decided.spectra is not None:
+        lost = 0.0 if rank is None else float(decided.spectra[target.name][rank:].square().sum() / 2)
+    shape = target.out_features, target.in_features
+    return CompressedTarget(shape, rank, (target.parameters, cost(target, rank)), lost)
 
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -279,28 +360,3 @@ def _rows_of(data: Sequence[Batch]) -> Callable[[int], Sequence[Batch]]:
         return list(islice(single, count))
 
     return rows
-
-
-def _report(
-    dense: PreTrainedModel,
-    small: PreTrainedModel,
-    found: Targets,
-    targets: Sequence[Target],
-    decided: Found,
-    batch: Batch,
-) -> Report:
-    def one(target: Target) -> CompressedTarget:
-        rank, spectra = decided.ranks[target.name], decided.spectra
-        lost = None
-        if spectra is not None:
-            lost = 0.0 if rank is None else float(spectra[target.name][rank:].square().sum() / 2)
-        shape = target.out_features, target.in_features
-        return CompressedTarget(shape, rank, (target.parameters, cost(target, rank)), lost)
-
-    rows = batch_size(batch)
-    return Report(
-        targets={target.name: one(target) for target in targets},
-        excluded=found.excluded,
-        parameters=(dense.num_parameters(), small.num_parameters()),
-        macs=(macs(dense, batch) // rows, macs(small, batch) // rows),
-    )

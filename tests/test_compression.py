@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,38 @@ def test_the_factors_train(tmp_path: Path) -> None:
     Trainer(small, arguments, train_dataset=rows).train()
     after = small.state_dict()
     assert all(not torch.equal(before[f"{name}.left"], after[f"{name}.left"]) for name in factorized(small))
+
+
+def test_a_drop_in_place_of_a_keep_finds_the_smallest_that_is_good_enough() -> None:
+    """A score that falls by what is cut: a drop of 0.3 is a keep of 0.7, to a hundredth."""
+    model = tiny.bert()
+    whole = model.num_parameters()
+    maps = sum(one.parameters[0] for one in eckart.compress(model, BATCHES, 1.0, "svd").report.targets.values())
+    small, report = eckart.compress(
+        model, BATCHES, recipe="kfac", largest_drop=0.3, score=lambda one: one.num_parameters() / maps
+    )
+    assert report.keep == pytest.approx(0.7, abs=0.02)
+    assert report.keep >= 0.7
+    assert report.scores == pytest.approx((whole / maps, small.num_parameters() / maps))
+
+
+def test_a_drop_that_nothing_exceeds_goes_down_to_what_leaves_ranks() -> None:
+    _, report = eckart.compress(tiny.bert(), BATCHES, recipe="kfac", largest_drop=0.0, score=lambda _: 1.0)
+    assert {one.rank for one in report.targets.values()} <= {1, 2}
+
+
+def test_a_drop_that_is_out_of_reach_is_said() -> None:
+    scores = iter([1.0, 0.9])
+    with pytest.raises(ValueError, match=r"0\.1 .*more than 0\.05"):
+        eckart.compress(tiny.bert(), BATCHES, largest_drop=0.05, score=lambda _: next(scores))
+
+
+@pytest.mark.parametrize(
+    "goal", [{"largest_drop": 0.1}, {"score": float}, {"keep": 0.5, "largest_drop": 0.1, "score": float}]
+)
+def test_a_goal_is_a_keep_or_a_drop_and_its_score(goal: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
+        eckart.compress(tiny.bert(), BATCHES, **goal)
 
 
 def test_an_own_recipe_is_written_as_in_params_yaml() -> None:
