@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -41,4 +42,22 @@ def test_a_language_model(tmp_path: Path) -> None:
     arguments = ("--keep", "0.8", "--tokens", "16")
     said = run("language_model", "base", "book.txt", "small", *arguments, folder=tmp_path)
     assert "perplexity of 2 blocks: " in said
+    assert factorized(eckart.load(tmp_path / "small"))
+
+
+def test_the_notebook(tmp_path: Path) -> None:
+    """Its code, cell after cell, where the first names a tiny model."""
+    write_base(tmp_path / "base")
+    reviews().assign(label=lambda table: table["label"].map({"negative": 0, "positive": 1})).to_csv(
+        tmp_path / "texts.csv", index=False
+    )
+    cells = json.loads((REPOSITORY / "examples/how_small.ipynb").read_text())["cells"]
+    first, *others = ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert "MODEL = " in first
+    (tmp_path / "notebook.py").write_text("\n".join(['MODEL, TEXTS = "base", "texts.csv"', *others]))
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_WAIT_POLICY": "PASSIVE", "MPLBACKEND": "agg"}
+    command = [sys.executable, "notebook.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert " targets keep " in done.stdout
     assert factorized(eckart.load(tmp_path / "small"))
