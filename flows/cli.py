@@ -262,6 +262,23 @@ def export(
 
 
 @app.command()
+def publish(
+    candidate: Annotated[str, typer.Argument(help="such as kfac-0.33")],
+    repository: Annotated[str, typer.Argument(help="of the Hugging Face hub: USER/NAME")],
+    private: Annotated[bool, typer.Option("--private", help="where the repository is made")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go, and send nothing")] = False,
+) -> None:
+    """Bring a candidate with its card to the Hugging Face hub."""
+    from flows import publish as hub  # a slow import, not for --help
+
+    found = hub.publish(candidate, repository, private, dry_run)
+    for path, file in found.files.items():
+        print(f"{path}  {file.stat().st_size:,} bytes")
+    done = f"are at {found.url}" if found.url else f"would go to {repository}"
+    print(f"{len(found.files)} files, {found.bytes:,} bytes, {done}.")
+
+
+@app.command()
 def push() -> None:
     """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
     from flows.engine import remote  # a slow import, not for --help

@@ -1,15 +1,17 @@
-"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv."""
+"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv, and model
+cards in reports/cards."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tasks.report.card import card
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
 from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import to_csv, to_text
-from tasks.stage import run, say
+from tasks.stage import output, run, say
 
 REPORTS = Path("reports")
 TABLE = REPORTS / "comparison.csv"
@@ -17,10 +19,11 @@ PAGE = REPORTS / "comparison.html"
 TEXT = REPORTS / "comparison.txt"
 PICTURE = REPORTS / "comparison.png"
 RUNTIMES = REPORTS / "runtimes.csv"
+CARDS = REPORTS / "cards"
 
 
 def compare() -> None:
-    """Write the table, the page and the trade-off plot; the same inputs give the same bytes."""
+    """Write the table, the page, the trade-off plot and the cards; the same inputs give the same bytes."""
     results = load_results()
     table, text, picture = to_csv(results), page(results), tradeoff_png(results)
     TABLE.write_text(table)
@@ -28,6 +31,9 @@ def compare() -> None:
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
     TEXT.write_text(to_text(results) + "\n")
+    with output(CARDS) as folder:
+        for one in results.candidates:
+            (folder / f"{one.name}.md").write_text(card(results, one))
     say(f"read {PAGE}")
 
 

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pandas as pd
 import pytest
+from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 
 from eckart.targets import Target
@@ -844,6 +845,22 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     assert "32.00 ×" in page()
     assert "alike 8.00 × (8.00 to 8.00)" in page()
     assert "onnxruntime, int8" in page()
+
+
+def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    compare.compare()
+    assert sorted(file.name for file in compare.CARDS.iterdir()) == ["kfac-0.5.md", "svd-0.5.md"]
+    card = ModelCard.load(compare.CARDS / "kfac-0.5.md")
+    (found,) = card.data.eval_results
+    assert (found.metric_type, found.metric_value) == ("accuracy", 0.66)
+    assert card.data.pipeline_tag == "text-classification"
+    assert card.data.base_model is None  # a folder is no model of the hub
+    params = YAML(typ="safe").load(Path("params.yaml").read_text())
+    stated = YAML(typ="safe").load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert stated == {"kfac": params["recipes"]["kfac"]}
+    assert re.search(r"^\| kfac-0\.5 \| 0\.660 \|", card.text, re.MULTILINE)
+    assert "AutoModelForSequenceClassification.from_pretrained" in card.text
 
 
 def test_nothing_is_said_of_files_where_none_is_exported() -> None:

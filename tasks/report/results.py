@@ -148,7 +148,6 @@ class Results:
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
     """Of the dense model and exported candidates, by name; empty where none was exported."""
-    """Of exported candidates."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from ruamel.yaml import YAML
@@ -15,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from eckart.layers import LowRankLinear
 from tasks.records import SECONDS
+from tests.flows.hub import TOKEN, hub
 from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
@@ -181,6 +183,46 @@ class TestAfterTheFirstRun:
 def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     """The modules that a process imported which ran with PYTHONPROFILEIMPORTTIME."""
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def published(root: Path, address: str, *arguments: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    environment = BARE | {"HF_ENDPOINT": address, "HF_TOKEN": token}
+    command = [sys.executable, "-m", "flows", "publish", *arguments]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+
+
+class TestPublishing:
+    def test_a_candidate_goes_to_the_hub_with_its_card_and_comes_back(self, workspace: Path, tmp_path: Path) -> None:
+        with hub() as there:
+            shown = published(workspace, there.address, "kfac-0.5", "someone/small", "--dry-run")
+            assert shown.returncode == 0, shown.stderr
+            assert not there.repositories
+            sent = published(workspace, there.address, "kfac-0.5", "someone/small", "--private")
+            assert sent.returncode == 0, sent.stderr
+        (files,) = there.repositories.values()
+        assert there.private == {"someone/small"}
+        for path, content in files.items():
+            assert f"{path}  {len(content):,} bytes" in shown.stdout
+            (tmp_path / path).parent.mkdir(exist_ok=True)
+            (tmp_path / path).write_bytes(content)
+        assert {"config.json", "tokenizer.json", "onnx/model.onnx", "onnx/int8.onnx"} < set(files)
+        evaluation = json.loads((workspace / "reports/evaluate/kfac-0.5.json").read_text())
+        (found,) = ModelCard.load(tmp_path / "README.md").data.eval_results
+        assert found.metric_value == evaluation["recovered"]["metric"]
+        assert digests(workspace / "models/finetuned/kfac-0.5").items() <= digests(tmp_path).items()
+
+    def test_a_mistake_sends_nothing(self, workspace: Path) -> None:
+        with hub() as there:
+            for named, arguments, token in (
+                ("kfac-0.5", ("kfca-0.5", "someone/small"), TOKEN),
+                ("USER/NAME", ("kfac-0.5", "some one/small"), TOKEN),
+                ("401", ("kfac-0.5", "someone/small"), "hf_of_nobody"),
+            ):
+                done = published(workspace, there.address, *arguments, token=token)
+                assert done.returncode == 1
+                assert named in done.stdout + done.stderr
+                assert "Traceback" not in done.stderr
+            assert not there.repositories
 
 
 def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:

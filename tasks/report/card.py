@@ -1,0 +1,85 @@
+"""The model card of a candidate: what it is, how good, large and fast beside the dense model, and how it was made."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from ruamel.yaml import YAML
+
+from tasks import params
+from tasks.kinds import kind_of
+from tasks.metrics import TaskKindName
+from tasks.report.provenance import provenance
+from tasks.report.results import CandidateResults, Results
+from tasks.report.runtimes import runtime_rows
+from tasks.report.table import dense_rows, row
+
+_PIPELINES: dict[TaskKindName, str] = {
+    "classification": "text-classification",
+    "regression": "text-classification",
+    "token_classification": "token-classification",
+    "question_answering": "question-answering",
+    "summarization": "summarization",
+    "language_modeling": "text-generation",
+}
+"""Kind of task → what the hub calls it."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def card(results: Results, one: CandidateResults) -> str:
+    """Markdown under the hub's metadata; no times and no machine but what was measured, as on the page."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=False,  # Markdown
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("card.md.j2").render(
+        metadata=_metadata(results, one).to_yaml(),
+        results=results,
+        metric=results.metric,
+        one=one,
+        rows=[*dense_rows(results), row(results, one)],
+        files=[each for each in runtime_rows(results) if each.name in ("dense", one.name)]
+        if one.name in results.exports
+        else [],
+        facts=provenance(results).facts,
+        auto=kind_of(results.task).auto.__name__,
+        recipe=_yaml({one.recipe: params.section(f"recipes.{one.recipe}", dict[str, Any])}),
+    )
+
+
+def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
+    data, base = params.section("data", params.Data), params.section("model", params.Model).base
+    pipeline = _PIPELINES[results.task.kind]
+    found = EvalResult(
+        task_type=pipeline,
+        dataset_type=data.source,
+        dataset_name=data.source,
+        dataset_split="test",
+        metric_type=results.task.metric,
+        metric_value=one.recovered,
+        verified=False,
+    )
+    return ModelCardData(
+        base_model=base if _HUB_ID.fullmatch(base) and not Path(base).exists() else None,
+        library_name="transformers",
+        pipeline_tag=pipeline,
+        tags=["eckart", "low-rank", "compression", one.recipe],
+        metrics=[results.task.metric],
+        model_name=one.name,
+        eval_results=[found],
+    )
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    text = io.StringIO()
+    YAML().dump(content, text)
+    return text.getvalue()
