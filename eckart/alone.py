@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from eckart.layers import replace
 from eckart.losses import Batch, Objective, logits_error
-from eckart.targets import Target, eval_mode
+from eckart.modes import eval_mode
+from eckart.targets import Target
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ import yaml
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart import hub
+from eckart import hub, lstm
 from eckart.budget import NoRank, Rank, cost, stored
 from eckart.evidence import Evidence, EvidenceKind, collect
 from eckart.factorization import factorize_at_once, factorize_in_order
@@ -37,6 +37,7 @@ from eckart.losses import (
     Loss,
     Objective,
     batch_size,
+    causal_loss,
     logits_of,
     mean_loss_times_batch,
     span_logits,
@@ -44,6 +45,7 @@ from eckart.losses import (
     token_loss,
 )
 from eckart.macs import macs
+from eckart.modes import eval_mode
 from eckart.pivots import pivot
 from eckart.ranks.search_problem import Found, SearchProblem
 from eckart.recipe import Recipe, contradictions
@@ -52,6 +54,7 @@ from eckart.targets import Target, Targets, find_targets
 Score = Callable[[PreTrainedModel], float]
 """How good a model is; more is better."""
 _PRECISION = 0.01  # of a keep that is searched for
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")  # which a config asks for, too
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,12 @@ class Compressed(NamedTuple):
 
 def recipes() -> dict[str, Recipe]:
     """The recipes by name, as params.yaml of the pipeline has them."""
-    content = yaml.safe_load((files("eckart") / "params.yaml").read_text())["recipes"]
-    return {name: Recipe.model_validate(values) for name, values in content.items()}
+    return {name: Recipe.model_validate(values) for name, values in _recipes().items()}
+
+
+def _recipes() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((files("eckart") / "params.yaml").read_text())["recipes"]
+    return content
 
 
 def compress(
@@ -144,16 +151,19 @@ def compress(
 
     Args:
         batches: calibration data as the model takes them, each tensor `(batch, …)`, with labels where the recipe reads
-            gradients; some hundred rows, read once or twice, and held in memory.
+            gradients, and -100 there at padding; some hundred rows, read once or twice, and held in memory.
         keep: parameters of all targets after ÷ before, in (0, 1]; None: 0.33, or what `largest_drop` allows.
         recipe: a name of `recipes()`, or one of your own. Its recovery is left to you.
         largest_drop: how much less than the dense model's the score may be. The smallest keep is found by bisection, to
             a hundredth, as if the score fell with it.
-        score: model → how good it is on rows that are not the test's; more is better.
+        score: model, in eval mode → how good it is on rows that are not the test's; more is better.
         include, exclude: shell patterns over names of linear maps, such as `*.attention.*`.
         embeddings: whether embeddings are targets, too.
-        loss: the sum over a batch's samples of each sample's loss; None: by the model's head.
+        loss: model, batch → the sum over the batch's samples of each sample's loss; None: by the model's head.
         seed: of what a search of ranks draws.
+
+    Evidence of all targets is in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
+    three where a keep is searched for: what does not fit is for the pipeline.
 
     Returns:
         The compressed model, which `save_pretrained` writes and, after `import eckart`, `from_pretrained` reads; and
@@ -166,18 +176,32 @@ def compress(
     """
     if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
         raise ValueError("give a keep, or a largest_drop and the score that it is measured by")
+    if isinstance(batches, Mapping):
+        raise ValueError("batches is one batch: give a list of them")
     data = [{name: values.to(model.device) for name, values in batch.items()} for batch in batches]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred rows")
     wanted = _recipe(recipe)
+    if loss is None and (need := _needs_labels(wanted)) and not _has_labels(data[0]):
+        raise ValueError(
+            f"{need} asks for the loss, and the batches have no labels: add labels to each batch, or take the recipe "
+            "drone, which reads inputs alone"
+        )
     found = find_targets(model, _first_row(data[0]), include, exclude, embeddings=embeddings)
     targets = stored(found.targets, wanted.storage)
     objective = _objective(model, loss)
     evidence = _evidence(model, data, targets, wanted, objective.loss)
-    case = _Case(model, data, found, targets, wanted, objective, evidence, seed)
+    case = _Case(model, data, found, targets, wanted, objective, evidence, seed, _macs(model, data[0]))
     if largest_drop is None or score is None:
         return case.at(0.33 if keep is None else keep)
     return case.smallest(largest_drop, score)
+
+
+def _needs_labels(recipe: Recipe) -> str | None:
+    """The part of the recipe that does."""
+    if {*recipe.weighting.evidence, *recipe.ranks.evidence} - {"inputs"}:
+        return f"weighting {recipe.weighting.kind}"
+    return f"ranks {recipe.ranks.kind}" if recipe.ranks.asks_frozen else None
 
 
 @dataclass(frozen=True)
@@ -192,6 +216,8 @@ class _Case:
     objective: Objective
     evidence: Evidence
     seed: int
+    macs: int
+    """Of the dense model and a sample."""
 
     def at(self, keep: float) -> Compressed:
         small = copy.deepcopy(self.model)
@@ -220,16 +246,16 @@ class _Case:
 
     def smallest(self, largest_drop: float, score: Score) -> Compressed:
         """The smallest of which bisection finds that its score is no more than `largest_drop` below the dense one's."""
-        dense = score(self.model)
+        dense = _scored(score, self.model)
         low, high, best = 0.0, 1.0, None
         while best is None or high - low > _PRECISION:
-            keep = (low + high) / 2 if best else high
+            keep, one = (low + high) / 2 if best else high, None  # and the last one goes before the next is made
             try:
                 one = self.at(keep)
             except NoRank:
                 low = keep
                 continue
-            scored = score(one.model)
+            scored = _scored(score, one.model)
             if scored >= dense - largest_drop:
                 high, best = keep, Compressed(one.model, replace(one.report, scores=(dense, scored)))
             elif best is None:
@@ -242,14 +268,22 @@ class _Case:
         return best
 
     def _report(self, small: PreTrainedModel, decided: Found) -> Report:
-        batch, rows = self.data[0], batch_size(self.data[0])
         return Report(
             targets={target.name: _target(target, decided) for target in self.targets},
             excluded=self.found.excluded,
             parameters=(self.model.num_parameters(), small.num_parameters()),
-            macs=(macs(self.model, batch) // rows, macs(small, batch) // rows),
+            macs=(self.macs, _macs(small, self.data[0])),
             scores=None,
         )
+
+
+def _macs(model: PreTrainedModel, batch: Batch) -> int:
+    return macs(model, batch) // batch_size(batch)
+
+
+def _scored(score: Score, model: PreTrainedModel) -> float:
+    with eval_mode(model):
+        return score(model)
 
 
 def _target(target: Target, decided: Found) -> CompressedTarget:
@@ -276,9 +310,10 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     Raises:
         ValueError: the config names no class of transformers.
     """
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    hubs = {name: options[name] for name in _HUB_OPTIONS if name in options}
+    config = transformers.AutoConfig.from_pretrained(folder, **hubs, trust_remote_code=False)
     name = (config.architectures or ["no class"])[0]
-    family = getattr(transformers, name, None)
+    family = getattr(transformers, name, None) or getattr(lstm, name, None)
     if family is None:
         raise ValueError(f"{folder} was saved as {name}, which transformers has not: load it by its own class")
     safe = {"use_safetensors": True, "trust_remote_code": False}
@@ -288,21 +323,25 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, str):
-        every = recipes()
+        every = _recipes()
         if recipe not in every:
             raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(every)}")
         recipe = every[recipe]
-    elif isinstance(recipe, Mapping):
-        recipe = Recipe.model_validate(recipe)
-    for part, mistake in contradictions(recipe):
+    found = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(recipe)
+    for part, mistake in contradictions(found):
         raise ValueError(f"recipe: {part} {mistake}")
-    if recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base":
-        alike = [name for name, one in recipes().items() if not (one.shaping or one.residual or one.ranks.trains)]
+    if _trains(found):
+        alike = [name for name, one in recipes().items() if not _trains(one)]
         raise ValueError(
             "the recipe trains on the task before its factors are final, which takes the pipeline "
             f"(`python -m flows run`): take one of {', '.join(alike)}"
         )
-    return recipe
+    return found
+
+
+def _trains(recipe: Recipe) -> bool:
+    """Whether it trains before its factors are final."""
+    return bool(recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base")
 
 
 def _first_row(batch: Batch) -> Batch:
@@ -310,12 +349,16 @@ def _first_row(batch: Batch) -> Batch:
 
 
 def _objective(model: PreTrainedModel, loss: Loss | None) -> Objective:
-    """By the head, as it is named: whose own loss is a mean over tokens, weighs samples by their lengths."""
+    """By the head, as its class is named. The own loss of heads of tokens would weigh a sample by its length."""
     name, predictions = type(model).__name__, logits_of
     if name.endswith("ForQuestionAnswering"):
         own, predictions = span_loss, span_logits
+    elif name.endswith(("ForCausalLM", "LMHeadModel")):
+        own = causal_loss
+    elif name.endswith("ForTokenClassification") or (model.config.is_encoder_decoder and model.can_generate()):
+        own = token_loss
     else:
-        own = token_loss if name.endswith("ForTokenClassification") else mean_loss_times_batch
+        own = mean_loss_times_batch
     chosen = loss or own
     return Objective(chosen, chosen, chosen, predictions, model.config.problem_type != "regression")
 
@@ -324,11 +367,6 @@ def _evidence(
     model: PreTrainedModel, data: Sequence[Batch], targets: Sequence[Target], recipe: Recipe, loss: Loss
 ) -> Evidence:
     kinds = {*recipe.weighting.evidence, *recipe.ranks.evidence}
-    if kinds - {"inputs"} and not _has_labels(data[0]):
-        raise ValueError(
-            f"weighting {recipe.weighting.kind} reads gradients, and the batches have no labels: add labels to each "
-            "batch, or take the recipe drone, which reads inputs alone"
-        )
     if not kinds:
         return {}
     return collect(model, data, targets, cast("set[EvidenceKind]", kinds), loss if kinds - {"inputs"} else _forward)

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.targets import MASKS, Product, Target, eval_mode, is_embedding, weight_of
+from eckart.modes import eval_mode
+from eckart.targets import MASKS, Product, Target, is_embedding, weight_of
 
 EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 EVIDENCE_KINDS: tuple[EvidenceKind, ...] = get_args(EvidenceKind)

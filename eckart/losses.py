@@ -133,9 +133,21 @@ def token_loss(model: Model, batch: Batch) -> Tensor:
 
     The model's own loss is a mean over the tokens of the batch, so it weighs a sample by its length.
     """
-    labels = batch["labels"]
-    logits = model(**batch).logits.float()
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return _sum_of_means(model(**batch).logits, batch["labels"])
+
+
+def causal_loss(model: Model, batch: Batch) -> Tensor:
+    """As `token_loss`, for heads that say which token comes next: the labels are the tokens themselves. What would be
+    said at padding, of the first token of a text that is padded on the left, counts for nothing."""
+    labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
+    if mask is not None:
+        labels = labels.masked_fill(mask[:, :-1] == 0, IGNORED)
+    return _sum_of_means(model(**batch).logits[:, :-1], labels)
+
+
+def _sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+    """Over samples, of each one's mean cross-entropy; `(batch, tokens, classes)` and `(batch, tokens)`."""
+    losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counts = (labels != IGNORED).sum(1).clamp(min=1)
     return (losses.view_as(labels).sum(1) / counts).sum()
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from eckart.losses import Batch
-from eckart.targets import eval_mode
+from eckart.modes import eval_mode
 
 
 @torch.no_grad()

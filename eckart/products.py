@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.targets import Product, Target, Targets, eval_mode
+from eckart.modes import eval_mode
+from eckart.targets import Product, Target, Targets
 
 _SAME = 0.02  # change that is rounding, ÷ the change where one map alone is mixed: wrong ones are near 1
 _BEHIND = 3  # maps: a value map may run first, which reads what query and key read

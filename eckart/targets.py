@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, Literal
@@ -15,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from eckart.modes import eval_mode
 
 MASKS = ("attention_mask", "decoder_attention_mask")
 """Entries of a batch, each `(batch, tokens)`, that are 0 where a token is padding."""
@@ -436,15 +437,3 @@ def _not_numbers(output: Any) -> list[bool]:
 
 def _samples(batch: Mapping[str, Tensor]) -> int:
     return next(iter(batch.values())).shape[0]
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode; each module, or what has taken its place, comes back to the one it was in."""
-    modes = {name: module.training for name, module in model.named_modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for name, module in model.named_modules():
-            module.training = modes.get(name, module.training)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from flows.engine import stages
-from tasks.candidate_files import FINETUNED, ONNX
+from tasks.candidate_files import CARDS, FINETUNED, ONNX
 from tasks.candidate_names import stage_name
-from tasks.compare import CARDS
 from tasks.errors import EckartError
 
 
@@ -56,9 +54,9 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.create_commit(repository, operations, commit_message=f"{candidate}, by Eckart")
-    except LocalTokenNotFoundError as error:
-        raise CannotPublish("the hub does not know you: `hf auth login`, or set HF_TOKEN") from error
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # those of its HTTP client have no class that is huggingface_hub's
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            raise CannotPublish("the hub does not know you: `hf auth login`, or set HF_TOKEN") from error
         raise CannotPublish(f"the hub does not take {repository}: {error}") from error
     return Published(files, str(commit.commit_url))
 

@@ -40,6 +40,8 @@ def benchmark() -> None:
     study, exported = params.section("study", params.Study), params.exported()
     names = [candidate_name(recipe, keep) for recipe in study.recipes for keep in params.keeps()]
     dense, found = _load(TEACHER), dict[str, Benchmark]()
+    for _, tokens in params.section("benchmark", params.Benchmark).shapes:
+        check_length(dense, tokens, "benchmark.shapes")
     for like in _alike(names):
         timed = next((name for name in like if name in exported), like[0])
         latency = _latencies(dense, timed, timed in exported)
@@ -85,7 +87,6 @@ def _latencies(dense: PreTrainedModel, name: str, exported: bool) -> Latencies:
             forwards["candidate", runtime] = runner(ONNX / name / file, torch.get_num_threads())
     found: Latencies = {"dense": {}, "candidate": {}}
     for rows, tokens in settings.shapes:
-        check_length(dense, tokens, "benchmark.shapes")
         inputs = random_inputs(dense, rows, tokens)
         seconds = _rounds(forwards, inputs, settings.repetitions)
         for (which, runtime), own in seconds.items():

@@ -24,6 +24,7 @@ ONNX = Path("models/onnx")
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
 """What runs it → the file."""
 EXPORTS = Path("reports/onnx")
+CARDS = Path("reports/cards")
 
 
 def exported_name(name: str) -> str:

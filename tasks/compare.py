@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tasks.candidate_files import CARDS
 from tasks.report.card import card
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
@@ -19,7 +20,6 @@ PAGE = REPORTS / "comparison.html"
 TEXT = REPORTS / "comparison.txt"
 PICTURE = REPORTS / "comparison.png"
 RUNTIMES = REPORTS / "runtimes.csv"
-CARDS = REPORTS / "cards"
 
 
 def compare() -> None:

@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 PIPELINE = Path("dvc.yaml")
 _PACKAGES = ("eckart", "tasks")
-_NO_DATA = (".py", ".pyc", ".typed")  # of a package: nothing that its code reads
+_NO_DATA = (".py", ".pyc", ".typed", ".yaml")  # of a package: nothing that a stage reads, params.yaml but by keys
 
 
 def code_of_stages() -> dict[str, list[str]]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import eckart
 from eckart.layers import factorized, pivoted
+from eckart.losses import IGNORED, expected_losses
 from eckart.recipe import Recipe
 from tests import tiny
 
@@ -72,7 +73,7 @@ def test_what_is_left_is_what_the_spectrum_says() -> None:
     small, report = eckart.compress(model, BATCHES, 0.5, "svd")
     for name, one in report.targets.items():
         error = model.get_submodule(name).weight - small.get_submodule(name).dense()
-        assert one.predicted_loss == pytest.approx(float(error.square().sum() / 2), rel=1e-4)
+        assert one.predicted_loss == pytest.approx(float(error.detach().square().sum() / 2), rel=1e-4)
     assert report.predicted_loss == pytest.approx(sum(one.predicted_loss or 0 for one in report.targets.values()))
 
 
@@ -92,7 +93,7 @@ def test_a_causal_model_is_compressed_and_writes() -> None:
     model = tiny.causal_llama()
     texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
     small, _ = eckart.compress(model, texts, 0.6, "kfac")
-    written = small.generate(input_ids=INPUTS["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    written = small.generate(input_ids=INPUTS["input_ids"][:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
 
 
@@ -117,6 +118,14 @@ def test_a_drop_in_place_of_a_keep_finds_the_smallest_that_is_good_enough() -> N
     assert report.keep == pytest.approx(0.7, abs=0.02)
     assert report.keep >= 0.7
     assert report.scores == pytest.approx((whole / maps, small.num_parameters() / maps))
+
+
+def test_a_score_is_of_a_model_in_eval_mode() -> None:
+    seen = []
+    model = tiny.bert().train()
+    eckart.compress(model, BATCHES, recipe="svd", largest_drop=0.0, score=lambda one: seen.append(one.training) or 1.0)
+    assert not any(seen)
+    assert model.training
 
 
 def test_a_drop_that_nothing_exceeds_goes_down_to_what_leaves_ranks() -> None:
@@ -153,6 +162,31 @@ def test_batches_without_labels_do_where_no_gradients_are_read() -> None:
         eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac")
 
 
+def test_a_loss_of_ones_own_may_need_no_labels() -> None:
+    unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
+    _, report = eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac", loss=expected_losses)
+    assert report.keep <= 0.5
+
+
+def test_a_search_that_asks_for_the_loss_needs_labels() -> None:
+    unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
+    with pytest.raises(ValueError, match=r"tolerance.*labels"):
+        eckart.compress(tiny.bert(), unlabelled, 0.5, "drone_tolerance")
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_how_texts_are_batched_changes_nothing(side: str) -> None:
+    """Samples count alike, however long they are and whatever stands beside them."""
+    found = []
+    for size in (1, 4):
+        batches = tiny.batches(tiny.samples(8), size, side=side)
+        texts = [
+            {**one, "labels": one["input_ids"].masked_fill(one["attention_mask"] == 0, IGNORED)} for one in batches
+        ]
+        found.append(eckart.compress(tiny.causal_llama(), texts, 0.5, "kfac").report.predicted_loss)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
 @pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
 def test_a_recipe_that_trains_first_is_for_the_pipeline(recipe: str) -> None:
     with pytest.raises(ValueError, match=r"flows run.*svd, .*anchored"):
@@ -162,6 +196,8 @@ def test_a_recipe_that_trains_first_is_for_the_pipeline(recipe: str) -> None:
 def test_mistakes_are_said_before_anything_is_computed() -> None:
     with pytest.raises(ValueError, match=r"'kfca'.*kfac"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, "kfca")
+    with pytest.raises(ValueError, match="list"):
+        eckart.compress(tiny.bert(), BATCHES[0], 0.5)
     with pytest.raises(ValueError, match="no batch"):
         eckart.compress(tiny.bert(), [], 0.5)
     with pytest.raises(ValueError, match="matches"):

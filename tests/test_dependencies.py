@@ -40,6 +40,11 @@ def test_flows_docs_and_tests_make_nothing_stale() -> None:
     assert not any(dep.startswith(("flows", "docs", "tests", "README", "Makefile")) for dep in deps)
 
 
+def test_no_stage_depends_on_all_parameters() -> None:
+    deps = {dep for stage in STAGES.values() for dep in stage["deps"]}
+    assert not any(Path(dep).name == "params.yaml" for dep in deps)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_runs_its_own_module(stage: str) -> None:
     assert STAGES[stage]["cmd"].split()[:3] == ["python", "-m", f"tasks.{stage}"]

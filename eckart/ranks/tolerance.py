@@ -36,8 +36,9 @@ from eckart.evidence import Evidence, collect
 from eckart.layers import set_weight
 from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.methods import Contradiction, Method, RecipeParts
+from eckart.modes import eval_mode
 from eckart.ranks.search_problem import Found, SearchProblem
-from eckart.targets import Product, Target, eval_mode
+from eckart.targets import Product, Target
 from eckart.weighting import Weighting
 
 _WALKS = 8  # over the model, to find the increase that meets keep

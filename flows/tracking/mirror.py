@@ -39,6 +39,7 @@ P = ParamSpec("P")
 _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
 _TIMES = "benchmark"  # the stage that times all candidates at once
+_TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
 _OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
@@ -192,10 +193,10 @@ class Mirror:
         self.lineage[candidate] = run
 
     def _log_times(self, candidate: str) -> None:
-        """Once both are there, its run gets how fast it is; an earlier run, where it was timed again."""
+        """Once both are there, its run gets how fast it is, an earlier run, too, where it has other times."""
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
-        if times and run and (times.status == "Executed" or candidate in self._children):
-            self.client.log_batch(run, metrics=_metrics([times], candidate))
+        if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
+            self.client.log_batch(run, metrics=_metrics([times], candidate), tags=[RunTag(_TIMES_KEY, times.key)])
 
     @_mirrored
     def finish(self, complete: bool) -> None:

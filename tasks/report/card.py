@@ -28,7 +28,7 @@ _PIPELINES: dict[TaskKindName, str] = {
     "language_modeling": "text-generation",
 }
 """Kind of task → what the hub calls it."""
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def card(results: Results, one: CandidateResults) -> str:
@@ -57,19 +57,21 @@ def card(results: Results, one: CandidateResults) -> str:
 
 
 def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
-    data, base = params.section("data", params.Data), params.section("model", params.Model).base
+    data, model = params.section("data", params.Data), params.section("model", params.Model)
     pipeline = _PIPELINES[results.task.kind]
     found = EvalResult(
         task_type=pipeline,
-        dataset_type=data.source,
-        dataset_name=data.source,
+        dataset_type=_hub_id(data.source) or "other",
+        dataset_name=Path(data.source).name,  # of a folder here, no path
+        dataset_config=data.config,
+        dataset_revision=data.revision,
         dataset_split="test",
         metric_type=results.task.metric,
         metric_value=one.recovered,
         verified=False,
     )
     return ModelCardData(
-        base_model=base if _HUB_ID.fullmatch(base) and not Path(base).exists() else None,
+        base_model=_hub_id(model.base),
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["eckart", "low-rank", "compression", one.recipe],
@@ -77,6 +79,11 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         model_name=one.name,
         eval_results=[found],
     )
+
+
+def _hub_id(source: str) -> str | None:
+    """Of a model or a data set; None for what is packaged, or a folder here."""
+    return source if _HUB_ID.fullmatch(source) and not Path(source).exists() else None
 
 
 def _yaml(content: dict[str, Any]) -> str:

@@ -216,9 +216,11 @@ class TestPublishing:
             for named, arguments, token in (
                 ("kfac-0.5", ("kfca-0.5", "someone/small"), TOKEN),
                 ("USER/NAME", ("kfac-0.5", "some one/small"), TOKEN),
-                ("401", ("kfac-0.5", "someone/small"), "hf_of_nobody"),
+                ("hf auth login", ("kfac-0.5", "someone/small"), "hf_of_nobody"),
+                ("does not take someone/small", ("kfac-0.5", "someone/small"), TOKEN),
             ):
-                done = published(workspace, there.address, *arguments, token=token)
+                address = "http://127.0.0.1:9" if "take" in named else there.address  # where nobody is
+                done = published(workspace, address, *arguments, token=token)
                 assert done.returncode == 1
                 assert named in done.stdout + done.stderr
                 assert "Traceback" not in done.stderr
