@@ -18,7 +18,7 @@ from tasks.benchmark import ratio
 from tasks.candidate_files import FINETUNED
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, random_inputs
+from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.params import Threads, section
 
 BATCHES = (1, 8)
@@ -56,9 +56,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("candidates", nargs="+", help="of models/finetuned")
     asked = parser.parse_args()
-    threads, auto = section("threads", Threads).candidate, kind_of(load_task()).auto
+    task, threads = load_task(), section("threads", Threads).candidate
+    if task.kind != "language_modeling":
+        parser.error(f"the study in this folder is {task.kind}: its models write nothing")
     torch.set_num_threads(threads)
+    auto = kind_of(task).auto
     dense = load(TEACHER, auto)[0].eval()
+    check_length(dense, PROMPT + WRITTEN, "what is read and written")
     print(
         "| candidate | rows | first token, dense | candidate | as fast | tokens a second, dense | candidate | as fast |"
     )
