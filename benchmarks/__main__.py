@@ -45,7 +45,9 @@ def files_to_ship() -> str:
 
 
 def dvc(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "dvc", *arguments], check=True, stdout=sys.stderr)
+    """With this environment's Python for the stages, as dvc.yaml says `python`."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-m", "dvc", *arguments], check=True, stdout=sys.stderr, env=environment)
 
 
 def output_of(module: str, *arguments: str) -> str:
