@@ -59,12 +59,27 @@ def main() -> None:
 
 @app.command()
 def run(
-    workers: Workers = None, timeout: Timeout = None, task_runner: TaskRunner = "threads", scheduler: Scheduler = None
+    workers: Workers = None,
+    timeout: Timeout = None,
+    task_runner: TaskRunner = "threads",
+    scheduler: Scheduler = None,
+    goals: Annotated[
+        bool, typer.Option("--goals", help="then add keeps until study.goals are met as closely as can be told")
+    ] = False,
 ) -> None:
     """Run the study that params.yaml describes; what is up to date is not run again."""
-    start = time.monotonic()
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
+    if goals:
+        from flows.goals import pursue  # slow imports, not for --help
+
+        pursue(lambda: _run(options), lambda line: print(line, flush=True))
+    else:
+        _run(options)
+
+
+def _run(options: Options) -> None:
+    start = time.monotonic()
     from flows import prefect_server, up_to_date  # slow imports, not for --help
     from flows.engine import torch_questions
 

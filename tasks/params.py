@@ -12,7 +12,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, overload
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -53,10 +62,25 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class Goal(Section):
+    """What a candidate is to be, in a user's own units; exactly one of them."""
+
+    largest_drop: Annotated[float, Field(ge=0)] | None = None
+    speedup: Annotated[float, Field(gt=0)] | None = None
+    bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Goal:
+        if len(self.model_fields_set) != 1 or None in (getattr(self, name) for name in self.model_fields_set):
+            raise PydanticCustomError("goal", "is not one goal; write largest_drop, speedup or bytes with a number")
+        return self
+
+
 class Study(Section):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")]
     recipes: Annotated[tuple[str, ...], Field(min_length=1)]
     keeps: Annotated[tuple[Share, ...], Field(min_length=1)]
+    goals: tuple[Goal, ...]
     control: str
 
 
@@ -289,6 +313,6 @@ def _advice(details: ErrorDetails, missing: list[str]) -> str:
         return "has no kind; add it"
     if kind == "too_short":
         return "is empty; add an item"
-    if kind == "password":
+    if kind in ("password", "goal"):
         return message  # without what stands there
     return f"is {json.dumps(details['input'], default=str)}; write {message.removeprefix('Input should be ')}"

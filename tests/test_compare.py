@@ -75,7 +75,7 @@ def make_study(
         "ranks": {"kind": "uniform", "by": "share"},
         "recovery": {"kind": "finetune", "steps": 60},
     }
-    params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps, "control": recipes[0]}
+    params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps, "goals": [], "control": recipes[0]}
     params["recipes"] = dict.fromkeys(recipes, part)
     params["export"] = {"recipes": []}
     write("params.yaml", params)  # JSON is YAML

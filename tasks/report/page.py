@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eckart.recipe import captions
+from tasks.report.goals import goal_rows
 from tasks.report.heatmap import heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
@@ -43,6 +44,7 @@ def page(results: Results) -> str:
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),
         shaped=shaped(results),
+        goals=list(goal_rows(results)),
         runtimes=runtime_rows(results),
         shapes=shapes(results),
         measures={name: meanings[name] for name in results.measures if name in meanings},

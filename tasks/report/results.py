@@ -138,6 +138,7 @@ class Results:
     name: str
     recipes: tuple[str, ...]
     keeps: tuple[str, ...]
+    goals: tuple[params.Goal, ...]
     task: Task
     targets: tuple[Target, ...]
     dense: DenseReport
@@ -234,6 +235,7 @@ def load_results() -> Results:
         name=study.name,
         recipes=study.recipes,
         keeps=keeps,
+        goals=study.goals,
         task=task,
         targets=_read(TARGETS, Targets, "importance").targets,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tasks.records import CONTROL_NAME
 from tasks.report.bootstrap import LEVEL, RESAMPLES
+from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import runtimes_table
@@ -275,6 +276,8 @@ def to_text(results: Results) -> str:
         for one in results.at(keep):
             _add(table, row(results, one), results)
     tables = [table]
+    if results.goals:
+        tables.append(_goals(results))
     if results.exports:
         title = "the files to ship, × as fast as the dense model in torch at rows × tokens"
         tables.append(runtimes_table(results, Table(box=SIMPLE_HEAD, title=title, title_justify="left")))
@@ -284,6 +287,17 @@ def to_text(results: Results) -> str:
         console.print(*tables)
     lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
     return "\n".join([*lines, f"  {legend('* best at its keep')}"])
+
+
+def _goals(results: Results) -> Table:
+    table = Table(box=SIMPLE_HEAD, title="what was asked for, and what there is", title_justify="left")
+    for name in ("goal", "candidate", "found"):
+        table.add_column(name, no_wrap=True)
+    for name in (results.metric.title, "size", "speedup"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in goal_rows(results):
+        table.add_row(row.goal, row.candidate, row.found, row.metric, row.bytes, row.speedup)
+    return table
 
 
 def _add(table: Table, row: Row, results: Results) -> None:

@@ -1,0 +1,41 @@
+"""The keeps that meet study.goals, found by running the study with more of them, each a keep like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tasks import params, params_file
+from tasks.params import PARAMS
+from tasks.report.goals import Asked, asked
+from tasks.report.results import load_results
+
+
+def pursue(run: Callable[[], None], say: Callable[[str], None]) -> None:
+    """Run the study, and again with a keep more for each goal and recipe, until none meets a goal more closely.
+
+    Each keep is run for all recipes, so that they can be compared there. The keeps are written into params.yaml: what
+    was broken off goes on from there.
+
+    Raises:
+        ParamsError: study.goals is empty.
+        StudyFailed: as a run does.
+    """
+    if not params.section("study", params.Study).goals:
+        raise params.ParamsError(
+            f"{PARAMS}: study.goals is empty; write what you ask for, such as [{{largest_drop: 0.01}}], "
+            "or run without --goals"
+        )
+    run()
+    while wanted := [one for one in asked(load_results()) if one.closer]:
+        keeps = list(dict.fromkeys(one.closer for one in wanted if one.closer))
+        say(f"Looking closer at keep {', '.join(keeps)}, now in {PARAMS}, for {_enumerated(wanted)}.")
+        params_file.update({"study": {"keeps": [*params.section("study.keeps", list), *map(float, keeps)]}})
+        run()
+
+
+def _enumerated(wanted: Sequence[Asked]) -> str:
+    return ", ".join(
+        f"{one.recipe} with {name} {value:g}"
+        for one in wanted
+        for name, value in one.goal.model_dump(exclude_unset=True).items()
+    )

@@ -1,0 +1,46 @@
+"""Changes to params.yaml that leave its comments, its order and its layout as they are."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tasks.params import PARAMS
+
+
+def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
+    """Write `changes`, mappings within mappings, over what `path` states."""
+    yaml = _yaml()
+    content = yaml.load(path.read_text())
+    _change(content, changes)
+    text = io.StringIO()
+    yaml.dump(content, text)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text.getvalue())
+    os.replace(new, path)  # a run that reads it meanwhile sees one or the other
+
+
+def _change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
+            _change(content[key], value)
+        elif isinstance(value, list) and isinstance(content.get(key), list):
+            content[key][:] = value  # the list stays, with how it is written
+        else:
+            content[key] = value
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.width = 4096
+    yaml.preserve_quotes = True
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.representer.add_representer(
+        type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    return yaml
