@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from flows import secrets, settings
+from flows import installation, secrets, settings
 from flows.engine.options import Options
 from tasks.errors import EckartError
+from tasks.metrics import TaskKindName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,6 +59,28 @@ def main() -> None:
 
 
 @app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="new, or one of your own repositories")],
+    base: Annotated[str | None, typer.Option(help="your model: a folder, a GGUF file, or an id of the hub")] = None,
+    data: Annotated[Path | None, typer.Option(help="a file of rows, or a folder of files named by split")] = None,
+    text: Annotated[str | None, typer.Option(help="the column of the text; default: text")] = None,
+    text_pair: Annotated[str | None, typer.Option(help="the column of a second text")] = None,
+    label: Annotated[str | None, typer.Option(help="the column of what is to be told; default: label")] = None,
+    task: Annotated[
+        TaskKindName | None, typer.Option(help="the kind of task; default: what the label looks like")
+    ] = None,
+) -> None:
+    """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
+    from flows import new_workspace  # slow imports, not for --help
+
+    changes = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task))
+    for line in new_workspace.in_words(changes):
+        print(f"  {line}")
+    said = "the rest of params.yaml is the default study's" if changes else "params.yaml has the default study"
+    print(f"{folder} is a workspace; {said}. Next: cd {folder} && eckart run")
+
+
+@app.command()
 def run(
     workers: Workers = None,
     timeout: Timeout = None,
@@ -80,6 +103,7 @@ def run(
 
 def _run(options: Options) -> None:
     start = time.monotonic()
+    installation.refresh()
     from flows import prefect_server, up_to_date  # slow imports, not for --help
     from flows.engine import torch_questions
 

@@ -21,7 +21,7 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, run_page, settings
+from flows import cluster, installation, run_page, settings
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
@@ -91,6 +91,7 @@ def study(
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
+            installation.refresh()
             outcomes = _run(Options(workers, timeout, task_runner, scheduler))
             said = f"{summary(outcomes)} {_promoted()}" if promote else summary(outcomes)
         except EckartError as error:  # a state, which Prefect raises to the caller: no traceback in the log

@@ -25,7 +25,7 @@ from tasks.params import PARAMS
 WORKSPACES = Path("workspaces")
 CARRIED = (Path("data/raw"), Path("models/base"))
 """What stages read and git does not carry."""
-CODE = ("eckart", "tasks", "flows", "dvc.yaml", ".dvcignore", str(PARAMS))
+CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
 """What a workspace takes from the commit, so that edits of it would not be used."""
 
 LOCK = Path("dvc.lock")

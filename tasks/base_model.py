@@ -44,7 +44,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
     """
     with ExitStack() as stack:
-        source, extra = _source(params.base, stack)
+        source, extra = located(params.base, stack)
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             found = AutoConfig.from_pretrained(source, **options)
@@ -105,8 +105,12 @@ def _reason(error: str) -> str:
     return error
 
 
-def _source(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
-    """Where transformers finds the model, a folder for as long as `stack` is open or a hub id, and which file of it."""
+def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
+    """Where transformers finds the model, a folder for as long as `stack` is open or a hub id, and which file of it.
+
+    Raises:
+        StageError: there is no such model, or DVC would not see it.
+    """
     if base.startswith(packages.SCHEME):
         return _folder(stack.enter_context(packages.member(base)))
     path = Path(os.path.normpath(base))

@@ -20,14 +20,13 @@ import pydantic
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tasks import params
+from tasks.code_folders import code_folders
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
 
 if TYPE_CHECKING:
     from eckart.recipe import Recipe
 
-CODE = tuple(Path(__file__).parents[1] / package for package in ("eckart", "tasks"))
-"""Where all stands that decides what is a mistake."""
 _GOOD = Path(".eckart/params-found-good")
 
 
@@ -97,7 +96,7 @@ def found_good(content: Mapping[str, Any]) -> bool:
 def _state(content: Mapping[str, Any]) -> str:
     """Digest of params.yaml's content and of all that decides whether it has mistakes."""
     digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
-    for file in (file for folder in CODE for file in sorted(folder.rglob("*.py"))):
+    for file in (file for folder in code_folders().values() for file in sorted(folder.rglob("*.py"))):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from eckart.training_rules import Rule
+from tasks.code_folders import code_folders
 from tasks.stage import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")
@@ -104,9 +105,9 @@ def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settin
 
 def _code() -> Iterator[bytes]:
     """The source of the stages and of the science."""
-    root = Path(__file__).parents[1]
-    for file in sorted([*root.glob("tasks/**/*.py"), *root.glob("eckart/**/*.py")]):
-        yield file.read_bytes()
+    for folder in code_folders().values():
+        for file in sorted(folder.rglob("*.py")):
+            yield file.read_bytes()
 
 
 def _values(model: nn.Module) -> Iterator[bytes]:

@@ -12,14 +12,14 @@ from typing import Any
 import grimp
 from ruamel.yaml import YAML
 
-PIPELINE = Path("dvc.yaml")
-_PACKAGES = ("eckart", "tasks")
+from tasks.code_folders import PACKAGES, PIPELINE, is_code
+
 _NO_DATA = (".py", ".pyc", ".typed", ".yaml")  # of a package: nothing that a stage reads, params.yaml but by keys
 
 
 def code_of_stages() -> dict[str, list[str]]:
     """Stage → the files that `python -m tasks.STAGE` may run, and the data beside them, sorted."""
-    graph = grimp.build_graph(*_PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     return {stage: sorted(_files(graph, f"tasks.{stage}")) for stage in _yaml().load(PIPELINE)["stages"]}
 
 
@@ -36,10 +36,6 @@ def write() -> bool:
     if changed:
         yaml.dump(content, PIPELINE)
     return changed
-
-
-def is_code(dep: str) -> bool:
-    return dep.startswith(tuple(f"{package}/" for package in _PACKAGES))
 
 
 def _files(graph: grimp.ImportGraph, module: str) -> set[str]:

@@ -19,7 +19,7 @@ from tasks.splitting import split_rows, split_text
 from tasks.stage import StageError, output, run, say
 
 RAW = Path("data/raw")
-_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 # Only an empty cell is a hole: pandas would take words such as None, null and NA for one.
 _CSV = {"keep_default_na": False, "na_values": [""]}
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -80,13 +80,13 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
     """A file, a folder of files named by split, or a data set of the hub: split → rows."""
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
-    if not path.exists() and path.suffix not in _FORMATS and not inside:
+    if not path.exists() and path.suffix not in FORMATS and not inside:
         return _from_hub(params)
     if not path.resolve().is_relative_to(Path.cwd()) or not inside:
         raise StageError(f"{path} is outside {RAW}: put it there, so that DVC sees when it changes")
     if not path.exists():
         raise StageError(f"{path} does not exist: correct data.source")
-    return {name: _read(file) for name, file in _files(path, params).items()}
+    return {name: read_file(file) for name, file in _files(path, params).items()}
 
 
 def _files(path: Path, params: Data) -> dict[str, Path]:
@@ -94,20 +94,25 @@ def _files(path: Path, params: Data) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else params.splits.train
-        if file.suffix not in _FORMATS:
+        if file.suffix not in FORMATS:
             continue
         if name in found:
             raise StageError(f"{found[name]} and {file} are both the split {name}: keep one of them")
         found[name] = file
     if not found:
-        raise StageError(f"{path} has no file ending in {', '.join(_FORMATS)}")
+        raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")
     return found
 
 
-def _read(file: Path) -> datasets.Dataset:
+def read_file(file: Path) -> datasets.Dataset:
+    """Its rows, by the ending of its name.
+
+    Raises:
+        StageError: it is empty, or no such file.
+    """
     options = _OPTIONS.get(file.suffix, {})
     try:
-        return datasets.load_dataset(_FORMATS[file.suffix], data_files=str(file), split="train", **options)
+        return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
     except Exception as error:  # the loaders have no common error; each kind means the same to the user
         cause = error.__cause__ or error
         if _NO_ROWS.search(repr(cause)):

@@ -214,7 +214,9 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
     try:
         content = YAML(typ="safe").load(path.read_text())
     except FileNotFoundError as error:
-        raise ParamsError(f"{path} does not exist: run this in the root of a workspace") from error
+        raise ParamsError(
+            f"{path} does not exist: run this in the root of a workspace; `eckart init FOLDER` makes one"
+        ) from error
     except (YAMLError, UnicodeDecodeError) as error:
         raise ParamsError(f"{path} is no valid YAML: {error}") from error
     if not isinstance(content, dict):

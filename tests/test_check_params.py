@@ -114,7 +114,7 @@ class TestFoundGood:
             return ["seed: is bad"] if content["seed"] == 1 else []
 
         (tmp_path / "code/part").mkdir(parents=True)
-        monkeypatch.setattr(checking, "CODE", (tmp_path / "code",))
+        monkeypatch.setattr(checking, "code_folders", lambda: {"code": tmp_path / "code"})
         monkeypatch.setattr(checking, "mistakes", mistakes)
         write_params(tmp_path, tiny())
         check()

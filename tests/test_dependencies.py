@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from tasks.dependencies import PIPELINE, code_of_stages, is_code
+from tasks.code_folders import PIPELINE, is_code
+from tasks.dependencies import code_of_stages
 from tests.workspace import REPOSITORY
 
 STAGES = YAML(typ="safe").load((REPOSITORY / PIPELINE).read_text())["stages"]

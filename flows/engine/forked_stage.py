@@ -24,7 +24,8 @@ def become(words: list[str], root: str, env: dict[str, str], writer: Connection)
     writer.close()
     os.chdir(root)
     os.environ.update(env)
-    sys.path[0] = root
+    if not sys.flags.safe_path:  # else the code is installed, and its folder is on the path
+        sys.path[0] = root
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 

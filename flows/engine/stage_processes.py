@@ -34,6 +34,9 @@ _PRELOAD = [
     "safetensors.torch",
 ]
 
+_BEGINNINGS = ("python -m tasks.", "eckart stage ")
+"""Of the commands of stages, in a clone of the repository and in a workspace without code."""
+
 _context = multiprocessing.get_context("forkserver")
 _running: set[int] = set()  # process groups
 _stopping = threading.Event()
@@ -129,9 +132,11 @@ def _kill(group: int) -> None:
 
 
 def _module(command: str) -> list[str] | None:
-    """`[module, *arguments]` if the command is `python -m tasks.…` and nothing that takes a shell."""
-    warm = command.startswith("python -m tasks.") and not set(command) & set("&|;<>$`*?~\n")
-    return shlex.split(command)[2:] if warm else None
+    """`[module, *arguments]` if the command is one of `_BEGINNINGS` and nothing that takes a shell."""
+    if set(command) & set("&|;<>$`*?~\n") or not command.startswith(_BEGINNINGS):
+        return None
+    words = shlex.split(command)[2:]
+    return words if words[0].startswith("tasks.") else [f"tasks.{words[0]}", *words[1:]]
 
 
 @contextmanager

@@ -290,7 +290,10 @@ def check_workspace() -> None:
         WorkspaceUnusable: it is no workspace, or cannot be written.
     """
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
-        raise WorkspaceUnusable(f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace")
+        raise WorkspaceUnusable(
+            f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace; "
+            "`eckart init FOLDER` makes one"
+        )
     for folder in (Path.cwd(), Path(".dvc"), Path(".dvc/tmp")):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise WorkspaceUnusable(f"{folder.resolve()} cannot be written: a run needs a workspace of its own")

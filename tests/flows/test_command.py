@@ -1,5 +1,6 @@
 """The command `eckart` is `python -m flows`, where there is a pipeline."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_it_runs_the_commands_of_the_pipeline_here(
     assert "--rollback" in capsys.readouterr().out
 
 
-def test_where_there_is_no_pipeline_it_says_where_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=r"^eckart: .*\bflows/"):
-        eckart_command.main()
+def test_where_there_is_no_workspace_it_says_how_to_make_one(tmp_path: Path) -> None:
+    words = [sys.executable, str(REPOSITORY / "eckart_command.py"), "run"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "eckart init" in done.stderr
+    assert not list(tmp_path.iterdir())
