@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: run test bench deps lint ui lock clean
+.PHONY: run test bench docs deps lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
@@ -17,6 +17,10 @@ bench: $(READY)  ## time the study of this folder, alone on the machine, and wri
 	$(BIN)/python -m flows run
 	$(BIN)/python -m benchmarks > docs/benchmarks.md.new
 	mv docs/benchmarks.md.new docs/benchmarks.md
+
+docs: $(READY)  ## the pages and the API reference, into site/index.html; a link that leads nowhere ends it
+	rm -rf site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 
 deps: $(READY)  ## write into dvc.yaml which code each stage can run
 	$(BIN)/python -m tasks.dependencies
@@ -40,9 +44,9 @@ $(READY): requirements.lock pyproject.toml
 
 lock:  ## resolve pyproject.toml's ranges anew into requirements.lock
 	$(PYTHON) -m venv $(VENV)-lock
-	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 '.[pipeline,onnx,cluster,lm-eval,dev]'
+	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 '.[pipeline,onnx,cluster,lm-eval,docs,dev]'
 	$(VENV)-lock/bin/python -m pip freeze --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
 	rm -rf $(VENV)-lock
 
 clean:  ## the environment and tool caches; data, models and reports stay
-	rm -rf $(VENV) $(VENV)-lock build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-lock build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

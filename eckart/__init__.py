@@ -23,3 +23,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module("eckart.compression"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For completion, which asks for nothing before it offers it."""
+    return [*__all__, "lstm", "__version__"]

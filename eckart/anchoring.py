@@ -1,7 +1,7 @@
 """Anchoring: a target factorized in order makes up for what those before it have lost.
 
 With X `(tokens, in)` what a target reads in the dense model and X̂ what it reads by now, the map that gives the dense
-outputs back best, of full rank, is the least-squares solution of X̂ W*ᵀ = X Wᵀ. With C = X̂ᵀ X̂, D = Xᵀ X̂ and a ridge λ,
+outputs back best, of full rank, is the least-squares solution of X̂ W*ᵀ = X Wᵀ. With C = X̂ᵀ X̂, D = Xᵀ X̂ and a ridge λ::
 
     W* = W (D + λ I) (C + λ I)⁻¹ = W + W (D − C) (C + λ I)⁻¹,
 

@@ -13,6 +13,7 @@ Rank = int | None
 """The rank of a target, or None where it stays dense."""
 
 Ranks = Mapping[str, Rank]
+"""Target → rank."""
 
 
 class NoRank(ValueError):

@@ -1,10 +1,10 @@
-"""Compression in one call: a model in memory, calibration batches and a recipe → a model in factors.
+"""Compression in one call: a model in memory, calibration batches and a recipe → a model in factors::
 
     small, report = eckart.compress(model, batches, keep=0.33, recipe="anchored")
     print(report)
     small.save_pretrained("small")
 
-or, in place of a keep, what may be lost:
+or, in place of a keep, what may be lost::
 
     small, report = eckart.compress(model, batches, largest_drop=0.01, score=accuracy)
 
@@ -59,12 +59,14 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder
 
 @dataclass(frozen=True)
 class CompressedTarget:
-    """What became of a target `(out, in)`.
+    """What became of a target.
 
-    rank: None where it stays dense.
-    parameters: (before, after), without biases.
-    predicted_loss: ½ Σ S_k² over the weighted singular values that were cut; under kfac what the loss of a sample grows
-        by, in its units. None where the search of ranks knows none.
+    Attributes:
+        shape: of its weight, `(out, in)`.
+        rank: None where it stays dense.
+        parameters: (before, after), without biases.
+        predicted_loss: ½ Σ S_k² over the weighted singular values that were cut; under kfac what the loss of a sample
+            grows by, in its units. None where the search of ranks knows none.
     """
 
     shape: tuple[int, int]
@@ -75,13 +77,14 @@ class CompressedTarget:
 
 @dataclass(frozen=True)
 class Report:
-    """What `compress` did.
+    """What `compress` did; printed, a few lines that say it.
 
-    targets: by name, in order of execution.
-    excluded: other linear maps, and why each is no target.
-    parameters: of the whole model, (before, after).
-    macs: multiply-accumulates of a forward of the first batch ÷ its samples, (before, after).
-    scores: of the dense model and of this one, where a largest drop was asked for.
+    Attributes:
+        targets: by name, in order of execution.
+        excluded: other linear maps, and why each is no target.
+        parameters: of the whole model, (before, after).
+        macs: multiply-accumulates of a forward of the first batch ÷ its samples, (before, after).
+        scores: of the dense model and of this one, where a largest drop was asked for.
     """
 
     targets: Mapping[str, CompressedTarget]
@@ -98,7 +101,7 @@ class Report:
 
     @property
     def predicted_loss(self) -> float | None:
-        """Of all targets."""
+        """The sum of all targets'; None where one has none."""
         losses = [one.predicted_loss for one in self.targets.values()]
         return None if None in losses else sum(cast("list[float]", losses))
 
@@ -117,14 +120,22 @@ class Report:
 
 
 class Compressed(NamedTuple):
-    """What `compress` gives."""
+    """What `compress` gives.
+
+    Attributes:
+        model: in factors, and otherwise an ordinary model of transformers.
+        report: what was done.
+    """
 
     model: PreTrainedModel
     report: Report
 
 
 def recipes() -> dict[str, Recipe]:
-    """The recipes by name, as params.yaml of the pipeline has them."""
+    """The recipes by name, as params.yaml of the pipeline has them.
+
+    One of your own is one of these with other parts: `recipes()["drone"].model_copy(update={"storage": "pivoted"})`.
+    """
     return {name: Recipe.model_validate(values) for name, values in _recipes().items()}
 
 
@@ -149,7 +160,11 @@ def compress(
 ) -> Compressed:
     """Factorize a copy of `model`, which stays as it is.
 
+    Evidence of all targets is in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
+    three where a keep is searched for: what does not fit is for the pipeline.
+
     Args:
+        model: of transformers, with a head for its task; on the device where it is to run.
         batches: calibration data as the model takes them, each tensor `(batch, …)`, with labels where the recipe reads
             gradients, and -100 there at padding; some hundred rows, read once or twice, and held in memory.
         keep: parameters of all targets after ÷ before, in (0, 1]; None: 0.33, or what `largest_drop` allows.
@@ -161,9 +176,6 @@ def compress(
         embeddings: whether embeddings are targets, too.
         loss: model, batch → the sum over the batch's samples of each sample's loss; None: by the model's head.
         seed: of what a search of ranks draws.
-
-    Evidence of all targets is in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
-    three where a keep is searched for: what does not fit is for the pipeline.
 
     Returns:
         The compressed model, which `save_pretrained` writes and, after `import eckart`, `from_pretrained` reads; and
@@ -305,10 +317,12 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     """The model in a folder, or on the hub, by the class that its config names; safetensors alone, and no code.
 
     Args:
+        folder: what `save` wrote, or an id on the hub.
         options: more of `from_pretrained`.
 
     Raises:
         ValueError: the config names no class of transformers.
+        OSError: there is no such folder or id, or no safetensors in it.
     """
     hubs = {name: options[name] for name in _HUB_OPTIONS if name in options}
     config = transformers.AutoConfig.from_pretrained(folder, **hubs, trust_remote_code=False)

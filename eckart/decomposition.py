@@ -1,7 +1,7 @@
 """Decompositions of targets as they stand in a model; of the attention product, query and key of a head (DRONE, 3.2).
 
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.2, corollary 1. In our axes, for a head of width d whose queries q
-and keys k `(tokens, d)` have passed their maps and biases,
+and keys k `(tokens, d)` have passed their maps and biases::
 
     minimise ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r,
 
@@ -53,7 +53,9 @@ def decompose_target(
 class ProductDecomposition:
     """M = left @ right of every head, the identity, with components in order of what they save.
 
-    left, right: `(heads, d, d)`, spectrum: of all heads together `(d,)`, descending.
+    Attributes:
+        left, right: `(heads, d, d)`.
+        spectrum: of all heads together `(d,)`, descending.
     """
 
     left: Tensor

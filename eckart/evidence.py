@@ -2,7 +2,7 @@
 
 For sample n at a target with inputs X_n `(tokens, in)` and output gradients Δ_n `(tokens, out)`, the gradient of
 the sample's loss is G_n = Δ_nᵀ X_n `(out, in)`, and over N samples (the tokens of a target that runs several times are
-those of all its calls)
+those of all its calls)::
 
     inputs            C_in  = (1/N) Σ X_nᵀ X_n               (DRONE, eq. 3: the Gram matrix of X)
     output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor)
@@ -12,7 +12,7 @@ those of all its calls)
 Squares are of per-sample gradients: squaring the mean gradient of a batch is another, smaller number.
 
 Where a model was factorized in part, a walk (eckart/walk.py) sees what a target reads in the dense model, X_n, beside
-what it reads by now, X̂_n, for anchoring (eckart/anchoring.py):
+what it reads by now, X̂_n, for anchoring (eckart/anchoring.py)::
 
     dense_inputs      D     = (1/N) Σ X_nᵀ X̂_n
 """
@@ -42,7 +42,9 @@ EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 EVIDENCE_KINDS: tuple[EvidenceKind, ...] = get_args(EvidenceKind)
 Axis = Literal["input", "output"]
 Evidence = Mapping[str, Mapping[str, Tensor]]
-"""Kind → key → statistic:
+"""Kind → key → statistic.
+
+The kinds, with the key and the shape of each::
 
     inputs            Target.input_of            (in, in)   (in,) for an embedding: its diagonal, and there is no more
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs

@@ -12,7 +12,7 @@ that of the dense model (choice): gathered anew for each layer it changed nothin
 By default the error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖,
 as in the paper; what was lost before it is not made up for. On a chain of two linear maps without biases, under
 weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its
-rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence
+rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence::
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
@@ -43,8 +43,9 @@ from eckart.weighting import Weighting
 class InOrder(BaseModel):
     """How targets are factorized in order.
 
-    anchor: a, from 0, the dense weight, to 1, the map that makes up best for what was lost before.
-    ridge: λ of that map ÷ the mean of the inputs' second moments.
+    Attributes:
+        anchor: a, from 0, the dense weight, to 1, the map that makes up best for what was lost before.
+        ridge: λ of that map ÷ the mean of the inputs' second moments.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

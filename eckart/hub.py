@@ -2,7 +2,7 @@
 
 `config.json` carries `{"quant_method": "eckart", "ranks": {…}, "rows": {…}, "heads": {…}, "pivoted": […]}`.
 transformers then asks the quantizer registered here to swap the modules before it loads the weights, so that after
-`import eckart`
+`import eckart`::
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 

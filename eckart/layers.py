@@ -232,6 +232,9 @@ def factorize_target(
 
     Args:
         residual: `(out, in)`, added to their product.
+
+    Raises:
+        ValueError: a device map left the target on the CPU or the disk.
     """
     module = present(model, name)
     layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
@@ -267,7 +270,11 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
 
 
 def merge(model: PreTrainedModel, name: str) -> nn.Module:
-    """Replace the factorized target `name` by the dense module of the architecture, with Ŵ for its weight."""
+    """Replace the factorized target `name` by the dense module of the architecture, with Ŵ for its weight.
+
+    Raises:
+        ValueError: the target is not factorized.
+    """
     layer = model.get_submodule(name)
     if not isinstance(layer, LowRankMap):
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")

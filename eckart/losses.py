@@ -34,10 +34,12 @@ Predictions = Callable[[ModelOutput, Batch], Tensor]
 class Objective:
     """What a model is for.
 
-    evidence_loss: of whose gradients evidence is.
-    training_loss: whose mean over samples training minimises; None: the model's own loss is that mean.
-    predictions: the logits that a teacher teaches.
-    classes: whether these are of classes; otherwise they are values.
+    Attributes:
+        loss: by which a search tells how good a model is.
+        evidence_loss: of whose gradients evidence is.
+        training_loss: whose mean over samples training minimises; None: the model's own loss is that mean.
+        predictions: the logits that a teacher teaches.
+        classes: whether these are of classes; otherwise they are values.
     """
 
     loss: Loss
@@ -91,6 +93,7 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
 
 
 def batch_size(batch: Batch) -> int:
+    """Its samples."""
     return next(iter(batch.values())).shape[0]
 
 

@@ -23,10 +23,12 @@ from transformers.utils.generic import can_return_tuple
 class LSTMConfig(PreTrainedConfig):
     """What the model is made of.
 
-    bias, head_bias: whether the maps of the layers and the softmax layer have biases.
-    dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
-    tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
-    use_cache: must stay false: `generate` then reads all that is written so far for each token, as no state is kept.
+    Attributes:
+        bias, head_bias: whether the maps of the layers and the softmax layer have biases.
+        dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
+        tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
+        use_cache: must stay false: `generate` then reads all that is written so far for each token, as no state is
+            kept.
     """
 
     model_type = "eckart_lstm"
@@ -182,6 +184,11 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
 
         The logits are the same up to rounding: where torch calls oneDNN or cuDNN, these add in another order. The
         dropout of `lstm` becomes that of LSTMConfig, which also falls on what enters the first layer and the head.
+
+        Args:
+            embedding: its weight is `(vocabulary, in)`.
+            lstm: of `(…, in)` → `(…, hidden)`, in one direction and without projection.
+            head: `(…, hidden)` → `(…, vocabulary)`; where it has the embedding's own weight, they stay tied.
 
         Raises:
             ValueError: the parts do not fit together, or do what this model cannot.

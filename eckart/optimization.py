@@ -8,7 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Optimization(BaseModel):
-    """AdamW with a linear warm-up."""
+    """AdamW with a linear warm-up.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: rows of a step.
+        learning_rate: after the warm-up.
+        warmup: share of the steps, in [0, 1).
+        weight_decay: decoupled, as AdamW has it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -1,7 +1,7 @@
 """Pivoted storage: r of a matrix's rows, and what the others are of these.
 
 Source: PIFA (Zhao, Zhang and Cannistraci, ICML 2025). A matrix of rank r has r (out + in − r) degrees of freedom, and
-two factors hold r² numbers more. With r independent rows P of Ŵ = left right,
+two factors hold r² numbers more. With r independent rows P of Ŵ = left right::
 
     Ŵ[P] = left[P] right `(r, in)`, Ŵ[others] = D Ŵ[P] with D = left[others] left[P]⁻¹ `(out − r, r)`,
 
@@ -11,7 +11,7 @@ Which rows (choice): those by which no output is rounded more than the dense map
 large rows, and y of a small one is then the small difference of large numbers. So rows count by their direction,
 ŵ_j / ‖ŵ_j‖, and P is refined until no coefficient of a direction in those of the pivots exceeds _LARGEST (a submatrix
 of dominant volume: Goreinov et al., How to find a good submatrix, 2010), which no pivoting guarantees. Then
-Σ_k |D_jk y_k| ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, and rounding is small beside ‖ŵ_j‖ ‖x‖, as that of the dense map is.
+Σ_k abs(D_jk y_k) ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, and rounding is small beside ‖ŵ_j‖ ‖x‖, as that of the dense map is.
 """
 
 from __future__ import annotations

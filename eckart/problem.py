@@ -18,9 +18,11 @@ from eckart.targets import Target
 class Problem:
     """A method may change `model` in place.
 
-    targets: in order of execution.
-    keep: share of the parameters of `targets`.
-    seed: of all that is drawn.
+    Attributes:
+        targets: in order of execution.
+        keep: share of the parameters of `targets`, in (0, 1].
+        seed: of all that is drawn.
+        objective: losses and predictions of the task.
     """
 
     model: PreTrainedModel

@@ -21,7 +21,20 @@ from eckart.weighting import Weighting
 
 
 class Recipe(BaseModel):
-    """How a model is compressed: what matters, who gets how much, and how it heals."""
+    """How a model is compressed: what matters, who gets how much, and how it heals.
+
+    Attributes:
+        source: the dense model that it begins with.
+        shaping: training that gives the dense weights a structure first; None: none.
+        weighting: the norm in which a target's error is small.
+        ranks: the search that shares the budget out.
+        residual: what stands beside the factors; None: nothing.
+        storage: how a map of low rank is stored.
+        recovery: the training that heals the factorized model.
+
+    Raises:
+        pydantic.ValidationError: a part is missing, unknown or out of its range; a ValueError that names them all.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +50,7 @@ class Recipe(BaseModel):
 
     @property
     def methods(self) -> list[Method]:
+        """The parts that are methods."""
         parts = (self.shaping, self.weighting, self.ranks, self.residual, self.recovery)
         return [part for part in parts if part is not None]
 

@@ -4,7 +4,7 @@ Minimise ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R the o
 loss is Σ_{k>r} S_k² (Eckart and Young 1936, after the change of variables W → L W R).
 
 How it is computed here, for A = LᵀL, B = R Rᵀ and out ≤ in: with any root A = K Kᵀ and L = Kᵀ, U and S² are the
-eigenvectors and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and
+eigenvectors and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and::
 
     Ŵ = K⁻ᵀ U_r · U_rᵀ Kᵀ W.
 
@@ -26,9 +26,12 @@ _FLOOR = 1e-12  # least eigenvalue and variance of a side, relative to the large
 
 @dataclass(frozen=True)
 class Decomposition:
-    """W = left @ right, with components in order of what they save.
+    """W = left @ right, with components in order of what they save; k = min(out, in).
 
-    left: `(out, k)`, right: `(k, in)`, spectrum: S `(k,)` descending, k = min(out, in).
+    Attributes:
+        left: `(out, k)`.
+        right: `(k, in)`.
+        spectrum: S `(k,)`, descending.
     """
 
     left: Tensor

@@ -25,7 +25,12 @@ Side = Tensor | None
 
 @dataclass(frozen=True)
 class ErrorNorm:
-    """‖L E R‖_F: `left` is LᵀL over outputs, `right` is R Rᵀ over inputs."""
+    """‖L E R‖_F of an error E `(out, in)`.
+
+    Attributes:
+        left: LᵀL over outputs, `(out, out)`, `(out,)` or None.
+        right: R Rᵀ over inputs, `(in, in)`, `(in,)` or None.
+    """
 
     left: Side = None
     right: Side = None
@@ -53,7 +58,10 @@ class Plain(_Weighting):
 class ByScores(_Weighting):
     """Rows or columns count by their Fisher (FWSVD) or Taylor (IWSVD) score.
 
-    FWSVD sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
+    FWSVD (Hsu et al., ICLR 2022) sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
+
+    Attributes:
+        axis: whose scores count, inputs' or outputs'.
     """
 
     kind: Literal["fisher", "taylor"]
@@ -134,7 +142,7 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 
 
 class FisherInputs(_Weighting):
-    """Fisher score of each output, second moment of the inputs."""
+    """Fisher score of each output, second moment of the inputs (ours)."""
 
     kind: Literal["fisher_inputs"]
 

@@ -30,6 +30,11 @@ def answers(model: PreTrainedModel) -> torch.Tensor:
         return model.eval()(**INPUTS).logits
 
 
+def test_all_that_a_person_uses_is_offered_and_is_there() -> None:
+    assert set(eckart.__all__) <= set(dir(eckart))
+    assert all(getattr(eckart, name) is not None for name in dir(eckart))
+
+
 def test_recipes_are_those_of_the_pipeline() -> None:
     content = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]
     assert eckart.recipes() == {name: Recipe.model_validate(recipe) for name, recipe in content.items()}

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class Borrowed(Method):
-    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone."""
+    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone.
+
+    Attributes:
+        weighting: under which it searches.
+        ranks: the search that lends.
+    """
 
     alone = True
 

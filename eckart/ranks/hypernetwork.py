@@ -2,7 +2,7 @@
 
 Source: ARS (Gao et al., NAACL 2024), sections 3.3 to 3.6, algorithm 1, appendix B; the ablations are those of table 5.
 
-With the weights frozen, every target is W = left diag(m_l) right, and a network learns the masks m_l:
+With the weights frozen, every target is W = left diag(m_l) right, and a network learns the masks m_l::
 
     m_l = round(σ((o_l + g + b) / τ)), g ~ Gumbel(0, 1)                             (eq. 9, straight-through)
     task loss + λ R(T(m), keep · T_total) + γ/L Σ_l R_align(m_l)                    (eq. 8)
@@ -47,7 +47,18 @@ _NOISE = "generator"  # the key of its state
 
 
 class Hypernetwork(Optimization, Method):
-    """Learn one mask a target with the weights frozen."""
+    """Learn one mask a target with the weights frozen.
+
+    Attributes:
+        rows: of the training split that the search sees at most; None: all.
+        budget_weight: λ.
+        alignment_weight: γ.
+        alignment_values: the singular values in R_align, raw or of norm 1 for each target.
+        temperature: τ.
+        offset: b; with 3 masks start at full rank.
+        hypernetwork: whether a network makes o; otherwise it is learned itself.
+        selection: ranks: as many leading components as a mask has ones; elements: those that it has.
+    """
 
     alone = True
     schedule = "constant"  # section 4.1

@@ -32,7 +32,8 @@ KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized
 class Train(Protocol):
     """Runs the one training loop on the task and leaves the model on the CPU.
 
-    rows: of the training split, at random, that it sees at most; None is all.
+    Called with the settings of an optimizer, a rule, and the rows of the training split, at random, that it sees at
+    most; None is all.
     """
 
     def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
@@ -42,8 +43,11 @@ class Train(Protocol):
 class SearchProblem(Problem):
     """The model is dense.
 
-    evidence: what `weighting` reads, of the dense model.
-    calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
+    Attributes:
+        weighting: the recipe's.
+        evidence: what `weighting` reads, of the dense model.
+        train: the training loop, for searches that train.
+        calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
     """
 
     weighting: Weighting
@@ -60,7 +64,11 @@ class SearchProblem(Problem):
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """As `spectra`, with the components."""
+        """As `spectra`, with the components; of no Product.
+
+        Raises:
+            ValueError: as `spectra`.
+        """
         return {target.name: self._of(decompose, target) for target in self.targets}
 
     def _spectrum(self, target: Target) -> Tensor:
@@ -80,8 +88,10 @@ class SearchProblem(Problem):
 class Found:
     """What a search answers.
 
-    spectra: that the ranks cut; None where there is none to predict a loss by.
-    changed: whether the weights of the model are others now.
+    Attributes:
+        ranks: of every target; None where it stays dense.
+        spectra: that the ranks cut; None where there is none to predict a loss by.
+        changed: whether the weights of the model are others now.
     """
 
     ranks: Ranks

@@ -2,7 +2,7 @@
 
 Source: SoftLM (Bhatnagar et al., 2024), sections 4.1 to 4.5 and the algorithm there.
 
-Every target is W = U T(Σ) Vᵀ, and each has one threshold α_i, 0 at first:
+Every target is W = U T(Σ) Vᵀ, and each has one threshold α_i, 0 at first::
 
     T(σ) = σ tanh(s (σ − α)) where σ ≥ α, else 0                                    (eq. 6, c = 0)
     task loss + γ Σ_i e^−α_i                                                        (eq. 9 and 10)
@@ -48,7 +48,13 @@ _DONE = "done"  # the key of its state
 
 
 class Threshold(Optimization, Method):
-    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most."""
+    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most.
+
+    Attributes:
+        sharpness: s.
+        pressure: γ.
+        threshold_learning_rate: of α.
+    """
 
     alone = True
     schedule = "constant"  # so that `steps` is a limit and decides nothing else

@@ -4,7 +4,7 @@ Source: DRONE (Chen et al., NeurIPS 2021), section 3.3, algorithm 2 and appendic
 
 The allowed relative increase r of the loss is shared out by time, 1 + R_i = (1 + r)^(E_i / Σ E), so that
 Π (1 + R_i) = 1 + r. Targets are settled in order of execution: each is decomposed under the evidence of the model as it
-is by then, and takes the smallest rank of its grid with
+is by then, and takes the smallest rank of its grid with::
 
     loss < L · Π_{j ≤ i} (1 + R_j),
 
@@ -48,7 +48,14 @@ _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 
 
 class Tolerance(Method):
-    """Walk the model in order; `increase` is the allowed relative increase of the loss, or null to meet keep."""
+    """Walk the model in order.
+
+    Attributes:
+        increase: r, the allowed increase of the loss ÷ the loss; None: the least that is found to meet keep.
+        grid: ranks that are tried of a target.
+        rows: of the calibration sample, at most.
+        times: E, by multiply-accumulates, or by measured seconds, by which two runs may differ.
+    """
 
     kind: Literal["tolerance"]
     increase: float | None = Field(gt=0)

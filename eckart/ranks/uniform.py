@@ -16,7 +16,11 @@ from eckart.targets import Target
 
 
 class Uniform(ByFormula):
-    """The same keep, or the same rank, for every target; dense only where `keep` pays for it."""
+    """The same keep, or the same rank, for every target; dense only where `keep` pays for it.
+
+    Attributes:
+        by: share: the same keep; rank: the same rank.
+    """
 
     by_size = True
 

@@ -35,8 +35,9 @@ _STATES = {
 class Distillation(BaseModel):
     """What the teacher adds to the loss.
 
-    layers, logits: α of the hidden states and of the logits; 0 leaves a term out.
-    temperature: of the classes' probabilities; the paper's code has 2.
+    Attributes:
+        layers, logits: α of the hidden states and of the logits; 0 leaves a term out.
+        temperature: of the classes' probabilities; the paper's code has 2.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

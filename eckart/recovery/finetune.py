@@ -13,7 +13,11 @@ from eckart.training_rules import Rule
 
 
 class Finetune(Optimization, Method):
-    """Train everything that is left."""
+    """Train everything that is left.
+
+    Attributes:
+        distillation: what a teacher adds to the loss; None: nothing.
+    """
 
     for_dense: ClassVar = True
     captions: ClassVar = Distillation.captions

@@ -14,7 +14,11 @@ from eckart.recovery.finetune import Finetune
 
 
 class InTurn(Method):
-    """A residual is pruned in the first training; each has an optimizer and a schedule of its own."""
+    """A residual is pruned in the first training; each has an optimizer and a schedule of its own.
+
+    Attributes:
+        first, then: the two trainings, each of one step at least.
+    """
 
     captions: ClassVar = Finetune.captions
 

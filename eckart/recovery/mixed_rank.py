@@ -28,7 +28,15 @@ from eckart.training_rules import Rule
 
 
 class MixedRank(Optimization, Method):
-    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree."""
+    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree.
+
+    Attributes:
+        initial: p at first.
+        until: share of the steps after which p is 0.
+        consistency: weight of the disagreement of two passes.
+        consistency_after: whether there are two passes once p is 0.
+        distillation: what a teacher adds to the loss; None: nothing.
+    """
 
     alone = True
     captions: ClassVar = {

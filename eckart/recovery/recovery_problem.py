@@ -12,9 +12,11 @@ from eckart.problem import Problem
 
 @dataclass(frozen=True)
 class RecoveryProblem(Problem):
-    """
-    teacher: loads the dense model of the study to where the factorized one is.
-    source: loads the dense model whose weights were factorized: the teacher, or what shaping or search made of it.
+    """The model is factorized.
+
+    Attributes:
+        teacher: loads the dense model of the study to where the factorized one is.
+        source: loads the dense model whose weights were factorized: the teacher, or what shaping or search made of it.
     """
 
     teacher: Callable[[], PreTrainedModel]

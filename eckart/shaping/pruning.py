@@ -33,7 +33,11 @@ _FLOOR = 0.01  # least score of a row, relative to the mean row
 class Pruning(Optimization, Method):
     """Zero all but a share of every target's weights while the model trains.
 
-    remaining: shares; each keep takes the least that is not below it, or where all are, the largest.
+    Attributes:
+        score: of a weight w with gradient g, summed over steps: first_order −g w, sensitivity its absolute value;
+            zero_order: the magnitude of w as it is.
+        remaining: shares; each keep takes the least that is not below it, or where all are, the largest.
+        start, end: shares of the steps before pruning sets in and after it is done.
     """
 
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}

@@ -1,0 +1,86 @@
+"""How `make docs` builds the site: every page of the repository as it stands, and an reference of the docstrings.
+
+Sphinx is called with `--fail-on-warning`, and is nitpicky: a link, an anchor or a name that leads nowhere ends it.
+"""
+
+from shutil import copy
+
+import eckart
+
+project = "Eckart"
+version = release = eckart.__version__
+copyright = "the maintainers of Eckart; Apache-2.0"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+
+root_doc = "README"
+include_patterns = ["*.md", "*/README.md", "docs/**"]
+exclude_patterns = [".*", "data/*/", "models/*/", "reports", "workspaces", "site", "build", "mlruns", "mlartifacts"]
+
+# Headings have the anchors that a forge gives them. A link to a file that is no page brings the file into the site.
+myst_heading_anchors = 4
+suppress_warnings = ["misc.highlighting_failure"]  # code with … for what is there already
+
+# What stands in single backticks in a docstring is a link where the reference has such a name. Types of Eckart must
+# lead somewhere; those of other packages would have to be looked up in the network.
+default_role = "py:obj"
+nitpicky = True
+nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!eckart).*")]
+
+autodoc_default_options = {"exclude-members": "model_config"}
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = "Eckart"
+html_copy_source = False
+
+_BELOW = {
+    "README": {
+        "Use": ["docs/tasks", "docs/big-models", "docs/files-to-ship", "docs/safety", "examples/README"],
+        "Methods and results": ["docs/methods", "docs/results/README", "docs/papers", "docs/benchmarks"],
+        "The pipeline": [
+            "studies/README",
+            "docs/versions",
+            "docs/promotion",
+            "docs/reliability",
+            "docs/scaling",
+            "data/README",
+            "models/README",
+        ],
+        "Python": ["docs/api", "docs/extending", "docs/parts", "docs/foundations"],
+        "The project": ["CONTRIBUTING", "CHANGELOG"],
+    },
+    "docs/results/README": {"Pages": ["docs/results/*"]},
+}
+"""Page → captions of the navigation → the pages below it. A page that is nowhere here ends the build, too."""
+
+
+def _navigate(_app, page, content):
+    """It stands here and not in the pages, which so read the same on a forge."""
+    for caption, pages in _BELOW.get(page, {}).items():
+        paths = "\n".join(f"/{path}" for path in pages)
+        content[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{paths}\n```\n"
+
+
+def _without_type(_app, what, _name, _object, _options, lines):
+    """Keep napoleon from taking what stands before a colon, in the docstring of a value, for its type."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
+def _start(app, error):
+    """Browsers and servers begin with index.html; the page itself is called as its source."""
+    if not error:
+        copy(app.outdir / "README.html", app.outdir / "index.html")
+
+
+def setup(app):
+    app.connect("source-read", _navigate)
+    app.connect("autodoc-process-docstring", _without_type, priority=400)
+    app.connect("build-finished", _start)
