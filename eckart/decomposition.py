@@ -54,7 +54,8 @@ class ProductDecomposition:
     """M = left @ right of every head, the identity, with components in order of what they save.
 
     Attributes:
-        left, right: `(heads, d, d)`.
+        left: `(heads, d, d)`.
+        right: `(heads, d, d)`.
         spectrum: of all heads together `(d,)`, descending.
     """
 

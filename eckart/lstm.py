@@ -24,7 +24,8 @@ class LSTMConfig(PreTrainedConfig):
     """What the model is made of.
 
     Attributes:
-        bias, head_bias: whether the maps of the layers and the softmax layer have biases.
+        bias: whether the maps of the layers have biases.
+        head_bias: whether the softmax layer has one.
         dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
         tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
         use_cache: must stay false: `generate` then reads all that is written so far for each token, as no state is

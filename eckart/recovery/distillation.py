@@ -36,7 +36,8 @@ class Distillation(BaseModel):
     """What the teacher adds to the loss.
 
     Attributes:
-        layers, logits: α of the hidden states and of the logits; 0 leaves a term out.
+        layers: α of the hidden states; 0 leaves the term out.
+        logits: α of the logits; 0 leaves the term out.
         temperature: of the classes' probabilities; the paper's code has 2.
     """
 

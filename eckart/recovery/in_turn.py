@@ -17,7 +17,8 @@ class InTurn(Method):
     """A residual is pruned in the first training; each has an optimizer and a schedule of its own.
 
     Attributes:
-        first, then: the two trainings, each of one step at least.
+        first: the training that prunes; one step at least.
+        then: the other; one step at least.
     """
 
     captions: ClassVar = Finetune.captions

@@ -37,7 +37,8 @@ class SparseRows(Method):
         low_rank: share of the budget that the factors get. 0 is iterative structured pruning (the paper's baseline
             ITP), 1 prunes S to nothing (the paper's ablation Low-rank 2).
         smoothing: β of eq. 3.
-        start, end: shares of the steps before pruning starts and after it has ended.
+        start: share of the steps before pruning starts.
+        end: share of the steps after it has ended.
         window: None is algorithm 1 as printed: scores are taken before the update, smoothed and obeyed at every step.
             A number is the authors' code: scores are taken after the update, averaged over so many steps, then
             smoothed, and rows go after each window, and at every step once the schedule has ended. Between, rows that

@@ -37,7 +37,8 @@ class Pruning(Optimization, Method):
         score: of a weight w with gradient g, summed over steps: first_order −g w, sensitivity its absolute value;
             zero_order: the magnitude of w as it is.
         remaining: shares; each keep takes the least that is not below it, or where all are, the largest.
-        start, end: shares of the steps before pruning sets in and after it is done.
+        start: share of the steps before pruning sets in.
+        end: share of the steps after it is done.
     """
 
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
