@@ -25,15 +25,16 @@ RUNTIMES = REPORTS / "runtimes.csv"
 def compare() -> None:
     """Write the table, the page, the trade-off plot and the cards; the same inputs give the same bytes."""
     results = load_results()
-    table, text, picture = to_csv(results), page(results), tradeoff_png(results)
+    cards = {one.name: card(results, one) for one in results.candidates}
+    table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
     TABLE.write_text(table)
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
     TEXT.write_text(to_text(results) + "\n")
     with output(CARDS) as folder:
-        for one in results.candidates:
-            (folder / f"{one.name}.md").write_text(card(results, one))
+        for name, content in cards.items():
+            (folder / f"{name}.md").write_text(content)
     say(f"read {PAGE}")
 
 

@@ -1,25 +1,35 @@
-"""The comparison as one page that needs nothing else: no script, no font, no picture from elsewhere."""
+"""The comparison as one page that needs nothing else: no script, no font, no picture from elsewhere.
+
+It reads without its script (page.js), which sorts, filters, moves the plot and opens candidates.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eckart.recipe import captions
+from tasks.report.details import details
 from tasks.report.goals import goal_rows
 from tasks.report.heatmap import heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.runtimes import runtime_rows, shapes
+from tasks.report.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scatter
 from tasks.report.summary import summary
 from tasks.report.table import dense_rows, legend, row, shaped, zero_shot
 
+_SCRIPT = Path(__file__).with_name("page.js")
 
-def page(results: Results) -> str:
-    """The whole page; every name and number in it is escaped."""
+
+def page(results: Results, cards: Mapping[str, str]) -> str:
+    """The whole page; every name and number in it is escaped. `cards`: candidate → model card."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -29,6 +39,8 @@ def page(results: Results) -> str:
         keep_trailing_newline=True,
     )
     meanings = captions()
+    script = _SCRIPT.read_text()
+    plot = scatter(results)
     return environment.get_template("page.html.j2").render(
         results=results,
         metric=results.metric,
@@ -52,4 +64,10 @@ def page(results: Results) -> str:
         heat_maps=heat_maps(results),
         order_of_kinds=order_of_kinds(results),
         provenance=provenance(results),
+        places={one.name: (one.recipe, one.keep) for one in results.candidates},
+        scatter=plot,
+        field={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        details=details(results, plot, cards),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )

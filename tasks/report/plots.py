@@ -23,6 +23,7 @@ from scipy.stats import spearmanr
 from tasks.records import CONTROL_NAME
 from tasks.report.numbers import count, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, ScoredModel
+from tasks.report.scale import ScaleOfDense, of_dense, tick_text
 
 _COLOURS = (  # each is legible on white and on near black
     "#3f7fd6",
@@ -41,10 +42,6 @@ _WIDTH = 11  # inches
 _COLUMNS = 3  # of panels of training curves, at most
 _MEASURES = 4  # panels of measures in a row
 _DECADES = 6  # ticks of a logarithmic axis, about
-_EVEN = 0.2  # loss over dense, in nats, up to which a scale that is widest at dense is nearly even
-_LOSS = 600.0  # over dense, in nats, at which such a scale ends: its exponential is a float yet
-_TICKS_APART = 0.06  # of such a scale, at least, as a share of its length
-_MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of its ticks, the roundest first
 _STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
     {"linestyle": "-", "linewidth": 2.6, "alpha": 0.6},
     {"linestyle": (0, (5, 1.5)), "linewidth": 1.4},
@@ -161,45 +158,23 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
 
 
 def _scale(axes: Axes, results: Results) -> None:
-    """The axis of the metric: even, or widest at dense where values span more than a decade."""
+    """The axis of the metric: even, or finest at dense where values span more than a decade."""
     notes = ["lower is better"] if results.metric.lower_is_better else []
-    dense = results.dense.score.metric
-    values = [dense, results.metric_of(CONTROL), *(one.recovered for one in results.candidates)]
+    values = [results.metric_of(DENSE), results.metric_of(CONTROL), *(one.recovered for one in results.candidates)]
     values += [one.factorized for one in results.candidates if one.factorized is not None]
-    if not results.metric.bounded and max(values) > 10 * min(values) > 0:
-        _widen(axes, dense, min(values), max(values))
+    if results.spans_decades(values):
+        _widen(axes, of_dense(results.metric_of(DENSE), values))
         notes.append("scale finest at dense")
     said = f"\n({', '.join(notes)})" if notes else ""
     axes.set_ylabel(f"{results.metric.title} on the test split{said}")
 
 
-def _widen(axes: Axes, dense: float, least: float, largest: float) -> None:
-    """Even in the loss over dense, log(perplexity ÷ dense), while that is small, and logarithmic in it far from there.
-
-    A plain logarithm would leave a tenth of the axis to all that is of interest beside one perplexity of 10⁵.
-    """
-
-    def place(value: Any) -> Any:
-        above_0 = np.maximum(value, np.finfo(float).tiny)  # matplotlib asks for the place of 0, too
-        return np.arcsinh(np.log(above_0 / dense) / _EVEN)
-
-    def back(place: Any) -> Any:
-        return dense * np.exp(np.minimum(_EVEN * np.sinh(place), _LOSS))
-
-    length = place(largest) - place(least)
-    bottom, top = (float(back(end)) for end in (place(least) - 0.05 * length, place(largest) + 0.05 * length))
-    axes.set_ylim(bottom, top)  # before the scale, which has no place for the 0 and less of an even one
-    axes.set_yscale("function", functions=(place, back))
-    apart = _TICKS_APART * length
-    ticks: list[float] = []
-    for mantissas in _MANTISSAS:
-        for decade in range(math.floor(math.log10(bottom)), math.ceil(math.log10(top))):
-            for tick in (mantissa * 10.0**decade for mantissa in mantissas):
-                if bottom <= tick <= top and all(abs(place(tick) - place(other)) >= apart for other in ticks):
-                    ticks.append(tick)
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
+def _widen(axes: Axes, scale: ScaleOfDense) -> None:
+    axes.set_ylim(scale.bottom, scale.top)  # before the scale, which has no place for the 0 and less of an even one
+    axes.set_yscale("function", functions=(scale.stretched, scale.back))
+    axes.yaxis.set_major_locator(FixedLocator(scale.ticks()))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"e\+0*", "e", f"{value:,g}")))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
 
 
 def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[float], Look]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -214,6 +214,11 @@ class Results:
     def metric_of(self, one: ScoredModel) -> float:
         """Of the dense model or the control."""
         return (self.dense if one == DENSE else self.dense.control).score.metric
+
+    def spans_decades(self, metrics: Iterable[float]) -> bool:
+        """Whether an even scale of so different `metrics` would show nothing of most."""
+        some = list(metrics)
+        return not self.metric.bounded and max(some) > 10 * min(some) > 0
 
     def retained(self, metric: float, reference: ScoredModel) -> float | None:
         """How much `metric` is of that of the dense model or the control; None where the quotient would mislead."""

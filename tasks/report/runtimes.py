@@ -38,6 +38,8 @@ class Speed:
     interval: str
     of_same: str
     """As that in the same runtime, with the interval; empty for the dense model itself."""
+    order: float
+    """By what the page sorts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class RuntimeRow:
     bytes: str
     speeds: tuple[Speed, ...]
     """At each shape."""
+    metric_order: float
+    bytes_order: int
 
 
 def ways(results: Results) -> list[Way]:
@@ -91,6 +95,8 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
             difference=_difference(results, way),
             bytes=size(way.bytes),
             speeds=tuple(_speed(one, dense=way.model == "dense") for one in way.latencies.values()),
+            metric_order=way.metric,
+            bytes_order=way.bytes,
         )
         for way in ways(results)
     ]
@@ -98,7 +104,8 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
 
 def _speed(one: Latency, dense: bool) -> Speed:
     same = "" if dense else f"{times(one.of_same.median)} ({times_between(one.of_same.low, one.of_same.high)})"
-    return Speed(times(one.of_torch.median), times_between(one.of_torch.low, one.of_torch.high), same)
+    interval = times_between(one.of_torch.low, one.of_torch.high)
+    return Speed(times(one.of_torch.median), interval, same, one.of_torch.median)
 
 
 def _difference(results: Results, way: Way) -> str:

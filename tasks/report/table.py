@@ -90,6 +90,8 @@ class Row:
     macs: Relative
     bytes: Relative
     speedup: Speedup
+    order: Mapping[str, float | None]
+    """By what the page sorts each column; empty of what it does not sort."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,19 @@ def row(results: Results, one: CandidateResults) -> Row:
         macs=Relative(count(small.macs_per_token), percent(small.macs_per_token / dense.macs_per_token)),
         bytes=Relative(size(small.bytes), percent(small.bytes / dense.bytes)),
         speedup=Speedup(times(speedup.median), times_between(speedup.low, speedup.high)),
+        order={
+            "steps": one.decision.steps,
+            "shaped": one.shaped,
+            "factorized": one.factorized,
+            "recovered": one.recovered,
+            "of_dense": results.retained(one.recovered, DENSE),
+            "of_control": results.retained(one.recovered, CONTROL),
+            "targets": after,
+            "model": small.model_parameters,
+            "macs": small.macs_per_token,
+            "bytes": small.bytes,
+            "speedup": speedup.median,
+        },
     )
 
 
@@ -230,6 +245,7 @@ def dense_rows(results: Results) -> list[Row]:
             macs=Relative(count(dense.macs_per_token), whole),
             bytes=Relative(size(dense.bytes), whole),
             speedup=Speedup(times(1), ""),
+            order={},
         )
         for name, one in (("dense", DENSE), (CONTROL_NAME, CONTROL))
     ]
