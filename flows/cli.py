@@ -104,25 +104,31 @@ def run(
 def _run(options: Options) -> None:
     start = time.monotonic()
     installation.refresh()
-    from flows import prefect_server, up_to_date  # slow imports, not for --help
+    from flows import live, prefect_server, up_to_date  # slow imports, not for --help
     from flows.engine import torch_questions
 
-    torch_questions.checked_params()  # before a server is started for the flow
-    told = prefect_server.require()  # a server that is there is told of the run in any case
-    outcomes = None if told else up_to_date.outcomes()
-    if outcomes is None:
-        outcomes = _by_prefect(options)
+    with _ended_without_prefect(), live.terminal():
+        live.doing("checking params.yaml")
+        torch_questions.checked_params()  # before a server is started for the flow
+        live.doing("finding what is up to date")
+        told = prefect_server.require()  # a server that is there is told of the run in any case
+        outcomes = None if told else up_to_date.outcomes()
+        if outcomes is None:
+            outcomes = _by_prefect(options)
     print(Path("reports/comparison.txt").read_text())
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
     print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
+    from flows import live
     from flows.engine.stage_processes import terminable  # slow imports, of no use where nothing is to be run
     from flows.study import study
 
     # A plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit.
-    with _ended_without_prefect(), terminable():
+    live.log_above()
+    live.doing("starting")
+    with terminable():
         return study(**asdict(options))
 
 

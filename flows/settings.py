@@ -7,6 +7,7 @@ runs a deployment in a process of its own, the flow applies the rest.
 
 from __future__ import annotations
 
+import logging
 import os
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -22,6 +23,7 @@ _DEFAULTS = {
     "DVC_NO_ANALYTICS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # how it makes a database is of no use to a study
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Whose turn it is must survive a restart: otherwise a run that a power cut ended blocks all that follow.
@@ -43,6 +45,12 @@ def apply() -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     secrets.keep_out()
+    logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
+
+
+def _is_no_empty_curve(record: logging.LogRecord) -> bool:
+    """DVC warns of an empty output, which the curve of a stage that trains nothing is."""
+    return not (record.msg == "'%s' is empty." and str(record.args).endswith(".jsonl',)"))
 
 
 def use_local_server() -> None:

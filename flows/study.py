@@ -21,10 +21,11 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, run_page, settings
+from flows import cluster, installation, live, run_page, settings
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
+from flows.progress import Progress
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
@@ -45,18 +46,25 @@ class StudyFailed(EckartError):
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
-def stage(planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror") -> State[Outcome]:
+def stage(
+    planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror", progress: Progress
+) -> State[Outcome]:
     """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
 
+    def heard(line: str) -> None:
+        log.info(line, extra=None if progress.heard(planned.name, line) else live.QUIET)
+
     def followed(command: str) -> Outcome | float:
-        with slots, mirror.following(planned):
-            return execute(planned, command, log.info)
+        with slots, mirror.following(planned), progress.running(planned.name):
+            return execute(planned, command, heard)
 
     try:
         outcome = stages.run(planned, followed)
     except (EckartError, OSError) as error:
+        progress.failed(planned.name, str(error))
         return Failed(message=str(error))
+    progress.done(outcome)
     mirror.record(outcome)
     place = f", in {outcome.place}" if outcome.place else ""
     return Completed(name=outcome.status, message=f"DVC: {outcome.status}{place}", data=outcome)
@@ -120,8 +128,14 @@ def _run(options: Options) -> list[Outcome]:
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
-        with stage_processes.reaping(), _executor(planned, options, side_by_side) as (execute, slots):
-            submit: Callable[..., Any] = partial(stage.submit, execute=execute, slots=slots, mirror=mirror)
+        progress = Progress(_in_order(planned), side_by_side, computed.seconds_before())
+        with (
+            live.shown(progress),
+            stage_processes.reaping(),
+            _executor(planned, options, side_by_side) as (execute, slots),
+        ):
+            told = {"execute": execute, "slots": slots, "mirror": mirror, "progress": progress}
+            submit: Callable[..., Any] = partial(stage.submit, **told)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
@@ -156,11 +170,16 @@ def _executor(
         yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)
 
 
-def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
-    """Run every stage once those before it are done; what needs a machine alone comes last and one after the other."""
-    futures: dict[str, PrefectFuture[Outcome]] = {}
+def _in_order(planned: Sequence[Planned]) -> list[Planned]:
+    """The stages as they are to begin: what needs a machine alone comes last."""
     phases = _phases(planned)
-    order = sorted(planned, key=lambda one: phases[one.name])
+    return sorted(planned, key=lambda one: phases[one.name])
+
+
+def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
+    """Run every stage once those before it are done; those that need a machine alone one after the other."""
+    futures: dict[str, PrefectFuture[Outcome]] = {}
+    order = _in_order(planned)
     for position, one in enumerate(order):
         waits: list[object] = [futures[name] for name in one.upstream]
         if one.twin in futures:

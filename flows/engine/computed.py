@@ -64,5 +64,13 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
         log.warning("%s cannot be written: %s", SECONDS, error)
 
 
+def seconds_before() -> dict[str, float]:
+    """Stage → seconds, of the run of this workspace before; empty where there was none."""
+    try:
+        return dict(json.loads(SECONDS.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
 def _path(cache_dir: Path, computation: str) -> Path:
     return cache_dir / "computed" / f"{computation}.json"
