@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from flows import installation, secrets, settings
@@ -50,6 +52,9 @@ Scheduler = Annotated[
 app = typer.Typer(
     cls=_Commands, help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+
+
+_COLUMNS = re.compile(r"\S {3,}\S|──")  # in each line of a table
 
 
 @app.callback()
@@ -107,17 +112,31 @@ def _run(options: Options) -> None:
     from flows import live, prefect_server, up_to_date  # slow imports, not for --help
     from flows.engine import torch_questions
 
-    with _ended_without_prefect(), live.terminal():
+    with _ended_with_words(), live.terminal():
         live.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
         live.doing("finding what is up to date")
         told = prefect_server.require()  # a server that is there is told of the run in any case
         outcomes = None if told else up_to_date.outcomes()
         if outcomes is None:
+            if not told:
+                prefect_server.keep_from_ctrl_c()
             outcomes = _by_prefect(options)
-    print(Path("reports/comparison.txt").read_text())
+    _print_comparison(Path("reports/comparison.txt"))
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
     print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+
+
+def _print_comparison(file: Path) -> None:
+    """Print tables and sentences; a terminal too narrow for a table gets its first columns."""
+    console, text = Console(highlight=False), file.read_text()
+    wide = [line for line in text.splitlines() if _COLUMNS.search(line) and len(line) > console.width]
+    if not (console.is_terminal and wide):
+        print(text)
+        return
+    for line in text.splitlines():
+        console.print(Text(line[: console.width] if line in wide else line))
+    print(f"\nThe tables are cut to the width of this terminal; {file} has all columns.\n")
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
@@ -133,12 +152,15 @@ def _by_prefect(options: Options) -> list[Outcome]:
 
 
 @contextmanager
-def _ended_without_prefect() -> Iterator[None]:
-    """The process ends if Prefect's server is gone."""
+def _ended_with_words() -> Iterator[None]:
+    """What ends a run says what is kept; Prefect's server that is gone ends the process."""
     import httpx  # a slow import, not for --help
 
     try:
         yield
+    except KeyboardInterrupt:
+        print("Interrupted. What is finished is kept: run again to go on.", file=sys.stderr)
+        raise
     except httpx.TransportError as error:
         cause = secrets.shown(str(error))
         print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
@@ -268,7 +290,7 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        with _ended_without_prefect():
+        with _ended_with_words():
             conclusion = flow.promotion(again=again)
     except Refused as refusal:
         _print_gates(refusal.gates)

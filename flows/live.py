@@ -74,7 +74,8 @@ def shown(progress: Progress) -> Iterator[None]:
         try:
             yield
         finally:
-            screen.progress = None
+            screen.progress, progress.note = None, _ignore
+            doing("finishing")
         return
     handlers = logging.getLogger().handlers
     own = {name: logging.getLogger(name).handlers for name in _DOUBLED}
@@ -89,6 +90,10 @@ def shown(progress: Progress) -> Iterator[None]:
             handler.removeFilter(_is_worth_it)
         for name, before in own.items():
             logging.getLogger(name).handlers = before
+
+
+def _ignore(line: str) -> None:
+    """What stages say that were killed at the end is of no use."""
 
 
 class _Screen:
@@ -122,13 +127,20 @@ class _Above(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if not record.getMessage().startswith("Finished in state"):  # said better
+            if not _is_of_a_state(record):
                 stage = getattr(record, "task_run_name", None)
                 told = f"{stage}: " if stage else ""
                 style = "red" if record.levelno >= logging.ERROR else "yellow"
                 self.screen.say(f"{told}{self.format(record)}", style)
         except Exception:  # as every handler does
             self.handleError(record)
+
+
+def _is_of_a_state(record: logging.LogRecord) -> bool:
+    """Prefect says how a run ended, which `Progress` and the command say better; a traceback is worth its lines."""
+    exception = record.exc_info and record.exc_info[0]
+    by_prefect = record.name in ("prefect.flow_runs", "prefect.task_runs") and record.levelno >= logging.ERROR
+    return by_prefect and not exception
 
 
 def _is_worth_it(record: logging.LogRecord) -> bool:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
@@ -65,6 +66,17 @@ def require() -> str | None:
             f"Prefect's server at {secrets.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
         )
     return address
+
+
+def keep_from_ctrl_c() -> None:
+    """Have a temporary server of Prefect's begin in a session of its own: Ctrl-C ends it only after what needs it."""
+    from prefect.server.api import server  # a slow import, which the temporary server needs anyway
+
+    class _Subprocess:
+        Popen = partial(subprocess.Popen, start_new_session=True)
+        TimeoutExpired = subprocess.TimeoutExpired
+
+    server.subprocess = _Subprocess  # type: ignore[assignment]
 
 
 def _await(server: subprocess.Popen[bytes], address: str) -> None:

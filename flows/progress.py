@@ -28,8 +28,8 @@ class Running:
     name: str
     since: float
     steps: Steps | None = None
-    steps_at: float = 0.0
-    """When it said so."""
+    heard: list[tuple[int, float]] = field(default_factory=list)
+    """Steps done, and when it said so: first and last of its present training."""
     said: str = ""
     """Its last line, without the steps."""
     trace: list[str] = field(default_factory=list)
@@ -68,6 +68,8 @@ class Progress:
         self.start = clock()
         self._workers, self._before, self._clock = workers, before, clock
         self._took: dict[str, float] = {}
+        self._last: dict[str, str] = {}
+        """What stages said last."""
         self._running: dict[str, Running] = {}
         self._done: set[str] = set()
         self._failed: set[str] = set()
@@ -83,6 +85,7 @@ class Progress:
         finally:
             with self._guard:
                 del self._running[name]
+                self._last[name] = one.said
             for line in one.trace:
                 self.note(line)
 
@@ -96,11 +99,13 @@ class Progress:
             if not steps:
                 one.said = line
                 return True
-            one.steps, one.steps_at = steps, self._clock()
+            again = bool(one.steps) and steps[0] <= one.heard[-1][0]  # a second training begins
+            one.heard = [*([] if again else one.heard[:1]), (steps[0], self._clock())]
+            one.steps = steps
             one.said = line.removeprefix(f"step {steps[0]}/{steps[1]}").strip()
             quarter, last = 4 * steps[0] // steps[1], one.shown
             one.shown = quarter
-            return quarter != last  # lower where a second training begins
+            return quarter != last
 
     def done(self, outcome: Outcome) -> None:
         """A stage is up to date."""
@@ -109,8 +114,9 @@ class Progress:
             if outcome.seconds is not None:
                 self._took[outcome.stage] = outcome.seconds
         if outcome.status == "Executed":
-            place = f", in {outcome.place}" if outcome.place else ""
-            self.note(f"{outcome.stage}: done in {duration(outcome.seconds or 0)}{place}")
+            place = f" in {outcome.place}" if outcome.place else ""
+            took, last = duration(outcome.seconds or 0), self._last.get(outcome.stage)
+            self.note(f"{outcome.stage} took {took}{place}{f': {last}' if last else ''}")
 
     def failed(self, name: str, cause: str) -> None:
         """A stage failed, and none that follows from it will run."""
@@ -142,9 +148,9 @@ class Progress:
         """Seconds that a stage still takes; None where nothing is known of its like."""
         running = self._running.get(one.name)
         elapsed = self._clock() - running.since if running else 0.0
-        if running and running.steps and running.steps[0]:
-            done, total = running.steps
-            return max(0.0, (running.steps_at - running.since) * total / done - elapsed)
+        if running and running.steps and len(running.heard) > 1:
+            (first, begin), (last, end) = running.heard
+            return max(0.0, end + (end - begin) / (last - first) * (running.steps[1] - last) - self._clock())
         if (one.twin or one.cached) and not running:  # the result of another is taken
             return 0.0
         expected = expectation(one.name, self._took, self._before)

@@ -130,8 +130,8 @@ def _run(options: Options) -> list[Outcome]:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
         progress = Progress(_in_order(planned), side_by_side, computed.seconds_before())
         with (
-            live.shown(progress),
             stage_processes.reaping(),
+            live.shown(progress),
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             told = {"execute": execute, "slots": slots, "mirror": mirror, "progress": progress}

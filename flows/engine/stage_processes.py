@@ -110,12 +110,16 @@ def reaping() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A SIGTERM ends this process as an exception does, so that what it started can be ended."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """A SIGTERM, or a terminal that is closed, ends this process as an exception does: what it started can be ended."""
+    ending = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        ending.append(signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _bury(group: int, exit_code: Callable[[], int]) -> None:
