@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tasks.candidate_files import CARDS
 from tasks.report.card import card
+from tasks.report.conclusion import conclusion
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
@@ -31,7 +32,7 @@ def compare() -> None:
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
-    TEXT.write_text(to_text(results) + "\n")
+    TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():
             (folder / f"{name}.md").write_text(content)

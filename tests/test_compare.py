@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 from eckart.targets import Target
 from tasks import compare
 from tasks.metrics import BY_KIND, MetricName, TaskKindName
-from tasks.report import heatmap, names, numbers, plots, results, seeds_table, summary
+from tasks.report import conclusion, heatmap, names, numbers, plots, results, seeds_table, summary
 from tasks.stage import StageError
 from tests.test_seeds_table import finished, made_up
 
@@ -609,6 +609,35 @@ def test_summary_says_what_chance_could_do(workspace: Path) -> None:
         r"Against the dense model this is a loss \(-0.1\d\d to -0.\d+\), against the control no loss that .* see \(-",
         text,
     )
+
+
+def test_the_smallest_keep_without_a_loss_is_recommended_and_validation_chooses_there(workspace: Path) -> None:
+    """400 rows tell 0.6 from 0.8, and neither 0.79 nor 0.78."""
+    make_study(["svd", "kfac"], [0.2, 0.3, 0.5], ["map"])
+    for recipe, keep, metric in (
+        ("svd", 0.2, 0.6),
+        ("kfac", 0.2, 0.6),
+        ("svd", 0.3, 0.78),
+        ("kfac", 0.3, 0.79),
+        ("svd", 0.5, 0.8),
+        ("kfac", 0.5, 0.8),
+    ):
+        make_candidate(recipe, keep, ["map"], metric)
+    assert conclusion.recommended(results.load_results()).name == "kfac-0.3"
+    chosen = Path("reports/evaluate/svd-0.3.json")
+    write(str(chosen), {**json.loads(chosen.read_text()), "validation": score(0.9)})
+    assert conclusion.recommended(results.load_results()).name == "svd-0.3"
+    compare.compare()
+    for text in (compare.TEXT.read_text(), re.sub("</?code>", "`", page())):
+        for sentence in conclusion.conclusion(results.load_results()):
+            assert plain(sentence) in plain(text)
+
+
+def test_where_every_candidate_loses_the_first_on_validation_rows_is_recommended(workspace: Path) -> None:
+    make_perplexities(10.0, svd=(90.0, 30.0), kfac=(40.0, 15.0))
+    found = results.load_results()
+    assert {found.gain(one.after, results.DENSE) for one in found.candidates} == {-1}
+    assert conclusion.recommended(found).name == "kfac-0.5"
 
 
 def test_an_interval_is_on_the_side_of_what_rows_decide(workspace: Path) -> None:

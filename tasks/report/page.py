@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eckart.recipe import captions
+from tasks.report.conclusion import conclusion
 from tasks.report.details import details
 from tasks.report.goals import goal_rows
 from tasks.report.heatmap import heat_maps, order_of_kinds
@@ -44,6 +45,7 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
     return environment.get_template("page.html.j2").render(
         results=results,
         metric=results.metric,
+        conclusion=[sentence.split("`") for sentence in conclusion(results)],
         summary=summary(results),
         dense=dense_rows(results),
         legend=legend("The best at each keep stands out"),

@@ -96,6 +96,10 @@ class TestAfterTheFirstRun:
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
 
+    def test_of_curves_that_are_empty_nothing_is_said(self, study: Study) -> None:
+        assert not (study.root / "reports/search/svd-0.5.jsonl").read_text()
+        assert ".jsonl" not in study.stdout + study.stderr
+
     def test_dvc_has_nothing_to_do(self, workspace: Path) -> None:
         assert call(workspace, "dvc", "status", "--json").strip() == "{}"
 
