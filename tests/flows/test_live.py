@@ -32,7 +32,7 @@ class Terminal:
         self.raw = ""
         self._ours, theirs = pty.openpty()
         environment = {**environment, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-        self.process = forked.start(forked._become, ["flows", "run"], str(root), environment, os.ttyname(theirs))
+        self.process = forked.start(_interruptible, ["flows", "run"], str(root), environment, os.ttyname(theirs))
         self._theirs = theirs
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -55,6 +55,11 @@ class Terminal:
         for file in (self._ours, self._theirs):
             os.close(file)
         return self.process.exitcode
+
+
+def _interruptible(words: list[str], root: str, environment: dict[str, str], said: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
+    forked._become(words, root, environment, said)
 
 
 def workspace(root: Path, last: str) -> Path:
