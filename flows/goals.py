@@ -29,7 +29,8 @@ def pursue(run: Callable[[], None], say: Callable[[str], None]) -> None:
     while wanted := [one for one in asked(load_results()) if one.closer]:
         keeps = list(dict.fromkeys(one.closer for one in wanted if one.closer))
         say(f"Looking closer at keep {', '.join(keeps)}, now in {PARAMS}, for {_enumerated(wanted)}.")
-        params_file.update({"study": {"keeps": [*params.section("study.keeps", list), *map(float, keeps)]}})
+        more = {*params.section("study.keeps", list), *map(float, keeps)}
+        params_file.update({"study": {"keeps": sorted(more, reverse=True)}})
         run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -193,5 +194,7 @@ def in_words(changes: Mapping[str, Any], path: str = "") -> list[str]:
     return [
         line
         for key, value in changes.items()
-        for line in (in_words(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}: {value}"])
+        for line in (
+            in_words(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}: {json.dumps(value)}"]
+        )
     ]

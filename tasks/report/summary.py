@@ -9,9 +9,9 @@ from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scor
 
 
 def summary(results: Results) -> list[str]:
-    """Sentences that together are the paragraph on top of the page."""
-    sentences = [_dense(results), *(sentence for keep in results.keeps for sentence in _best_at(results, keep))]
-    return [sentence for sentence in (*sentences, _setbacks(results)) if sentence]
+    """A paragraph about the dense model, one for each keep, and one on what recovery worsened, if it did."""
+    paragraphs = [_dense(results), *(" ".join(_best_at(results, keep)) for keep in results.keeps), _setbacks(results)]
+    return [one for one in paragraphs if one]
 
 
 def _dense(results: Results) -> str:

@@ -309,10 +309,10 @@ def _goals(results: Results) -> Table:
     table = Table(box=SIMPLE_HEAD, title="what was asked for, and what there is", title_justify="left")
     for name in ("goal", "candidate", "found"):
         table.add_column(name, no_wrap=True)
-    for name in (results.metric.title, "size", "speedup"):
+    for name in (results.metric.title, "difference", "size", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in goal_rows(results):
-        table.add_row(row.goal, row.candidate, row.found, row.metric, row.bytes, row.speedup)
+        table.add_row(row.goal, row.candidate, row.found, row.metric, row.difference, row.bytes, row.speedup)
     return table
 
 
