@@ -49,6 +49,7 @@ def evaluate(recipe: str, keep: str) -> None:
         validation=scores.validation,
         size=size(model, FINETUNED / name, task.max_length),
         zero_shot=scores.zero_shot,
+        continuations=scores.continuations,
         targets=sizes,
         target_parameters=sum(size.parameters for size in sizes.values()),
     )

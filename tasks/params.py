@@ -179,6 +179,7 @@ class Evaluate(Section):
     batch_size: Count
     zero_shot: tuple[str, ...]
     probes: Annotated[int, Field(ge=0)]
+    continuation: Annotated[int, Field(ge=0)]
 
 
 class Export(Section):

@@ -53,6 +53,15 @@ class Size(BaseModel):
     bytes: int
 
 
+class Continuation(BaseModel):
+    """What a language model writes, greedily, behind the beginning of a block of the test text."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    beginning: str
+    text: str
+
+
 class Scores(BaseModel):
     """Of a model that could be shipped."""
 
@@ -64,6 +73,8 @@ class Scores(BaseModel):
     """On the validation rows, by which candidates and trials are chosen."""
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
+    continuations: tuple[Continuation, ...]
+    """Of a language model, evaluate.continuation tokens each."""
 
 
 class DenseReport(Scores):
@@ -105,6 +116,8 @@ class Evaluation(BaseModel):
     size: Size
     zero_shot: dict[str, dict[str, float]]
     """Of the recovered model, as of the teacher."""
+    continuations: tuple[Continuation, ...]
+    """Alike."""
     targets: dict[str, TargetSize]
     target_parameters: int
     """Of all targets of the recovered model."""

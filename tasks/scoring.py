@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tasks.continuations import continuations
 from tasks.dataset import Split, load_split, load_task
 from tasks.kinds import kind_of
 from tasks.kinds.kind import Scored
@@ -41,6 +42,7 @@ def all_scores(
         score=test.score,
         validation=score_on("validation", model, tokenizer, name).score,
         zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
+        continuations=continuations(model, tokenizer, settings.continuation),
     )
     return scores, test.rows
 

@@ -200,7 +200,7 @@ def test_zero_steps_of_recovery_leave_the_dense_model_as_its_control(own_workspa
     run_stage("control")
     run_stage("dense")
     dense = read("reports/dense.json")
-    assert dense["control"] == {name: dense[name] for name in ("score", "validation", "zero_shot")}
+    assert dense["control"] == {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
     assert digests(Path("models/control"))["model.safetensors"] == digests(Path("models/teacher"))["model.safetensors"]
 
 

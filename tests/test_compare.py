@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from markupsafe import escape
 from ruamel.yaml import YAML
 
 from eckart.targets import Target
@@ -100,7 +102,7 @@ def make_study(
 
 
 def write_dense(dense: float, control: float, **changes: Any) -> None:
-    scores = {"validation": score(dense), "zero_shot": {}}
+    scores = {"validation": score(dense), "zero_shot": {}, "continuations": []}
     report = {"score": score(dense), **scores, "size": size(1000), "control": {"score": score(control), **scores}}
     write("reports/dense.json", {**report, **changes})
     write_rows("dense", dense=dense, control=control)
@@ -180,7 +182,14 @@ def make_candidate(
     total = after + sum(10 * each["rows"] for each in sizes.values())
     write(
         f"reports/evaluate/{name}.json",
-        {**scores, "size": size(700), "zero_shot": {}, "targets": sizes, "target_parameters": total},
+        {
+            **scores,
+            "size": size(700),
+            "zero_shot": {},
+            "continuations": [],
+            "targets": sizes,
+            "target_parameters": total,
+        },
     )
     make_benchmark(name, dense={"torch": 1.0}, candidate={"torch": 1.5})
     write(f"reports/finetune/{name}.jsonl", curve(10) if recovered is None else recovered)
@@ -829,6 +838,29 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     assert "piqa.acc" in page()
     _, line = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
     assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")
+
+
+def test_what_language_models_write_is_shown_as_text_alone() -> None:
+    """It may be anything, Markdown and HTML too; without any nothing is said."""
+    make_study(["svd", "kfac"], [0.5], ["map"], metric="perplexity", dense=20.0)
+    compare.compare()
+    cards = [compare.CARDS / name for name in ("svd-0.5.md", "kfac-0.5.md")]
+    assert "What they write" not in page()
+    assert "What it writes" not in cards[0].read_text()
+    nasty = "a <b>\n\n```\n# head\r[x](y)\n~~~\n</code></pre>\n---\n| c | {{ d }} " + "long " * 50
+    texts = {"dense": f"{nasty}, dense", "svd-0.5": f"{nasty}, svd", "kfac-0.5": f"{nasty}, kfac"}
+    for name, text in texts.items():
+        path = "reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json"
+        write(path, {**json.loads(Path(path).read_text()), "continuations": [{"beginning": nasty, "text": text}]})
+    compare.compare()
+    shown = Path("reports/comparison.html").read_bytes().decode()  # line ends as they are
+    assert all(str(escape(text)) in shown for text in texts.values())
+    assert "<b>" not in page()
+    parsed = MarkdownIt("commonmark").parse(ModelCard.load(cards[0]).text)
+    code = [token.content.split() for token in parsed if token.type == "code_block"]
+    assert code == [text.split() for text in (nasty, texts["dense"], texts["svd-0.5"])]
+    assert [token.content for token in parsed if token.type.startswith("html")] == []
+    assert [token.tag for token in parsed if token.type == "heading_open"].count("h1") == 1
 
 
 def test_the_page_says_in_what_precision_and_how_many_processes_models_trained() -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from gguf import GGUFWriter
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -45,6 +45,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     """A token a byte."""
     letters = Tokenizer(BPE({letter: position for position, letter in enumerate([*ALPHABET, "</s>"])}, []))
     letters.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", pad_token="</s>")
 
 
@@ -211,6 +212,13 @@ class TestStages:
         assert found["metrics"] == {"perplexity": found["metric"]}
         assert len(encoded("calibration", tokenizer())) == 8
         assert "lower is better" in Path("reports/comparison.html").read_text()
+        dense, small = (
+            json.loads(Path(f"reports/{name}.json").read_text())["continuations"]
+            for name in ("dense", "evaluate/kfac-0.5")
+        )
+        assert [one["beginning"] for one in dense] == [one["beginning"] for one in small]
+        assert {len(one["beginning"]) for one in small} == {6}  # bytes, half a block
+        assert "goes on" in Path("reports/cards/kfac-0.5.md").read_text()
 
     def test_no_steps_of_recovery_are_scored_once(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         settings = params()

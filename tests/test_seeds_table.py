@@ -72,8 +72,8 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
-    dense |= {"zero_shot": {}, "validation": dense["score"]}
-    dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot")}
+    dense |= {"zero_shot": {}, "continuations": [], "validation": dense["score"]}
+    dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
     (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
     (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
     (root / "data/splits").mkdir()

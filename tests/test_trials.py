@@ -20,7 +20,7 @@ def scored(root: Path, name: str, validation: float) -> None:
     score = {"metric": 1.0, "loss": 1.0, "rows": 4, "metrics": {}}
     found = {"shaped": None, "factorized": None, "recovered": score, "validation": {**score, "metric": validation}}
     size = {"model_parameters": 1, "macs_per_token": 1, "bytes": 1}
-    found |= {"size": size, "zero_shot": {}, "targets": {}, "target_parameters": 1}
+    found |= {"size": size, "zero_shot": {}, "continuations": [], "targets": {}, "target_parameters": 1}
     (root / "reports/evaluate").mkdir(parents=True, exist_ok=True)
     (root / f"reports/evaluate/{name}.json").write_text(json.dumps(found))
 

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from tasks import params
 from tasks.kinds import kind_of
 from tasks.metrics import TaskKindName
+from tasks.report.continuations import as_code, beginnings, written
 from tasks.report.provenance import provenance
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
@@ -50,6 +51,9 @@ def card(results: Results, one: CandidateResults) -> str:
         files=[each for each in runtime_rows(results) if each.name in ("dense", one.name)]
         if one.name in results.exports
         else [],
+        beginnings=beginnings(results),
+        written=written(results, [one]),
+        as_code=as_code,
         facts=provenance(results).facts,
         auto=kind_of(results.task).auto.__name__,
         recipe=_yaml({one.recipe: params.section(f"recipes.{one.recipe}", dict[str, Any])}),

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from eckart.recipe import captions
 from tasks.report.conclusion import conclusion
+from tasks.report.continuations import beginnings, written
 from tasks.report.details import details
 from tasks.report.goals import goal_rows
 from tasks.report.heatmap import heat_maps, order_of_kinds
@@ -57,6 +58,8 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         searches={recipe: Markup(plot) for recipe, plot in search_svgs(results).items()},
         recoveries={recipe: Markup(plot) for recipe, plot in recovery_svgs(results).items()},
         zero_shot=zero_shot(results),
+        beginnings=beginnings(results),
+        written=written(results, results.candidates),
         shaped=shaped(results),
         goals=list(goal_rows(results)),
         runtimes=runtime_rows(results),
