@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tasks import packages
+from tasks import licence, packages
 from tasks.dataset import Task
 from tasks.kinds import kind_of
 from tasks.models import UNLOADABLE, check_weights
@@ -35,8 +35,8 @@ _CONVERT = (
 """What makes safetensors of a pickle, of which it reads tensors alone."""
 
 
-def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base model in `params.dtype` with a head for `task`.
+def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, licence.Licence]:
+    """The base model in `params.dtype` with a head for `task`, its tokenizer and what its card says of its licence.
 
     A head that the base model has already is kept, its outputs put into the order of the task's labels.
 
@@ -60,6 +60,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             model = kind.auto.from_pretrained(
                 source, use_safetensors=True, dtype=getattr(torch, params.dtype), **options, **kind.head(task)
             )
+            terms = licence.stated(source, options["revision"])
         except UNLOADABLE as error:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
@@ -75,7 +76,7 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     _check_prefix(found, task)
     if task.labels:
         _order_outputs(model, found.id2label, task.labels)
-    return model, tokenizer
+    return model, tokenizer, terms
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:

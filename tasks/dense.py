@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tasks import licence
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import CONTROL, TEACHER, load, place, size
@@ -24,7 +25,7 @@ def dense() -> None:
         place(model)
         control, control_rows = all_scores(model, tokenizer, "control")
     write_rows("dense", {"dense": rows, "control": control_rows})
-    result = DenseReport(**dict(scores), size=measured, control=control)
+    result = DenseReport(**dict(scores), size=measured, control=control, licence=licence.stated(TEACHER))
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
 
 

@@ -83,6 +83,8 @@ class DenseReport(Scores):
     size: Size
     control: Scores
     """Of the teacher with the recovery that candidates get."""
+    licence: dict[str, str]
+    """Of the base model (tasks/licence.py)."""
 
 
 class TargetSize(BaseModel):

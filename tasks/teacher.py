@@ -9,6 +9,7 @@ import math
 
 from transformers import set_seed
 
+from tasks import licence
 from tasks.base_model import load_base
 from tasks.batches import encoded
 from tasks.dataset import load_task
@@ -27,7 +28,7 @@ def teacher() -> None:
     kind = kind_of(task)
     seed = section("seed", Seed)
     set_seed(seed)
-    model, tokenizer = load_base(section("model", Model), task)
+    model, tokenizer, terms = load_base(section("model", Model), task)
     check_length(model, task.max_length, "data.max_length")
     check_length(model, task.target_length or 0, "data.target_length")
     data = encoded("train", tokenizer)
@@ -49,6 +50,7 @@ def teacher() -> None:
         )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        licence.write(folder, terms)
 
 
 if __name__ == "__main__":

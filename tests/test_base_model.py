@@ -33,7 +33,7 @@ RATING = a_task("regression", (), "pearson")
 
 
 def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_base(Model(base=source, revision=None, dtype="float32", device_map=None), task)
+    return load_base(Model(base=source, revision=None, dtype="float32", device_map=None), task)[:2]
 
 
 def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:

@@ -103,7 +103,13 @@ def make_study(
 
 def write_dense(dense: float, control: float, **changes: Any) -> None:
     scores = {"validation": score(dense), "zero_shot": {}, "continuations": []}
-    report = {"score": score(dense), **scores, "size": size(1000), "control": {"score": score(control), **scores}}
+    report = {
+        "score": score(dense),
+        **scores,
+        "size": size(1000),
+        "licence": {},
+        "control": {"score": score(control), **scores},
+    }
     write("reports/dense.json", {**report, **changes})
     write_rows("dense", dense=dense, control=control)
 
@@ -928,6 +934,16 @@ def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
     assert stated == {"kfac": params["recipes"]["kfac"]}
     assert re.search(r"^\| kfac-0\.5 \| 0\.660 \|", card.text, re.MULTILINE)
     assert "AutoModelForSequenceClassification.from_pretrained" in card.text
+
+
+def test_a_card_states_the_licence_of_the_base_model() -> None:
+    """In the hub's words; where the base model states none, neither does the card."""
+    make_study(["svd"], [0.5], ["map"])
+    for licence in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
+        write_dense(0.8, 0.8, licence=licence)
+        compare.compare()
+        found = ModelCard.load(compare.CARDS / "svd-0.5.md").data.to_dict()
+        assert {key: value for key, value in found.items() if key.startswith("license")} == licence
 
 
 def test_nothing_is_said_of_files_where_none_is_exported() -> None:

@@ -71,6 +71,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
         (root / folder).mkdir(parents=True, exist_ok=True)
     rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
+    dense["licence"] = {}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     dense |= {"zero_shot": {}, "continuations": [], "validation": dense["score"]}
     dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}

@@ -76,6 +76,9 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
     )
     return ModelCardData(
         base_model=_hub_id(model.base),
+        license=results.dense.licence.get("license"),
+        license_name=results.dense.licence.get("license_name"),
+        license_link=results.dense.licence.get("license_link"),
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["eckart", "low-rank", "compression", one.recipe],
