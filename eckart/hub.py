@@ -8,15 +8,20 @@ transformers then asks the quantizer registered here to swap the modules before 
 
 gives the model that was saved: every architecture, safetensors, no remote code. Its weights are the same bits, its
 answers the same to rounding: how some processors sum a product depends on where in memory its operands begin.
+
+transformers alone would skip a quantizer that it does not know, and answer with random weights in place of the factors.
+So `config.json` names as the file of weights what is no file, in words, which transformers quotes as it fails; with
+this package imported it is read as if it were not there.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -30,6 +35,9 @@ from eckart.layers import (
     replace,
     residual_rows,
 )
+
+NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
+"""What transformers quotes where it meets a compressed model alone."""
 
 
 @register_quantization_config("eckart")
@@ -76,6 +84,11 @@ class EckartQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Of what a quantizer is asked before transformers looks for the weights, this alone sees the config."""
+        forget_needed(config)
+        return config
+
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return True
 
@@ -101,3 +114,13 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
     describe(model)
     model.save_pretrained(folder)
+    if factorized(model):
+        file = folder / "config.json"
+        content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def forget_needed(config: PreTrainedConfig) -> None:
+    """Have `config` name no file of weights, where what it names is NEEDED."""
+    if getattr(config, "transformers_weights", None) == NEEDED:
+        del config.transformers_weights

@@ -36,6 +36,11 @@ class LowRankMap(nn.Module):
         return self.right.shape[0]
 
     @property
+    def dense_bias(self) -> Tensor | None:
+        """`(out,)`."""
+        return self.bias
+
+    @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
         """`(out, in)`."""
@@ -161,14 +166,34 @@ class HeadRows(nn.Module):
         self.factor = nn.Parameter(torch.empty(heads * rank, in_features))
         self.bias = nn.Parameter(torch.empty(heads * rank)) if bias else None
 
+    transposed = False
+
     @property
     def rank(self) -> int:
         return len(self.factor) // self.heads
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)`."""
+        return self.heads * self.width, self.factor.shape[1]
+
+    @property
+    def dense_bias(self) -> Tensor | None:
+        """`(out,)`."""
+        return None if self.bias is None else self._spread(self.bias[:, None])[:, 0]
+
+    def dense(self) -> Tensor:
+        """Ŵ `(out, in)`, with rows of zeros."""
+        return self._spread(self.factor)
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        """`(heads · rank, n)` → `(heads · width, n)`."""
+        return pad(rows.unflatten(0, (self.heads, self.rank)), (0, 0, 0, self.width - self.rank)).flatten(0, 1)
+
+    @property
     def weight(self) -> Tensor:
         """As that of a LowRankLinear."""
-        return self.factor.new_empty((self.heads * self.width, self.factor.shape[1]))
+        return self.factor.new_empty(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear(x, self.factor, self.bias).unflatten(-1, (self.heads, self.rank))
@@ -216,6 +241,7 @@ def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
     weight = module.get_parameter("weight")
     with torch.device(weight.device):
         layer = HeadRows(in_features, out_features, heads, rank, bias=getattr(module, "bias", None) is not None)
+    layer.transposed = isinstance(module, Conv1D)
     return layer.to(weight.dtype)
 
 
@@ -276,20 +302,21 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
         ValueError: the target is not factorized.
     """
     layer = model.get_submodule(name)
-    if not isinstance(layer, LowRankMap):
+    if not isinstance(layer, LowRankMap | HeadRows):
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
     with torch.device("meta"):  # draws no random weights
         module = _dense(layer)
-    module = module.to_empty(device=layer.right.device).to(layer.right.dtype).train(layer.training)
-    set_weight(module, layer.dense())
-    if layer.bias is not None:
+    weight, bias = layer.dense(), layer.dense_bias
+    module = module.to_empty(device=weight.device).to(weight.dtype).train(layer.training)
+    set_weight(module, weight)
+    if bias is not None:
         with torch.no_grad():
-            module.get_parameter("bias").copy_(layer.bias)
+            module.get_parameter("bias").copy_(bias)
     replace(model, name, module)
     return module
 
 
-def _dense(layer: LowRankMap) -> nn.Module:
+def _dense(layer: LowRankMap | HeadRows) -> nn.Module:
     out_features, in_features = layer.shape
     if _reads_ids(layer):
         return nn.Embedding(in_features, out_features)

@@ -319,13 +319,21 @@ def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path
 @app.command()
 def export(
     candidate: Annotated[str, typer.Argument(help="of models/finetuned, or the path of any Hugging Face folder")],
-    file: Annotated[Path, typer.Argument(help="what to write: FILE.onnx")],
-    int8: Annotated[bool, typer.Option("--int8", help="with weights in int8")] = False,
+    target: Annotated[Path, typer.Argument(help="what to write: FILE.onnx, or with --dense a folder")],
+    int8: Annotated[bool, typer.Option("--int8", help="ONNX with weights in int8")] = False,
+    dense: Annotated[bool, typer.Option("--dense", help="a plain Hugging Face folder, with merged factors")] = False,
 ) -> None:
-    """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives."""
-    from tasks.onnx_files import to_onnx  # a slow import, not for --help
+    """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives, or as a model for any tool."""
+    if dense and int8:
+        raise EckartError("--dense and --int8 contradict each other: give one of them")
+    if dense:
+        from tasks.plain_folder import to_plain  # slow imports, not for --help
 
-    print(to_onnx(candidate, file, int8))
+        print(to_plain(candidate, target))
+        return
+    from tasks.onnx_files import to_onnx
+
+    print(to_onnx(candidate, target, int8))
 
 
 @app.command()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file, find_adapter_config_file
 
+from eckart.hub import forget_needed
 from eckart.macs import macs
 from tasks.records import Size
 from tasks.stage import StageError
@@ -73,6 +74,7 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
     """
     if find_adapter_config_file(str(source), revision=revision):
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
+    forget_needed(config)
     named = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
     files = _indexed(source, named, revision) if named.endswith(".json") else [named]
     if not all(file.endswith(".safetensors") for file in files):

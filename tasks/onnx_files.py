@@ -66,7 +66,7 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
     """
     if file.suffix != ".onnx" or file.is_dir():
         raise StageError(f"{file}: write a file name that ends with .onnx")
-    folder = _folder(name)
+    folder = folder_of(name)
     quiet()
     try:
         model, tokenizer = load(folder, _auto(), torch.float32)
@@ -97,7 +97,12 @@ def _auto() -> Any:
     return kind_of(load_task()).auto if (SPLITS / "task.json").exists() else AutoModelForSequenceClassification
 
 
-def _folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
+    """Of the candidate `name`, or the Hugging Face folder at that path.
+
+    Raises:
+        StageError: there is neither.
+    """
     candidate, path = FINETUNED / name, Path(name)
     if (candidate / "config.json").exists():
         return candidate

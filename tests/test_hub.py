@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -228,3 +231,18 @@ def test_saving_leaves_the_model_as_it_was(tmp_path):
     save(model, tmp_path)
     assert torch.equal(logits(model), expected)
     assert factorized(model)
+
+
+def test_transformers_alone_refuses_it_and_names_the_package(tmp_path):
+    """It would skip the quantizer, and answer with random weights."""
+    save(compress(tiny.llama()), tmp_path)
+    code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert re.search(r"^ValueError: .*\beckart\b", done.stderr, re.MULTILINE)
+    assert not hasattr(load(tmp_path).config, "transformers_weights")
+
+
+def test_what_is_dense_needs_nothing(tmp_path):
+    save(tiny.llama(), tmp_path)
+    assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
