@@ -17,6 +17,7 @@ this package imported it is read as if it were not there.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ class EckartQuantizer(HfQuantizer):
     requires_calibration = True  # the weights must come from a file
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.ranks:
-            replace(model, name, self.quantization_config.layer(name, model.get_submodule(name)))
+            if (place := _place(model, name, names)) is not None:
+                replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
@@ -100,6 +103,16 @@ class EckartQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         """The factors are ordinary parameters: the Trainer may train them without adapters."""
         return True
+
+
+def _place(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
+    """Where the map `name` of the model that was saved is in this one, whose modules are `names`.
+
+    Without its head (`AutoModel`) a model has shorter names, and None in place of what was of the head.
+    """
+    prefix = f"{model.base_model_prefix}."
+    found = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in names), None)
+    return name if found is None and model.base_model is not model else found
 
 
 def describe(model: PreTrainedModel) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -231,6 +232,35 @@ def test_saving_leaves_the_model_as_it_was(tmp_path):
     save(model, tmp_path)
     assert torch.equal(logits(model), expected)
     assert factorized(model)
+
+
+@FAMILIES
+def test_it_loads_without_its_head(family, tmp_path):
+    """Under other names, and without what was factorized of the head; with a new head it is whole again."""
+    model = compress(tiny.FAMILIES[family]())
+    save(model, tmp_path / "whole")
+    bare = AutoModel.from_pretrained(tmp_path / "whole")
+    assert bare.base_model is bare
+    prefix = f"{model.base_model_prefix}."
+    ranks = factorized(model)
+    assert factorized(bare) == {name.removeprefix(prefix): ranks[name] for name in ranks if name.startswith(prefix)}
+    state, whole = bare.state_dict(), model.state_dict()
+    assert all(torch.equal(value, whole[f"{prefix}{name}"]) for name, value in state.items())
+    save(bare, tmp_path / "bare")
+    again = load(tmp_path / "bare", num_labels=tiny.LABELS)
+    assert factorized(again) == {name: rank for name, rank in ranks.items() if name.startswith(prefix)}
+    again = again.base_model.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in state.items())
+
+
+def test_a_map_that_the_model_has_not_is_an_error(tmp_path):
+    save(compress(tiny.bert()), tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["ranks"]["bert.absent"] = 3
+    file.write_text(json.dumps(config))
+    with pytest.raises(AttributeError, match="absent"):
+        load(tmp_path)
 
 
 def test_transformers_alone_refuses_it_and_names_the_package(tmp_path):
