@@ -1,0 +1,188 @@
+"""vLLM runs compressed language models in their factors: its plug-in, which knows `quant_method: eckart`.
+
+It stands outside the package, and imports nothing of it: vLLM asks for older versions of transformers than eckart does.
+In vLLM's environment `pip install --no-deps` brings it, and vLLM finds it (entry point `vllm.general_plugins`).
+
+vLLM runs maps that read the same as one layer, `qkv_proj` or `gate_up_proj`: their right factors are one product, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+_MERGE = "merge it with `eckart export --dense`, and serve that"
+_QKV = {"q": 0, "k": 1, "v": 2}
+
+
+def register() -> None:
+    """vLLM calls it in each of its processes; the import of this file has done all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one of the maps of a layer is stored."""
+
+    rank: int | None
+    """None where it is dense."""
+    rows: int = 0
+    """Of the sparse residual."""
+    pivoted: bool = False
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """Name in the file → shape."""
+        if self.rank is None:
+            return {"weight": (out_features, in_features)}
+        right = {"right": (self.rank, in_features)}
+        if self.pivoted:
+            return {**right, "others": (out_features - self.rank, self.rank), "places": (out_features,)}
+        residual = {"residual": (self.rows, in_features), "rows": (self.rows,)} if self.rows else {}
+        return {**right, "left": (out_features, self.rank), **residual}
+
+
+class LowRankMethod(LinearMethodBase):
+    """y = (x rightᵀ) leftᵀ for each of the maps of a layer: x `(…, in)` → the outputs of all, `(…, out)`."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Flat memory for what the files hold under each name, the maps one behind the other."""
+        if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
+            raise ValueError(f"factors run on one device: set tensor_parallel_size=1, or {_MERGE}")
+        outs = output_partition_sizes if len(self.parts) > 1 else [output_size]
+        layer.eckart_shapes = [part.shapes(out, input_size) for part, out in zip(self.parts, outs, strict=True)]
+        for name in dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes):
+            sizes = [_numel(shapes.get(name)) for shapes in layer.eckart_shapes]
+            dtype = {"places": torch.int32, "rows": torch.int64}.get(name, params_dtype)
+            parameter = nn.Parameter(torch.empty(sum(sizes), dtype=dtype), requires_grad=False)
+            parameter.weight_loader = _Loader(name, sizes)  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Right factors stay together; what else a map has is a parameter of its own, and pivots become factors."""
+        stored = {name: list(_split(layer, name)) for name in dict.fromkeys(n for s in layer.eckart_shapes for n in s)}
+        for name in stored:
+            delattr(layer, name)
+        _register(layer, "right", torch.cat([right for right in stored.pop("right") if right is not None]))
+        for number, part in enumerate(self.parts):
+            tensors = {name: values[number] for name, values in stored.items() if values[number] is not None}
+            if part.pivoted:
+                others = tensors.pop("others")
+                identity = torch.eye(others.shape[1], dtype=others.dtype, device=others.device)
+                tensors["left"] = torch.cat([identity, others]).index_select(0, tensors.pop("places"))
+            for name, values in tensors.items():
+                _register(layer, f"{name}_{number}", values)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        components = linear(x, layer.right).split([part.rank for part in self.parts if part.rank is not None], -1)
+        low_rank, outputs = iter(components), []
+        for number, part in enumerate(self.parts):
+            if part.rank is None:
+                y = linear(x, getattr(layer, f"weight_{number}"))
+            else:
+                y = linear(next(low_rank), getattr(layer, f"left_{number}"))
+            if part.rows:
+                residual = linear(x, getattr(layer, f"residual_{number}"))
+                y = y.index_add(-1, getattr(layer, f"rows_{number}"), residual)
+            outputs.append(y)
+        together = torch.cat(outputs, -1)
+        return together if bias is None else together + bias
+
+
+def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
+    """What each map has in the flat memory of `name`, in its shape; None where it has nothing."""
+    start = 0
+    for shapes in layer.eckart_shapes:
+        end = start + _numel(shapes.get(name))
+        yield getattr(layer, name).data[start:end].view(shapes[name]) if name in shapes else None
+        start = end
+
+
+def _register(layer: nn.Module, name: str, values: Tensor) -> None:
+    layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Where the numbers of each map belong in the flat memory of a name."""
+
+    name: str
+    sizes: list[int]
+
+    def __call__(self, parameter: nn.Parameter, loaded: Tensor, shard: str | int | None = None) -> None:
+        number = _QKV[shard] if isinstance(shard, str) else shard or 0
+        if loaded.numel() != self.sizes[number]:
+            raise ValueError(f"{self.name} has {loaded.numel()} numbers, and config.json says {self.sizes[number]}")
+        start = sum(self.sizes[:number])
+        parameter.data[start : start + loaded.numel()].copy_(loaded.reshape(-1))
+
+
+def _numel(shape: tuple[int, ...] | None) -> int:
+    return 0 if shape is None else torch.Size(shape).numel()
+
+
+@register_quantization_config("eckart")
+class EckartConfig(QuantizationConfig):
+    """What config.json says of a compressed model (eckart/hub.py)."""
+
+    def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
+        super().__init__()
+        self.parts = {name: Part(rank, rows.get(name, 0), name in pivoted) for name, rank in ranks.items()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> EckartConfig:
+        if config.get("heads"):
+            raise ValueError(f"vLLM does not run factorized products of queries and keys: {_MERGE}")
+        return cls(config["ranks"], config.get("rows") or {}, config.get("pivoted") or [])
+
+    @classmethod
+    def get_name(cls) -> str:
+        return "eckart"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Of a GPU: any, as there are no kernels of its own."""
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self.parts = hf_to_vllm_mapper.apply_dict(self.parts)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """
+        Raises:
+            ValueError: an embedding or a head is factorized.
+        """
+        if not isinstance(layer, LinearBase):
+            if prefix in self.parts:
+                raise ValueError(f"vLLM does not run {prefix} in factors: {_MERGE}")
+            return None
+        parent, _, child = prefix.rpartition(".")
+        names = [f"{parent}.{each}" for each in self.packed_modules_mapping.get(child, [child])]
+        parts = [self.parts.get(name, Part(None)) for name in names]
+        return LowRankMethod(parts) if any(name in self.parts for name in names) else UnquantizedLinearMethod()
