@@ -42,7 +42,15 @@ html_copy_source = False
 
 _BELOW = {
     "README": {
-        "Use": ["docs/tour", "docs/tasks", "docs/big-models", "docs/files-to-ship", "docs/serving", "docs/safety", "examples/README"],
+        "Use": [
+            "docs/tour",
+            "docs/tasks",
+            "docs/big-models",
+            "docs/files-to-ship",
+            "docs/serving",
+            "docs/safety",
+            "examples/README",
+        ],
         "Methods and results": ["docs/methods", "docs/results/README", "docs/papers", "docs/benchmarks"],
         "The pipeline": [
             "studies/README",
