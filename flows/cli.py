@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -191,6 +192,9 @@ def serve(
     task_runner: TaskRunner = "threads",
     scheduler: Scheduler = None,
     promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
+    notify: Annotated[
+        list[str] | None, typer.Option(help="a notification block of Prefect's, such as slack-webhook/team; repeatable")
+    ] = None,
 ) -> None:
     """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
     options = Options(workers, timeout, task_runner, scheduler)
@@ -199,7 +203,25 @@ def serve(
     from tasks import check_params
 
     check_params.check()
-    schedule.serve(name, cron, timezone, options, promote)
+    schedule.serve(name, cron, timezone, options, promote, notify or ())
+
+
+@app.command("notify")
+def set_up_notifications(
+    blocks: Annotated[
+        list[str] | None, typer.Argument(help="of Prefect's, such as slack-webhook/team; none: tell nobody")
+    ] = None,
+    name: Annotated[str, typer.Option(help="of the deployment; prefect.yaml calls it pool")] = "pool",
+    hours: Annotated[float, typer.Option(min=0.01, help="without a success, after which that is told")] = 26,
+) -> None:
+    """Have Prefect's server tell what comes of the runs of a deployment; `serve --notify` does it for its own."""
+    settings.use_local_server()
+    from flows import notifications, prefect_server  # slow imports, not for --help
+
+    if not prefect_server.require():
+        raise EckartError("there is no Prefect server to tell anything: set PREFECT_API_URL")
+    notifications.set_up(name, blocks or (), timedelta(hours=hours))
+    print(f"study/{name}: {', '.join(blocks or ['nobody'])} is told.")
 
 
 @app.command("study")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from zoneinfo import available_timezones
 
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
+from flows import notifications
 from flows.engine.options import Options
 from flows.engine.stage_processes import terminable
 from flows.prefect_server import prefect_server
@@ -25,6 +27,8 @@ from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
+CHANGED = "eckart.changed"
+"""An event that says that there is something new."""
 _POLL = 5.0  # seconds between two looks for a server that is gone
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
@@ -33,12 +37,20 @@ class ScheduleError(EckartError):
     """The schedule cannot be read; the message says what to write."""
 
 
-def serve(name: str, cron: str, timezone: str, options: Options, promote: bool = False) -> None:
+def serve(
+    name: str, cron: str, timezone: str, options: Options, promote: bool = False, notify: Sequence[str] = ()
+) -> None:
     """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C or SIGTERM.
+
+    An event `CHANGED` of the resource `eckart.NAME` starts a run, too.
 
     Where Prefect's server goes away this waits for it; one of its own it starts again.
 
+    Args:
+        notify: the blocks by which Prefect's server tells what came of the runs; see `notifications.set_up`.
+
     Raises:
+        NotificationError: it has no such block.
         ScheduleError: `cron` is no schedule, or `timezone` no time zone.
         ServerError: there is no Prefect server to keep the schedule.
     """
@@ -47,6 +59,7 @@ def serve(name: str, cron: str, timezone: str, options: Options, promote: bool =
     with terminable():
         while True:
             with prefect_server() as address:
+                notifications.set_up(name, notify, notifications.longest_gap(cron))
                 print(
                     f"Prefect: {shown(address).removesuffix('/api')}; `prefect deployment run study/{name}` runs it now"
                 )
@@ -67,6 +80,7 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,
+            triggers=[DeploymentEventTrigger(expect={CHANGED}, match={"prefect.resource.id": f"eckart.{name}"})],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )

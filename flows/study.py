@@ -26,6 +26,7 @@ from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
 from flows.progress import Progress
+from flows.secrets import shown
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
@@ -63,7 +64,7 @@ def stage(
         outcome = stages.run(planned, followed)
     except (EckartError, OSError) as error:
         progress.failed(planned.name, str(error))
-        return Failed(message=str(error))
+        return Failed(message=shown(str(error)))
     progress.done(outcome)
     mirror.record(outcome)
     place = f", in {outcome.place}" if outcome.place else ""
@@ -101,20 +102,26 @@ def study(
         try:
             installation.refresh()
             outcomes = _run(Options(workers, timeout, task_runner, scheduler))
-            said = f"{summary(outcomes)} {_promoted()}" if promote else summary(outcomes)
-        except EckartError as error:  # a state, which Prefect raises to the caller: no traceback in the log
-            return Failed(message=str(error), data=error)  # type: ignore[return-value]
-    return Completed(message=said, data=outcomes)  # type: ignore[return-value]
+            name, said = _promoted() if promote else ("Completed", "")
+        except Exception as error:  # a state, which Prefect raises to the caller
+            if not isinstance(error, EckartError):  # of those no traceback in the log
+                get_run_logger().exception("the study failed")
+            return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
+    return Completed(name=name, message=f"{summary(outcomes)} {said}".strip(), data=outcomes)  # type: ignore[return-value]
 
 
-def _promoted() -> str:
-    """What came of promoting the best candidate, in words; a refusal is no failure."""
+def _promoted() -> tuple[str, str]:
+    """What came of promoting the best candidate: the name of the state, by which Prefect tells it, and in words.
+
+    A refusal is no failure; the champion that stays one is no news.
+    """
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
-        return promotion().message
+        conclusion = promotion()
     except Refused as refusal:
-        return f"Not promoted: {refusal}"
+        return "Refused", shown(f"Not promoted: {refusal}")
+    return "Promoted" if conclusion.gates else "Completed", conclusion.message
 
 
 def _run(options: Options) -> list[Outcome]:
@@ -125,6 +132,7 @@ def _run(options: Options) -> list[Outcome]:
     mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
     mirror.start(typed, str(flow_run.name))
     finished: dict[str, Outcome] = {}
+    lines = run_page.LastLines()
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
@@ -134,25 +142,31 @@ def _run(options: Options) -> list[Outcome]:
             live.shown(progress),
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
-            told = {"execute": execute, "slots": slots, "mirror": mirror, "progress": progress}
+            told = {"execute": lines.listening(execute), "slots": slots, "mirror": mirror, "progress": progress}
             submit: Callable[..., Any] = partial(stage.submit, **told)
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         computed.write_seconds(finished.values())
-        _tell_prefect(typed["study"].name if complete else None, mirror, len(states))
+        causes = _causes(states)
+        _tell_prefect(typed["study"].name, mirror, list(finished.values()) if complete else causes, lines, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
-        raise StudyFailed(_report(states, finished, len(planned)))
+        raise StudyFailed(_report(causes, finished, len(planned)))
     return list(finished.values())
 
 
-def _tell_prefect(study: str | None, mirror: "Mirror", tasks: int) -> None:
-    """Show the comparison of a complete `study` on the run's page, and let the records arrive."""
+def _tell_prefect(
+    study: str, mirror: "Mirror", found: list[Outcome] | dict[str, str], lines: run_page.LastLines, tasks: int
+) -> None:
+    """Show on the run's page what a complete study found, or the causes why it is not; and let the records arrive."""
     try:
-        if study:
+        if isinstance(found, dict):
+            run_page.failure(study, found, lines)
+        else:
             run_page.comparison(study, mirror)
+            run_page.changes(study, str(flow_run.name), found)
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
@@ -215,13 +229,17 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
             time.sleep(0.2)
 
 
-def _report(states: Mapping[str, State[Outcome]], finished: Mapping[str, Outcome], total: int) -> str:
+def _causes(states: Mapping[str, State[Outcome]]) -> dict[str, str]:
+    """Stage that failed → why."""
     failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
     # a stage says its own name, a shell command does not
-    messages = {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
-    causes = "\n".join(f"  {name}: {message}" for name, message in messages.items())
-    waiting = total - len(finished) - len(failures)
+    return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
+
+
+def _report(causes: Mapping[str, str], finished: Mapping[str, Outcome], total: int) -> str:
+    lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
+    waiting = total - len(finished) - len(causes)
     return (
-        f"{len(failures)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
-        f"{causes}\nFix the cause and run again: only what is not finished will run."
+        f"{len(causes)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
+        f"{lines}\nFix the cause and run again: only what is not finished will run."
     )

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import settings
+from flows import run_page, settings
 from flows.engine import stages
 from flows.engine.stages import Outcome
 from flows.promotion import gates
@@ -25,6 +26,7 @@ from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import Registry, clock
+from flows.secrets import shown
 from flows.tracking import mirror
 from tasks import check_params
 from tasks.candidate_files import EVALUATIONS, FINETUNED, ONNX
@@ -65,10 +67,11 @@ def promotion(root: str = ".", again: bool = False) -> Conclusion:
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            conclusion = _promote(_terms(), again)
+            conclusion = _promoted(_terms(), again)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
-            return Failed(name=name, message=str(error), data=error)  # type: ignore[return-value]  # Prefect raises it
+            message = shown(str(error))
+            return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
         return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
 
 
@@ -99,6 +102,25 @@ def _terms() -> Terms:
         batch_size=typed["evaluate"].batch_size,
         wanted=typed["promotion"],
     )
+
+
+def _promoted(terms: Terms, again: bool) -> Conclusion:
+    """Promote the best candidate, and show its gates on the run's page."""
+    try:
+        conclusion = _promote(terms, again)
+    except Refused as refusal:
+        _show(terms, str(refusal), refusal.gates)
+        raise
+    _show(terms, conclusion.message, conclusion.gates)
+    return conclusion
+
+
+def _show(terms: Terms, decision: str, found: Sequence[Gate]) -> None:
+    try:
+        if found:
+            run_page.gates(terms.wanted.model, decision, found)
+    except httpx.HTTPError as error:  # the registry has them, too
+        get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
 def _promote(terms: Terms, again: bool) -> Conclusion:

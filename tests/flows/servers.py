@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from flows import settings
 from tests.flows.toy import ENVIRONMENT
@@ -88,3 +92,23 @@ def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def sink() -> Iterator[tuple[str, list[Any]]]:
+    """The address of a server that takes what is posted as JSON, and all that it has taken."""
+    taken: list[Any] = []
+
+    class Taking(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((settings.LOOPBACK, 0), Taking) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{settings.LOOPBACK}:{server.server_port}", taken
+        server.shutdown()

@@ -7,27 +7,30 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Crashed, Late, Scheduled, State
 from typer.testing import CliRunner
 
-from flows import schedule, settings
+from flows import notifications, schedule, settings
 from flows.cli import app
 from flows.engine.options import Options
-from tests.flows.servers import free_port, until
+from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
 
 NOTHING = {"least_speedup": 1e9}
 """What no candidate is: who is to promote asks for it in no time, and is refused."""
+NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Crashed", "Late")}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,21 @@ def served(
     assert not settings.answers(f"{address}/api/health")
 
 
+@pytest.fixture(scope="module")
+def told(served: SyncPrefectClient) -> Iterator[list[dict[str, str]]]:
+    """What a webhook gets of the runs of `nightly`, and of `idle`, which has none."""
+    with sink() as (address, taken):
+        block(address)
+        notifications.set_up("nightly", ["custom-webhook/sink"], timedelta(hours=26))
+        notifications.set_up("idle", ["custom-webhook/sink"], timedelta(seconds=10))
+        yield taken
+
+
+def block(address: str) -> None:
+    told = {"subject": "{{subject}}", "body": "{{body}}"}
+    CustomWebhookNotificationBlock(name="sink", url=address, json_data=told).save("sink", overwrite=True)
+
+
 def submit(client: SyncPrefectClient, **parameters: object) -> UUID:
     deployment = client.read_deployment_by_name("study/nightly")
     return client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
@@ -104,16 +122,24 @@ def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClien
         submit(served, **wrong)
 
 
-def test_runs_come_one_after_the_other_and_do_what_changed(served: SyncPrefectClient) -> None:
+def test_runs_come_one_after_the_other_and_do_what_changed(
+    served: SyncPrefectClient, told: list[dict[str, str]]
+) -> None:
     submitted = [submit(served), submit(served, promote=True)]
     first, second = sorted((ended(served, run) for run in submitted), key=began)
-    assert first.state_name == second.state_name == "Completed"
+    assert {first.state_name, second.state_name} == {"Completed", "Refused"}
+    assert first.state
+    assert second.state
+    assert first.state.is_completed()
+    assert second.state.is_completed()
     assert first.end_time
     assert first.end_time <= began(second)
     assert str(said(first)).startswith("9 cached, 3 executed")
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == submitted[1:]
+    until(lambda: any(refused in one["body"] for one in told))
+    assert {one["subject"] for one in told if "nightly" in one["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
 
     artifact = served.read_artifacts(
         artifact_filter=ArtifactFilter.model_validate({"key": {"any_": ["comparison-tiny"]}})
@@ -121,6 +147,72 @@ def test_runs_come_one_after_the_other_and_do_what_changed(served: SyncPrefectCl
     assert {one.flow_run_id for one in artifact} == {first.id, second.id}
     assert all("svd-0.5" in str(one.data) for one in artifact)
     assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
+
+
+def test_an_event_starts_a_run_and_its_failure_is_told(
+    served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
+) -> None:
+    params = (workspace / "params.yaml").read_text()
+    before = len(told)
+    try:
+        write_params(workspace, tiny_params(teacher={"epoch": 3}))
+        event = {"event": schedule.CHANGED, "resource": {"prefect.resource.id": "eckart.nightly"}}
+        event |= {"id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()}
+        served.request("POST", "/events", json=[event])
+        until(lambda: any("teacher.epoch: " in one["body"] for one in told[before:]))
+    finally:
+        (workspace / "params.yaml").write_text(params)
+    (failed,) = (one for one in told[before:] if "teacher.epoch" in one["body"])
+    assert failed["subject"] == NAMED["Failed"]
+
+
+@pytest.mark.parametrize("state", [Crashed(message="killed"), Late(scheduled_time=datetime.now(UTC) + timedelta(1))])
+def test_a_run_that_is_crashed_or_late_is_told(
+    served: SyncPrefectClient, told: list[dict[str, str]], state: State
+) -> None:
+    deployment = served.read_deployment_by_name("study/nightly")
+    later = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(1))
+    run = served.create_flow_run_from_deployment(deployment.id, state=later).id
+    served.set_flow_run_state(run, state, force=True)
+    until(lambda: NAMED[str(state.name)] in [one["subject"] for one in told])
+    served.delete_flow_run(run)
+
+
+def test_that_nothing_succeeds_is_told(told: list[dict[str, str]]) -> None:
+    until(lambda: any("study/idle" in one["subject"] for one in told))
+
+
+@pytest.mark.parametrize(
+    ("cron", "hours"),
+    [
+        ("0 2 * * *", 24),
+        ("0 2 * * 1-5", 72),
+        ("*/5 9-17 * * 1-5", 63 + 5 / 60),
+        ("0 0 1 * *", 31 * 24),
+        ("5 * * * *", 1),
+    ],
+)
+def test_a_success_is_missing_after_the_longest_gap_of_the_schedule(cron: str, hours: float) -> None:
+    assert notifications.longest_gap(cron) - timedelta(hours=2) == timedelta(hours=hours)
+
+
+def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule.study, "serve", lambda **_: None)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        block("http://127.0.0.1:9")
+
+        def automations(*notify: str) -> list[str]:
+            schedule.serve("unwatched", "0 2 * * 1", "UTC", Options(), notify=notify)
+            return sorted(one.name for one in client.read_automations() if "unwatched" in one.name)
+
+        told = automations("custom-webhook/sink")
+        assert len(told) == 2
+        assert automations("custom-webhook/sink", "custom-webhook/sink") == told
+        assert automations() == []
+        for wrong in ("custom-webhook/nobody", "nothing/sink", "sink"):
+            with pytest.raises(notifications.NotificationError, match=wrong):
+                automations(wrong)
 
 
 @pytest.mark.parametrize(
