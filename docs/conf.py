@@ -56,6 +56,7 @@ _BELOW = {
             "studies/README",
             "docs/versions",
             "docs/promotion",
+            "docs/operations",
             "docs/reliability",
             "docs/scaling",
             "data/README",

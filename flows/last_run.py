@@ -33,7 +33,7 @@ class Run:
     """A complete run of the study."""
 
     name: str
-    """In Prefect."""
+    """In Prefect, and when it was complete."""
     params: dict[str, Any]
     """Dotted name → value, of those that stages read."""
     data: dict[str, str]

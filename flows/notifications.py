@@ -17,7 +17,9 @@ from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 
+from flows.secrets import shown
 from tasks.errors import EckartError
 
 _TOLD = ("Failed", "Crashed", "Late", "Refused", "Promoted")
@@ -27,7 +29,8 @@ _SLACK = timedelta(hours=2)  # by which a run may take longer than the one befor
 _BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15  # runs of a schedule that show its gaps
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
-_BODY = "{{ flow_run.name }}: {{ flow_run.state.message }}\n\n{{ flow_run | ui_url }}"
+_BODY = "{{ flow_run.name }}: {{ flow_run.state.message }}\n\n"
+_PAGE = "/runs/flow-run/{{ flow_run.id }}"
 
 
 class NotificationError(EckartError):
@@ -50,7 +53,8 @@ def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
         found = [_block(client, name) for name in blocks]
         client.delete_resource_owned_automations(owner)
         if found:
-            client.create_automation(_of_states(deployment, found, owner))
+            pages = shown(get_current_settings().ui_url or str(client.api_url).rstrip("/").removesuffix("/api"))
+            client.create_automation(_of_states(deployment, found, owner, pages))
             client.create_automation(_of_silence(deployment, found, owner, silence))
 
 
@@ -77,12 +81,13 @@ def _block(client: SyncPrefectClient, name: str) -> UUID:
     return found.id
 
 
-def _of_states(deployment: str, blocks: Sequence[UUID], owner: str) -> AutomationCore:
+def _of_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: str) -> AutomationCore:
+    body = f"{_BODY}{pages}{_PAGE}"  # the server itself may not know how it is reached
     return AutomationCore(
         name=f"eckart {deployment}: what came of a run",
         description=f"Tells when a run is {', '.join(_TOLD)}.",
         trigger=EventTrigger(expect=_events(_TOLD), match_related=_runs_of(deployment)),
-        actions=[SendNotification(block_document_id=one, subject=_SUBJECT, body=_BODY) for one in blocks],
+        actions=[SendNotification(block_document_id=one, subject=_SUBJECT, body=body) for one in blocks],
         owner_resource=owner,
     )
 

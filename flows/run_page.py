@@ -6,6 +6,7 @@ import csv
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -65,7 +66,7 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome]) -> None:
     """What is not as it was in the last complete run, as a Markdown artifact; then `run` is the last."""
     from flows import last_run  # a slow import
 
-    before, now = last_run.load(), last_run.of(run, outcomes)
+    before, now = last_run.load(), last_run.of(f"{run}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC", outcomes)
     if before:
         found = last_run.changes(before, now)
         parts = [f"### {kind}\n\n{_changes(rows)}" for kind, rows in found.items()]

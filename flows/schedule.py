@@ -80,7 +80,7 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,
-            triggers=[DeploymentEventTrigger(expect={CHANGED}, match={"prefect.resource.id": f"eckart.{name}"})],
+            triggers=[_something_new(name)],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
@@ -90,6 +90,12 @@ def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, An
         log.warning("the schedule was interrupted: %s", error)
         return False
     return True
+
+
+def _something_new(name: str) -> DeploymentEventTrigger:
+    return DeploymentEventTrigger(
+        name=f"eckart {name}: something new", expect={CHANGED}, match={"prefect.resource.id": f"eckart.{name}"}
+    )
 
 
 def _schedule(cron: str, timezone: str) -> Schedule:

@@ -15,6 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
 from flows import settings
 from tests.flows.toy import ENVIRONMENT
 
@@ -92,6 +96,14 @@ def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
+    """The Markdown artifacts with this key and text."""
+    wanted = ArtifactFilter.model_validate({"key": {"any_": [key]}})
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        found = [str(one.data) for one in client.read_artifacts(artifact_filter=wanted)]
+    return [one for one in found if text in one]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from flows.study import study as run_study
 from tasks.check_params import Promotion
 from tasks.metrics import MetricName
 from tests.flows.forked import Command
-from tests.flows.servers import until
+from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call
 from tests.workspace import tiny_params, write_params
 
@@ -141,6 +141,8 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
         promote(workspace, prefect)
     assert aliases(workspace) == {"champion": "2", "previous": "1", "challenger": "1"}
     assert decision(workspace, "1").startswith("Refused: svd-0.5 (version 1)")
+    page = pages(prefect, f"promotion-{MODEL}", "svd-0.5 (version 1)")[0]
+    assert re.search(r"^\| gain over the champion .* at least 0\.99 ", page, re.MULTILINE)
 
     with chdir(workspace):
         assert f"Version 1 of {MODEL} is the champion again" in promotion.rollback()

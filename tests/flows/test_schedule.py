@@ -139,6 +139,8 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == submitted[1:]
     until(lambda: any(refused in one["body"] for one in told))
+    page = f"{str(served.api_url).removesuffix('/').removesuffix('/api')}/runs/flow-run/{submitted[1]}"
+    assert any(one["body"].endswith(page) for one in told)
     assert {one["subject"] for one in told if "nightly" in one["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
 
     artifact = served.read_artifacts(

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from eckart.layers import LowRankLinear
 from tasks.records import SECONDS
 from tests.flows.hub import TOKEN, hub
+from tests.flows.servers import pages
 from tests.flows.toy import BARE, Flows, Study, call, stale
 from tests.workspace import digests, tiny_params, write_params
 
@@ -231,7 +232,7 @@ class TestPublishing:
             assert not there.repositories
 
 
-def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
+def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_path: Path) -> None:
     """Nothing is run twice, what MLflow missed is backfilled, a failure spares its siblings, and the rerun resumes."""
     root = study.copied(tmp_path / "workspace")
     environment = BARE | {"PREFECT_HOME": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}
@@ -255,12 +256,20 @@ def test_later_runs(study: Study, flows: Flows, tmp_path: Path) -> None:
     assert "finetune@kfac-0.5" in stale(root)
     assert not any("svd" in name for name in stale(root))
     assert {run.info.status for run in runs(root)["kfac-0.5"]} == {"FINISHED", "FAILED"}
+    (page,) = pages(prefect, "failure-tiny", "finetune@kfac-0.5")
+    cause, printed = page.split("~~~~", 1)
+    assert re.search(r"\bstep 3\b", cause)
+    assert "step 2/4  loss" in printed  # in the last lines
 
     recipes["kfac"]["recovery"] |= {"learning_rate": 1.0e-3, "steps": 2}
     change(root, recipes=recipes)
     fourth = flows(root, "run")
     assert fourth.exit_code == 0, fourth.output
     assert "5 executed" in fourth.stdout  # finetune and what follows of kfac-0.5, benchmark and compare
+    (page,) = pages(prefect, "changes-tiny", "| study.control ")
+    rows = {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line.strip("| ")) for line in page.splitlines())}
+    assert rows["recipes.svd.recovery.steps"][:2] == ["2", "1"]
+    assert not {"data/raw", "recipes.kfac.recovery.steps"} & set(rows)
     assert counts(root) == {"": 3, "svd-0.5": 2, "kfac-0.5": 3}
     assert len(backfilled(root)) == 2
     for run in (runs(root)["svd-0.5"][0], runs(root)["kfac-0.5"][0]):  # also of the one that was done before

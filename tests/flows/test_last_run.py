@@ -1,0 +1,84 @@
+"""What changed between two runs, solved by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import last_run
+from flows.engine.stages import Outcome
+
+HEAD = "recipe,keep,dense,factorized,recovered,speedup\n"
+
+
+def outcomes(raw: str = "a" * 32, code: str = "c" * 32, splits: str = "s" * 32, **recovery: object) -> list[Outcome]:
+    extract = Outcome(
+        "extract",
+        "Executed",
+        None,
+        "",
+        deps={"data/raw": raw, "tasks/extract.py": code},
+        params={"data": {"source": "x", "seed": 0}},
+        outs={"data/splits": splits},
+    )
+    params: dict[str, Any] = {"recipes.svd.recovery": {"steps": 2, **recovery}, "stages.finetune": "d" * 32}
+    return [extract, Outcome("finetune@svd-0.5", "Executed", None, "", {"data/splits/train.parquet": splits}, params)]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The comparison of one candidate and its control; no git."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports").mkdir()
+    compared("0.75")
+    return tmp_path
+
+
+def compared(recovered: str, rest: str = "") -> None:
+    table = f"{HEAD}dense + recovery,1,0.875,,0.8125,\nsvd,0.5,0.875,0.5,{recovered},1.5\n{rest}"
+    Path("reports/comparison.csv").write_text(table)
+
+
+def changes(now: list[Outcome]) -> dict[str, list[tuple[str, Any, Any]]]:
+    """Since the run that was kept."""
+    before = last_run.load()
+    assert before
+    return last_run.changes(before, last_run.of("second", now))
+
+
+def test_the_same_run_again_changes_nothing(workspace: Path) -> None:
+    last_run.keep(last_run.of("first", outcomes()))
+    assert changes(outcomes()) == {}
+
+
+def test_inputs_that_changed_are_named_and_what_follows_from_them_is_not(workspace: Path) -> None:
+    last_run.keep(last_run.of("first", outcomes()))
+    assert changes(outcomes(raw="b" * 32, splits="t" * 32)) == {"data": [("data/raw", "a" * 10, "b" * 10)]}
+    assert changes(outcomes(code="e" * 32)) == {"code": [("tasks/extract.py", "c" * 10, "e" * 10)]}
+    assert changes(outcomes(steps=3, rate=0.5)) == {
+        "params": [("recipes.svd.recovery.steps", 2, 3), ("recipes.svd.recovery.rate", None, 0.5)]
+    }
+
+
+def test_metrics_that_changed_came_or_went(workspace: Path) -> None:
+    compared("0.75", "kfac,0.5,0.875,0.5,0.8125,\n")
+    last_run.keep(last_run.of("first", outcomes()))
+    compared("0.625", "kfac,0.33,0.875,0.5,0.8125,\n")
+    assert set(changes(outcomes())["metrics"]) == {
+        ("svd-0.5 recovered", 0.75, 0.625),
+        *((f"kfac-0.5 {column}", value, None) for column, value in KFAC.items()),
+        *((f"kfac-0.33 {column}", None, value) for column, value in KFAC.items()),
+    }
+
+
+KFAC = {"dense": 0.875, "factorized": 0.5, "recovered": 0.8125}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"name": "first"}'])
+def test_a_record_that_cannot_be_read_is_none(workspace: Path, content: str) -> None:
+    assert last_run.load() is None
+    last_run.LAST.parent.mkdir()
+    last_run.LAST.write_text(content)
+    assert last_run.load() is None
