@@ -25,11 +25,11 @@ from tasks.errors import EckartError
 _TOLD = ("Failed", "Crashed", "Late", "Refused", "Promoted")
 """Names of the states of a flow run."""
 _SUCCESSES = ("Completed", "Refused", "Promoted")
-_SLACK = timedelta(hours=2)  # by which a run may take longer than the one before
+_GRACE = timedelta(hours=2)  # by which a run may take longer than the one before
 _BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15  # runs of a schedule that show its gaps
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
-_BODY = "{{ flow_run.name }}: {{ flow_run.state.message }}\n\n"
+_BODY = "{{ flow_run.name }}{% if flow_run.state.message %}: {{ flow_run.state.message }}{% endif %}\n\n"
 _PAGE = "/runs/flow-run/{{ flow_run.id }}"
 
 
@@ -64,7 +64,7 @@ def longest_gap(cron: str) -> timedelta:
     following = croniter(cron, _BEGIN)
     while len(times) < _LEAST or times[-1] < _BEGIN + _LONG:
         times.append(following.get_next(datetime))
-    return max(after - before for before, after in pairwise(times[1:])) + _SLACK
+    return max(after - before for before, after in pairwise(times[1:])) + _GRACE
 
 
 def _block(client: SyncPrefectClient, name: str) -> UUID:

@@ -174,10 +174,11 @@ def test_a_run_that_is_crashed_or_late_is_told(
 ) -> None:
     deployment = served.read_deployment_by_name("study/nightly")
     later = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(1))
-    run = served.create_flow_run_from_deployment(deployment.id, state=later).id
-    served.set_flow_run_state(run, state, force=True)
-    until(lambda: NAMED[str(state.name)] in [one["subject"] for one in told])
-    served.delete_flow_run(run)
+    run = served.create_flow_run_from_deployment(deployment.id, state=later)
+    served.set_flow_run_state(run.id, state, force=True)
+    wanted = f"{run.name}: {state.message}" if state.message else run.name
+    until(lambda: (NAMED[str(state.name)], wanted) in [(one["subject"], one["body"].split("\n")[0]) for one in told])
+    served.delete_flow_run(run.id)
 
 
 def test_that_nothing_succeeds_is_told(told: list[dict[str, str]]) -> None:

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
+from flows.study import study as flow
+from tasks.errors import EckartError
 from tests.flows.forked import Command
 from tests.flows.servers import until
 from tests.flows.toy import BARE
@@ -30,6 +34,23 @@ def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, s
     until(lambda: any(printed.encode() in file.read_bytes() for file in home.glob("prefect.db*")))
     written = [file for folder in (root, home) for file in folder.rglob("*") if file.is_file()]
     assert [file for file in written if SECRET.encode() in file.read_bytes()] == []
+
+
+@pytest.mark.parametrize("error", [EckartError, RuntimeError])
+def test_the_state_of_a_run_that_failed_holds_none(
+    error: type[Exception], prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Prefect's server stores, and sends to whoever is told."""
+
+    def fail(*_: object) -> None:
+        raise error(f"{URL} does not answer")
+
+    monkeypatch.setattr("flows.study._run", fail)
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        state = flow(str(tmp_path), return_state=True)
+    assert state.is_failed()
+    assert "127.0.0.1:9" in str(state.message)
+    assert SECRET not in str(state.message)
 
 
 def study(root: Path) -> Path:
