@@ -183,6 +183,7 @@ def test_a_run_that_is_crashed_or_late_is_told(
 
 def test_that_nothing_succeeds_is_told(told: list[dict[str, str]]) -> None:
     until(lambda: any("study/idle" in one["subject"] for one in told))
+    notifications.set_up("idle", [], timedelta(hours=1))
 
 
 @pytest.mark.parametrize(
