@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zoneinfo import available_timezones
@@ -56,23 +57,26 @@ def serve(
     """
     schedule = _schedule(cron, timezone)
     parameters = {"root": str(Path.cwd()), **asdict(options), "promote": promote}
+    set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
         while True:
             with prefect_server() as address:
-                notifications.set_up(name, notify, notifications.longest_gap(cron))
                 print(
                     f"Prefect: {shown(address).removesuffix('/api')}; `prefect deployment run study/{name}` runs it now"
                 )
-                if _serve_until_lost(name, schedule, parameters, f"{address.rstrip('/')}/health"):
+                if _serve_until_lost(name, schedule, parameters, set_up, f"{address.rstrip('/')}/health"):
                     return
             log.warning("Prefect's server does not answer; the schedule goes on when it does")
             while (theirs := get_current_settings().api.url) and not answers(f"{theirs.rstrip('/')}/health"):
                 time.sleep(_POLL)
 
 
-def _serve_until_lost(name: str, schedule: Schedule, parameters: Mapping[str, Any], health: str) -> bool:
+def _serve_until_lost(
+    name: str, schedule: Schedule, parameters: Mapping[str, Any], set_up: Callable[[], None], health: str
+) -> bool:
     """Whether it was ended by a signal; else the server is lost."""
     try:
+        set_up()
         study.serve(
             name=name,
             schedule=schedule,
