@@ -27,6 +27,7 @@ from tasks.metrics import TaskKindName
 if TYPE_CHECKING:
     import pandas as pd
 
+    from flows.collection.kind import Kind
     from flows.engine.stages import Outcome
     from flows.promotion.gates import Gate
     from flows.reproduce import ComparedFile
@@ -415,6 +416,41 @@ def reproduce_candidate(
         reasons = "\n".join(f"  {reason}" for reason in found.reasons)
         raise EckartError(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
     print("All are the same, bit for bit.")
+
+
+@app.command()
+def gc(
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without, nothing is removed")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="remove nothing: the same as without --yes")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="of each study: the last that finished stay")] = 7,
+    commits: Annotated[
+        int | None,
+        typer.Option(min=1, help="of those that changed dvc.lock: the last stay, besides tags; default: all"),
+    ] = None,
+    days: Annotated[float, typer.Option(min=0, help="that Prefect's records of runs stay")] = 30,
+) -> None:
+    """Show what fills the disk and nothing names any more, and with --yes remove it."""
+    if yes and dry_run:
+        raise EckartError("--yes and --dry-run contradict each other: give one of them")
+    settings.use_local_server()
+    from flows.collection import collect  # slow imports, not for --help
+
+    with collect.found(runs, commits, days) as kinds:
+        _print_kinds(kinds)
+        for kind in kinds if yes else ():
+            kind.remove()
+    freed = f"{sum(kind.goes.bytes or 0 for kind in kinds):,} bytes"
+    print(f"Removed, {freed}." if yes else f"Nothing was removed: with --yes what goes does, {freed}.")
+
+
+def _print_kinds(kinds: Sequence[Kind]) -> None:
+    right = [Column(name, justify="right") for name in ("stay", "bytes", "go", "bytes")]
+    table = Table("", *right)
+    for kind in kinds:
+        sizes = (kind.stays, kind.goes)
+        cells = [f"{one:,}" if one is not None else "–" for size in sizes for one in (size.count, size.bytes)]
+        table.add_row(kind.name, *cells)
+    Console().print(table)
 
 
 def _print_files(files: Sequence[ComparedFile], title: str) -> None:

@@ -44,6 +44,17 @@ def bookkeeping(repo: Repo) -> Iterator[None]:
 
 
 @contextmanager
+def workspace(repo: Repo) -> Iterator[None]:
+    """No stage of the workspace runs, or begins.
+
+    Raises:
+        LockError: one runs.
+    """
+    with bookkeeping(repo), _rwlock(repo, write=[repo.root_dir]):
+        yield
+
+
+@contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
     """Stages share the machine, except one that must have it alone; this holds for all flows of this user."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:

@@ -40,6 +40,8 @@ _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
 _TIMES = "benchmark"  # the stage that times all candidates at once
 _TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
+LINEAGE = "lineage.json"
+"""Artifact of a study's run: the run of each candidate, and what each stage read and wrote, by DVC's digests."""
 _OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
@@ -209,7 +211,7 @@ class Mirror:
         for status in ("Executed", "Restored", "Cached"):
             self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
         self.client.log_batch(self.parent, metrics=_metrics([one for one in outcomes if one.stage == "dense"]))
-        self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, "lineage.json")
+        self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, LINEAGE)
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
             self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")

@@ -1,0 +1,1 @@
+"""What nights leave behind: which of it stays, and the rest removed."""
