@@ -348,7 +348,7 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
         alike = [name for name, one in recipes().items() if not _trains(one)]
         raise ValueError(
             "the recipe trains on the task before its factors are final, which takes the pipeline "
-            f"(`python -m flows run`): take one of {', '.join(alike)}"
+            f"(`eckart run`): take one of {', '.join(alike)}"
         )
     return found
 

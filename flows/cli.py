@@ -1,4 +1,4 @@
-"""The command line: `python -m flows COMMAND`."""
+"""The command line: `eckart COMMAND`."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _run(options: Options) -> None:
             outcomes = _by_prefect(options)
     _print_comparison(Path("reports/comparison.txt"))
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
-    print("Read reports/comparison.html; `make ui` shows the runs; the models are in models/finetuned/.")
+    print("Read reports/comparison.html; `eckart ui` shows the runs; the models are in models/finetuned/.")
 
 
 def _print_comparison(file: Path) -> None:
@@ -239,7 +239,7 @@ def other_study(
 ) -> None:
     """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
     if (path := file or params) is None or (file and params):
-        raise EckartError("write one file of studies/: python -m flows study studies/NAME.yaml")
+        raise EckartError("write one file of studies/: eckart study studies/NAME.yaml")
     if table and table.suffix != ".md":
         raise EckartError(f"--table {table}: write a name that ends with .md")
     from flows import other_studies  # slow imports, not for --help
@@ -332,7 +332,7 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
     """The command that makes the table again, in the root of any clone."""
-    words = ["python -m flows study", str(file), *(f"--task {one}" for one in tasks)]
+    words = ["eckart study", str(file), *(f"--task {one}" for one in tasks)]
     words += [f"--seed {one}" for one in seeds]
     if table.resolve().is_relative_to(Path.cwd()):
         words.append(f"--table {table.resolve().relative_to(Path.cwd())}")

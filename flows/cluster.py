@@ -168,7 +168,7 @@ def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
     def check() -> None:
         if not said.is_set() and not client.nthreads():
             said.set()
-            log.warning("no worker: in a clone on another machine, `python -m flows worker %s`", scheduler)
+            log.warning("no worker: in a clone on another machine, `eckart worker %s`", scheduler)
 
     with client:
         yield client, check

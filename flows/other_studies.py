@@ -84,7 +84,7 @@ def _choose(study: StudyFile, asked: Trials, options: Options) -> StudyFile:
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:
-    """Run the study with `seed` in its workspace, as `python -m flows run` does there; whether it succeeded.
+    """Run the study with `seed` in its workspace, as `eckart run` does there; whether it succeeded.
 
     Raises:
         WorkspaceError: the workspace cannot be made, or another study runs in it.

@@ -68,7 +68,7 @@ def _files(candidate: str) -> dict[str, Path]:
         known = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
         raise CannotPublish(f"there is no candidate {candidate}: write one of {', '.join(known)}")
     if stale := [name for name in (made, exported, "compare") if name in planned and not planned[name].cached]:
-        raise CannotPublish(f"{', '.join(stale)} is not up to date: run `python -m flows run` first")
+        raise CannotPublish(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})
     files = {f"{prefix}{file.name}": file for prefix, folder in folders.items() for file in sorted(folder.iterdir())}
     return files | {"README.md": CARDS / f"{candidate}.md"}

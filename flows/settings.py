@@ -54,7 +54,7 @@ def _is_no_empty_curve(record: logging.LogRecord) -> bool:
 
 
 def use_local_server() -> None:
-    """Use the Prefect server of `python -m flows ui` where one answers and no environment or profile names another."""
+    """Use the Prefect server of `eckart ui` where one answers and no environment or profile names another."""
     if "PREFECT_API_URL" in os.environ or not answers(f"{PREFECT_ADDRESS}/api/health"):
         return
     from prefect.context import refresh_global_settings_context  # slow

@@ -109,7 +109,7 @@ def folder_of(name: str) -> Path:
     if (path / "config.json").exists():
         return path
     there = sorted(folder.parent.name for folder in FINETUNED.glob("*/config.json"))
-    known = f"write one of {', '.join(there)}" if there else f"{FINETUNED} has none: run `python -m flows run` first"
+    known = f"write one of {', '.join(there)}" if there else f"{FINETUNED} has none: run `eckart run` first"
     raise StageError(f"{name} is no candidate and no Hugging Face folder: {known}")
 
 

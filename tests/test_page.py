@@ -328,7 +328,7 @@ class TestCandidate:
             places = [tuple(map(float, point.split(","))) for point in some]
             assert places == sorted(places)
             assert [y for _, y in places] == sorted(y for _, y in places)
-        assert "python -m flows reproduce kfac-0.5" in [one.text for one in all_of(page, "dialog code")]
+        assert "eckart reproduce kfac-0.5" in [one.text for one in all_of(page, "dialog code")]
         one_of(page, "dialog summary").click()
         card = (study / compare.CARDS / "kfac-0.5.md").read_text()
         assert one_of(page, "dialog pre").get_attribute("textContent") == card

@@ -194,7 +194,7 @@ class TestSummary:
         assert set(both.seeds_from_dense_low) == set(both.seeds_from_control_high) == {-0.5}
 
     def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
-        command = "python -m flows study studies/two.yaml"
+        command = "eckart study studies/two.yaml"
         text = page_of(made_up(), tiny_params(), command)
         assert text == page_of(made_up(), tiny_params(), command)
         for part in (

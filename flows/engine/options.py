@@ -51,6 +51,6 @@ class Options:
         return 1 if torch_questions.gpus() else max(1, cores() // threads)
 
     def words(self) -> list[str]:
-        """What `python -m flows run` takes for those that differ from the defaults."""
+        """What `eckart run` takes for those that differ from the defaults."""
         pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]

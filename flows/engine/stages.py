@@ -337,7 +337,7 @@ def _note_input(stage: Stage) -> None:
     if stage.deps or stage.frozen:  # an import: DVC asks its source, and only when told to
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:
-        raise WorkspaceUnusable(f"{', '.join(missing)} is in DVC and not here: run `python -m flows pull`")
+        raise WorkspaceUnusable(f"{', '.join(missing)} is in DVC and not here: run `eckart pull`")
     with suppress(LockError):  # another flow reads it: the next run notes it
         if stage.changed():
             stage.save()

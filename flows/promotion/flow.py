@@ -197,7 +197,7 @@ def _candidates() -> list[Recorded]:
     planned = stages.plan()
     if stale := [one.name for one in planned if not one.cached]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
-        raise Refused(f"{len(stale)} stages are not up to date ({some}): run `python -m flows run` first")
+        raise Refused(f"{len(stale)} stages are not up to date ({some}): run `eckart run` first")
     outcomes = {one.name: one.cached for one in planned if one.cached}
     return [
         _candidate(candidate_of(name), outcomes) for name in outcomes if name.startswith(stage_name("finetune", ""))

@@ -157,7 +157,7 @@ def measure(
         Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
     """
     if digest(TEST) != candidate.test:
-        raise Refused(f"{TEST} has changed since the study was found up to date: run `python -m flows run` first")
+        raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
     task, rows = load_task(), len(load_split("test"))
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:

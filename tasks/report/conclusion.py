@@ -53,7 +53,7 @@ def _cost(results: Results, best: CandidateResults) -> str:
 
 def _next(results: Results, best: CandidateResults) -> str:
     name = best.name
-    ship = f"`python -m flows export {name} {name}.onnx` writes this one as ONNX"
+    ship = f"`eckart export {name} {name}.onnx` writes this one as ONNX"
     if results.task.kind == "summarization":  # an encoder, a decoder and its cache are more than one ONNX graph
-        ship = f"`python -m flows publish {name} USER/NAME` brings this one to the Hugging Face hub"
-    return f"Next, `python -m flows promote` makes the best within the limits of params.yaml the champion, and {ship}."
+        ship = f"`eckart publish {name} USER/NAME` brings this one to the Hugging Face hub"
+    return f"Next, `eckart promote` makes the best within the limits of params.yaml the champion, and {ship}."

@@ -51,9 +51,9 @@ def _facts(results: Results, one: Any) -> list[tuple[str, str]]:
 
 def _commands(name: str) -> list[tuple[str, str]]:
     return [
-        ("Make it again", f"python -m flows reproduce {name}"),
-        ("Write it as ONNX", f"python -m flows export {name} {name}.onnx"),
-        ("Bring it to the Hugging Face hub", f"python -m flows publish {name} USER/NAME"),
+        ("Make it again", f"eckart reproduce {name}"),
+        ("Write it as ONNX", f"eckart export {name} {name}.onnx"),
+        ("Bring it to the Hugging Face hub", f"eckart publish {name} USER/NAME"),
     ]
 
 

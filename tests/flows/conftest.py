@@ -95,7 +95,7 @@ def end_with_the_last(users: IO[str], server: int) -> None:
 
 @pytest.fixture
 def flows(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Flows:
-    """`flows(root, "run")` is `python -m flows run` in `root`, but in this process, which has imported everything."""
+    """`flows(root, "run")` is `eckart run` in `root`, but in this process, which has imported everything."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name, value in prefect.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""`python -m flows …` and `dvc …` in processes of their own, without the seconds of imports.
+"""`eckart …` and `dvc …` in processes of their own, without the seconds of imports.
 
 They are forked from the warm server of stages, which has other packages alone: what is ours is imported from the
 workspace, as by a fresh interpreter. Their stages are forked from that server, too.

@@ -66,7 +66,7 @@ def mountable() -> bool:
 
 
 def mounted(root: Path, places: dict[str, str], script: str) -> str:
-    """What `python -m flows run` in `root` prints, which ends with code 1, among mounts of its own."""
+    """What `eckart run` in `root` prints, which ends with code 1, among mounts of its own."""
     command = ["unshare", "-Urm", "sh", "-c", f'{script} && exec "$@"', "sh", sys.executable, "-m", "flows", "run"]
     done = subprocess.run(command, cwd=root, env=BARE | places, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -26,7 +26,7 @@ _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 class Terminal:
-    """A pseudo-terminal in which `python -m flows run` runs."""
+    """A pseudo-terminal in which `eckart run` runs."""
 
     def __init__(self, root: Path, environment: Mapping[str, str]) -> None:
         self.raw = ""

@@ -69,7 +69,7 @@ def choose(root: Path, *recipes: str) -> None:
 
 
 def start(root: Path, prefect: dict[str, str]) -> Command:
-    """`python -m flows promote` in `root`."""
+    """`eckart promote` in `root`."""
     return Command(root, BARE | prefect, "promote")
 
 
@@ -102,7 +102,7 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
 
 
 def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
-    """What `python -m flows promote` ends with, run in this process."""
+    """What `eckart promote` ends with, run in this process."""
     with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
         return promotion.promotion(str(root), again).message
 
@@ -256,7 +256,7 @@ class TestChoice:
 
     def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
         change(workspace, "benchmark", repetitions=7)
-        assert re.match(r"\d .*`python -m flows run`", refusal(workspace))
+        assert re.match(r"\d .*`eckart run`", refusal(workspace))
 
 
 def refusal(root: Path) -> str:

@@ -190,7 +190,7 @@ class TestClones:
         done = CliRunner().invoke(app, ["pull"])
         assert done.exit_code == 1
         assert "data/raw.dvc" in done.output
-        with pytest.raises(engine.WorkspaceUnusable, match=r"data/raw.*python -m flows pull"):
+        with pytest.raises(engine.WorkspaceUnusable, match=r"data/raw.*eckart pull"):
             engine.plan()
 
     def test_a_remote_that_cannot_be_used_is_said_in_a_line(self, main: Path) -> None:

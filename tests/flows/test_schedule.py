@@ -45,7 +45,7 @@ def workspace(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(
     workspace: Path, prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SyncPrefectClient]:
-    """`python -m flows serve` in the workspace, with a server of its own; at the end Ctrl-C stops both."""
+    """`eckart serve` in the workspace, with a server of its own; at the end Ctrl-C stops both."""
     port = free_port()
     places = {
         "PREFECT_HOME": str(prefect_home(tmp_path_factory.mktemp("scheduling"))),

@@ -426,7 +426,7 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd:
     assert re.search(r"^\| svd +\| +0\.5 \| ", table, re.MULTILINE)
     assert f" {mean:.1f} ± {spread:.1f} " in table
     assert f" {statistics.mean(rows.speedup):.2f}\N{NO-BREAK SPACE}× " in table
-    assert f"`python -m flows study studies/two.yaml --table {TABLE}`" in table
+    assert f"`eckart study studies/two.yaml --table {TABLE}`" in table
     assert str(tmp_path) not in table
 
     client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")

@@ -121,7 +121,7 @@ MLFLOW = "mlflow.db"
 
 @dataclass(frozen=True)
 class Study:
-    """A workspace after `python -m flows run`, and what that printed. Nobody changes it: who wants to, copies it.
+    """A workspace after `eckart run`, and what that printed. Nobody changes it: who wants to, copies it.
 
     Beside it lies an MLflow database that is empty, for MLflow needs seconds to make one.
     """
@@ -138,4 +138,4 @@ class Study:
 
 
 Flows = Callable[..., Result]
-"""`flows(root, "run")`: what `python -m flows run` in `root` prints, and with which code it ends."""
+"""`flows(root, "run")`: what `eckart run` in `root` prints, and with which code it ends."""
