@@ -129,8 +129,9 @@ def _run(options: Options) -> list[Outcome]:
 
     typed = torch_questions.checked_params()
     planned = stages.plan()
-    mirror = Mirror(typed["study"].name, planned, {"prefect.flow_run": str(flow_run.id)})
-    mirror.start(typed, str(flow_run.name))
+    names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
+    mirror = Mirror(typed["study"].name, planned, names)
+    mirror.start(typed)
     finished: dict[str, Outcome] = {}
     lines = run_page.LastLines()
     complete = False

@@ -31,7 +31,8 @@ from pydantic import BaseModel
 from flows.engine.stages import Outcome, Planned
 from flows.secrets import shown
 from flows.settings import MLFLOW_ADDRESS
-from tasks.candidate_names import candidate_of, recipe_and_keep
+from tasks.candidate_names import candidate_of, recipe_and_keep, stage_name
+from tasks.metrics import METRICS, MetricName
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -42,6 +43,8 @@ _TIMES = "benchmark"  # the stage that times all candidates at once
 _TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
 LINEAGE = "lineage.json"
 """Artifact of a study's run: the run of each candidate, and what each stage read and wrote, by DVC's digests."""
+_CHOOSES, _SIZE = "validation.metric", "target_parameters"  # by which the best candidate is chosen
+_OF_THE_BEST = (_CHOOSES, "recovered.metric", _SIZE)  # that its parent run has
 _OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
@@ -76,6 +79,9 @@ class Mirror:
         for one in planned:
             self._stages.setdefault(candidate_of(one.name), []).append(one.name)
         self._shared = _shared(planned)
+        cached = [one.cached for one in planned if one.cached]
+        self._known_key = key_of(cached) if len(cached) == len(planned) else ""
+        """Of the whole study, where nothing is to be run."""
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
@@ -83,16 +89,28 @@ class Mirror:
         self._guard = threading.RLock()
 
     @_mirrored
-    def start(self, parameters: Mapping[str, Any], name: str | None = None) -> None:
-        """Open the parent run, by the `name` of Prefect's or one that MLflow makes up."""
+    def start(self, parameters: Mapping[str, Any]) -> None:
+        """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
         users = os.environ.get("MLFLOW_TRACKING_URI")
         self.client = MlflowClient(users or store())
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
-        self.parent = self.client.create_run(
-            self.experiment, run_name=name, tags={**self.tags, **self.origin}
-        ).info.run_id
-        self.client.log_batch(self.parent, params=_params(parameters))
+        self._parameters = _params(parameters)
+        self._metric = flatten(parameters).get("data.metric")
+        earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
+        self._is_known = bool(earlier)
+        self.parent = earlier or self._new_parent()
+
+    def _new_parent(self) -> str:
+        tags = {**self.tags, **self.origin}
+        run = self.client.create_run(self.experiment, run_name=self._name(), tags=tags).info.run_id
+        self.client.log_batch(run, params=self._parameters)
+        return str(run)
+
+    def _name(self) -> str:
+        """What a person reads in the list of runs: how many candidates there are, and in the end what was done."""
+        count = sum(bool(candidate) for candidate in self._stages)
+        return f"{self.study}: {count} candidate{'s' * (count != 1)}"
 
     def _end_abandoned(self) -> None:
         """Runs whose flow was killed, or lost MLflow, would stay RUNNING for ever."""
@@ -127,6 +145,8 @@ class Mirror:
     @_mirrored
     def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
         with self._guard:
+            if self._is_known:  # but that run knows nothing of this candidate
+                self.parent, self._is_known = self._new_parent(), False
             if candidate not in self._children:
                 tags = {**self.tags, **origin, MLFLOW_PARENT_RUN_ID: self.parent, "eckart.candidate": candidate}
                 run = self.client.create_run(self.experiment, run_name=candidate, tags=tags)
@@ -203,18 +223,37 @@ class Mirror:
     @_mirrored
     def finish(self, complete: bool) -> None:
         """Close the parent run, and as failed the runs of candidates that were not completed."""
+        if self._is_known:
+            return
         for candidate, run in self._children.items():
             if candidate not in self.lineage:
                 self.client.set_terminated(run, "FAILED")
         outcomes = list(self._outcomes.values())
-        counts = Counter(outcome.status for outcome in outcomes)
-        for status in ("Executed", "Restored", "Cached"):
-            self.client.log_metric(self.parent, f"stages.{status.lower()}", counts[status])
-        self.client.log_batch(self.parent, metrics=_metrics([one for one in outcomes if one.stage == "dense"]))
+        counts = Counter(outcome.status.lower() for outcome in outcomes)
+        numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
+        numbers |= _numbers([one for one in outcomes if one.stage == "dense"])
+        tags = {"dvc.key": key_of(outcomes)} if complete else {}
+        if found := _best(outcomes, self._metric):
+            tags["eckart.best"], measured = found
+            numbers |= {f"best.{name}": measured[name] for name in _OF_THE_BEST if name in measured}
+        self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
+        done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
+        self.client.update_run(self.parent, name=", ".join([self._name(), *(done or ["none executed"])]))
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, LINEAGE)
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
             self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
+
+
+def _best(outcomes: Sequence[Outcome], metric: MetricName) -> tuple[str, dict[str, float]] | None:
+    """The best candidate on validation rows, of equal ones the smallest, as promotion chooses; and its numbers."""
+    evaluated = [one for one in outcomes if one.stage.startswith(stage_name("evaluate", ""))]
+    measured = {candidate_of(one.stage): _numbers([one]) for one in evaluated}
+    return max(
+        measured.items(),
+        key=lambda one: (METRICS[metric].goodness(one[1][_CHOOSES]), -one[1][_SIZE]),
+        default=None,
+    )
 
 
 def _shared(planned: Sequence[Planned]) -> list[str]:
@@ -279,6 +318,15 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _metrics(outcomes: Sequence[Outcome], candidate: str = "") -> list[Metric]:
+    return _points(_numbers(outcomes, candidate))
+
+
+def _points(numbers: Mapping[str, float]) -> list[Metric]:
+    now = int(time.time() * 1000)
+    return [Metric(name, value, now, 0) for name, value in numbers.items()]
+
+
+def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, float]:
     """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
 
     Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
@@ -286,7 +334,6 @@ def _metrics(outcomes: Sequence[Outcome], candidate: str = "") -> list[Metric]:
     Args:
         candidate: whose times are taken, of all that were measured together.
     """
-    now = int(time.time() * 1000)
     numbers: dict[str, float] = {}
     for outcome in outcomes:
         for path in outcome.outs:
@@ -296,7 +343,7 @@ def _metrics(outcomes: Sequence[Outcome], candidate: str = "") -> list[Metric]:
                 values = flatten({name: value for name, value in own.items() if name != "targets"})
                 prefix = "dense." if outcome.stage in ("dense", "export_dense") else ""
                 numbers |= {prefix + name: value for name, value in values.items() if isinstance(value, int | float)}
-    return [Metric(name, value, now, 0) for name, value in numbers.items()]
+    return numbers
 
 
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:

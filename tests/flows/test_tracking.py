@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +70,7 @@ def plan(root: Path) -> list[Planned]:
 
 def started(root: Path, plan: list[Planned]) -> Mirror:
     mirror = Mirror("s", plan, {"prefect.flow_run": "f"})
-    mirror.start({"seed": 0}, "run")
+    mirror.start({"seed": 0, "data": {"metric": "perplexity"}})
     assert not mirror.down
     return mirror
 
@@ -77,6 +79,10 @@ def record_shared(mirror: Mirror) -> None:
     """What comes before the stages of the candidate, and beside them."""
     for name in ("teacher", "dense"):
         mirror.record(outcome(name, "Cached"))
+
+
+def parent_of(mirror: Mirror) -> Run:
+    return mirror.client.get_run(mirror.parent)
 
 
 def children(root: Path) -> list[Run]:
@@ -190,6 +196,49 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     assert losses(root, run) == [(1, 1.0)]
 
 
+def test_the_parent_says_what_was_done_and_which_candidate_validation_rows_chose(root: Path) -> None:
+    plan = [planned("dense"), *(planned(f"evaluate@svd-{keep}") for keep in ("0.2", "0.3", "0.5")), planned("compare")]
+    mirror = started(root, plan)
+    mirror.record(outcome("dense", "Cached"))
+    for keep, validation, test in (("0.2", 30.0, 10.0), ("0.3", 20.0, 22.0), ("0.5", 20.0, 21.0)):
+        file = f"reports/evaluate/svd-{keep}.json"
+        scores = {"validation": {"metric": validation}, "recovered": {"metric": test}}
+        write(root, file, json.dumps(scores | {"target_parameters": int(100 * float(keep))}))
+        mirror.record(outcome(f"evaluate@svd-{keep}", outs=(file,)))
+    mirror.record(outcome("compare"))
+    mirror.finish(complete=True)
+    assert not mirror.down
+    parent = parent_of(mirror)
+    assert parent.data.tags["eckart.best"] == "svd-0.3"  # of a perplexity, and the smaller of two
+    assert parent.data.metrics["best.validation.metric"] == 20
+    assert parent.data.metrics["best.recovered.metric"] == 22
+    name = str(parent.info.run_name)
+    assert name.startswith("s: ")
+    assert re.findall(r"\d+", name) == ["3", "4"]  # candidates, and stages that were executed
+
+
+def test_where_nothing_is_to_be_run_a_parent_is_made_only_for_what_mlflow_lacks(
+    root: Path, plan: list[Planned]
+) -> None:
+    cached = [replace(one, cached=outcome(one.name, "Cached")) for one in plan]
+    parents = []
+    for lacking in (False, False, True, False):
+        if lacking:
+            MlflowClient(f"sqlite:///{root / 'mlflow.db'}").delete_run(children(root)[0].info.run_id)
+        mirror = started(root, cached)
+        for one in cached:
+            assert one.cached
+            mirror.record(one.cached)
+        mirror.finish(complete=True)
+        assert not mirror.down
+        assert mirror.lineage == {"kfac-0.5": children(root)[0].info.run_id}
+        parents.append(mirror.parent)
+    first, again, backfilled, last = parents
+    assert first == again
+    assert backfilled != first
+    assert last in parents
+
+
 def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> None:
     write_curve(root, 1.0)
     for key in ("one", "other"):
@@ -216,7 +265,7 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
         "http://127.0.0.1:9",  # nobody listens there
     )
     mirror = Mirror("s", plan, {})
-    mirror.start({"seed": 0}, "run")
+    mirror.start({"seed": 0, "data": {"metric": "perplexity"}})
     with mirror.following(plan[3]):
         write_curve(root, 1.0)
     mirror.record(outcome("teacher"))
@@ -243,7 +292,7 @@ def abandon(root: str) -> None:
     """Be killed while a stage runs."""
     os.chdir(root)
     mirror = Mirror("s", [planned("finetune@kfac-0.5")], {})
-    mirror.start({}, "killed")
+    mirror.start({})
     with mirror.following(planned("finetune@kfac-0.5")):
         os.kill(os.getpid(), signal.SIGKILL)
 
