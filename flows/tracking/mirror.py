@@ -23,22 +23,31 @@ from typing import Any, Concatenate, ParamSpec
 
 import psutil
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelStatus, Metric, Param, Run, RunTag, SourceType
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT, MLFLOW_PARENT_RUN_ID
+from mlflow.utils.mlflow_tags import (
+    MLFLOW_GIT_COMMIT,
+    MLFLOW_PARENT_RUN_ID,
+    MLFLOW_SOURCE_NAME,
+    MLFLOW_SOURCE_TYPE,
+)
 from pydantic import BaseModel
 
 from flows.engine.stages import Outcome, Planned
 from flows.secrets import shown
 from flows.settings import MLFLOW_ADDRESS
+from flows.tracking import candidate_models
 from tasks.candidate_names import candidate_of, recipe_and_keep, stage_name
 from tasks.metrics import METRICS, MetricName
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
 
+_LOCAL = SourceType.to_string(SourceType.LOCAL)
+_BACKFILLED = {"eckart.backfilled": "true", MLFLOW_SOURCE_NAME: "dvc.lock", MLFLOW_SOURCE_TYPE: _LOCAL}
 _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
+_WORKSPACE = "eckart.workspace"
 _TIMES = "benchmark"  # the stage that times all candidates at once
 _TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
 LINEAGE = "lineage.json"
@@ -69,8 +78,12 @@ class Mirror:
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
-        self.tags = {"eckart.study": study, _PROCESS: _process(psutil.Process())}
-        self.origin = {**tags, **git()}
+        self.tags = {
+            "eckart.study": study,
+            _PROCESS: _process(psutil.Process()),
+            _WORKSPACE: f"{platform.node()} {Path.cwd()}",
+        }
+        self.origin = {MLFLOW_SOURCE_NAME: "eckart run", MLFLOW_SOURCE_TYPE: _LOCAL, **tags, **git()}
         """What made the results: of the parent, and of candidates for which something ran."""
         self.down = False
         self.lineage: dict[str, str] = {}
@@ -84,6 +97,7 @@ class Mirror:
         """Of the whole study, where nothing is to be run."""
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
+        self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
         """Candidate and prefix of a curve's metrics → its points that were logged."""
         self._guard = threading.RLock()
@@ -96,7 +110,7 @@ class Mirror:
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self._parameters = _params(parameters)
-        self._metric = flatten(parameters).get("data.metric")
+        self._metric: Any = flatten(parameters).get("data.metric")  # a MetricName, as params.yaml was checked
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
         self._is_known = bool(earlier)
         self.parent = earlier or self._new_parent()
@@ -192,33 +206,73 @@ class Mirror:
 
     def _complete(self, candidate: str) -> None:
         outcomes = [self._outcomes[name] for name in self._stages[candidate]]
-        # The control is no candidate's: another one leaves their runs as they are.
-        shared = [self._outcomes[name] for name in self._shared if name != "control"]
-        key = key_of(outcomes)
-        if candidate not in self._children:
-            if found := find(self.client, self.experiment, key):
-                self.lineage[candidate] = found
+        finished = _finished(self.client, self.experiment, key_of(outcomes))
+        metrics: list[Metric] = []
+        if candidate not in self._children and not finished:
+            if other := self._elsewhere(candidate):
+                self.lineage[candidate] = other
                 return
             # Made before this study run, by `dvc repro` or while MLflow was away: by which code is not known here.
-            self._open(candidate, {"eckart.backfilled": "true"})
-        run = self._children[candidate]
+            self._open(candidate, _BACKFILLED)
+        if candidate in self._children:
+            metrics = self._fill(candidate, outcomes)
+            finished = self._single(key_of(outcomes))
+        self.lineage[candidate] = finished[0].info.run_id
+        self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
+
+    def _model(self, candidate: str, run: Run, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> str:
+        """The id of the candidate's model in MLflow, made where there is none; its run tells it the `metrics` again."""
+        if run.outputs and run.outputs.model_outputs:
+            return str(run.outputs.model_outputs[0].model_id)
+        key = key_of(outcomes)
+        model = candidate_models.find(self.client, self.experiment, key)
+        if not model:
+            tags = {"eckart.study": self.study, "eckart.candidate": candidate, "dvc.key": key}
+            model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
+        if model.status != LoggedModelStatus.READY:
+            candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _metrics(outcomes))
+        return str(model.model_id)
+
+    def _elsewhere(self, candidate: str) -> str | None:
+        """The run of another flow in this workspace, at the same time, which has yet to be completed."""
+        query = f"attributes.status = 'RUNNING' and tags.`eckart.candidate` = '{candidate}'"
+        open_ones = self.client.search_runs([self.experiment], query)
+        for tags, run in ((one.data.tags, one.info.run_id) for one in open_ones):
+            if tags.get(_WORKSPACE) == self.tags[_WORKSPACE] and tags.get(_PROCESS) != self.tags[_PROCESS]:
+                return str(run)
+        return None
+
+    def _single(self, key: str) -> list[Run]:
+        """The run of a computation. Flows side by side that ran stages of it have one each, and the first stays."""
+        first, *others = _finished(self.client, self.experiment, key)
+        for run in others:
+            self.client.set_tag(run.info.run_id, "eckart.same_as", first.info.run_id)
+            self.client.set_terminated(run.info.run_id, "KILLED")
+        return [first]
+
+    def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
+        """Complete the candidate's run of this flow; the metrics that it got of the candidate's own stages."""
+        # The control is no candidate's: another one leaves their runs as they are.
+        shared = [self._outcomes[name] for name in self._shared if name != "control"]
+        run, own = self._children[candidate], _metrics(outcomes)
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=[one for one in _metrics([*shared, *outcomes]) if not one.key.startswith("dense.control.")],
+            metrics=[*own, *(one for one in _metrics(shared) if not one.key.startswith("dense.control."))],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
         self.client.log_inputs(run, _datasets([*shared, *outcomes]))
         self.client.set_terminated(run, "FINISHED")
-        self.lineage[candidate] = run
+        return own
 
     def _log_times(self, candidate: str) -> None:
         """Once both are there, its run gets how fast it is, an earlier run, too, where it has other times."""
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
         if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
-            self.client.log_batch(run, metrics=_metrics([times], candidate), tags=[RunTag(_TIMES_KEY, times.key)])
+            metrics = _metrics([times], candidate, self._models.get(candidate))
+            self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     @_mirrored
     def finish(self, complete: bool) -> None:
@@ -237,6 +291,7 @@ class Mirror:
             tags["eckart.best"], measured = found
             numbers |= {f"best.{name}": measured[name] for name in _OF_THE_BEST if name in measured}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
+        self.client.log_inputs(self.parent, _datasets(outcomes))
         done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
         self.client.update_run(self.parent, name=", ".join([self._name(), *(done or ["none executed"])]))
         self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, LINEAGE)
@@ -283,10 +338,14 @@ def experiment(client: MlflowClient, study: str, local: bool) -> str:
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> str | None:
-    """The finished run of the candidate whose stages have this key."""
+    """The finished run of the candidate whose stages have this key, or of the study whose stages do."""
+    return next((str(run.info.run_id) for run in _finished(client, experiment, key)), None)
+
+
+def _finished(client: MlflowClient, experiment: str, key: str) -> list[Run]:
+    """All of them, in the order in which they finished."""
     query = f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'"
-    found = client.search_runs([experiment], query, max_results=1)
-    return found[0].info.run_id if found else None
+    return list(client.search_runs([experiment], query, order_by=["attributes.end_time ASC"]))
 
 
 def key_of(outcomes: Sequence[Outcome]) -> str:
@@ -317,13 +376,13 @@ def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
 
 
-def _metrics(outcomes: Sequence[Outcome], candidate: str = "") -> list[Metric]:
-    return _points(_numbers(outcomes, candidate))
+def _metrics(outcomes: Sequence[Outcome], candidate: str = "", model: str | None = None) -> list[Metric]:
+    return _points(_numbers(outcomes, candidate), model)
 
 
-def _points(numbers: Mapping[str, float]) -> list[Metric]:
+def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metric]:
     now = int(time.time() * 1000)
-    return [Metric(name, value, now, 0) for name, value in numbers.items()]
+    return [Metric(name, value, now, 0, model) for name, value in numbers.items()]
 
 
 def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, float]:

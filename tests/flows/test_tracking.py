@@ -193,6 +193,11 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     assert mirror.lineage == {"kfac-0.5": run.info.run_id}
     assert run.data.tags["eckart.backfilled"] == "true"
     assert "prefect.flow_run" not in run.data.tags
+    assert {"mlflow.source.name", "mlflow.source.type"} < set(run.data.tags)
+    parent = parent_of(mirror)
+    for one in (run, parent):
+        assert [entry.dataset.digest for entry in one.inputs.dataset_inputs] == ["0" * 32]
+    assert parent.data.tags["mlflow.source.name"] != run.data.tags["mlflow.source.name"]
     assert losses(root, run) == [(1, 1.0)]
 
 
@@ -237,6 +242,59 @@ def test_where_nothing_is_to_be_run_a_parent_is_made_only_for_what_mlflow_lacks(
     assert first == again
     assert backfilled != first
     assert last in parents
+
+
+def test_flows_side_by_side_leave_one_run_of_a_candidate(root: Path, plan: list[Planned]) -> None:
+    ours, other = started(root, plan), started(root, plan)
+    other.tags["eckart.process"] = "that of another"
+    for mirror, ran in ((ours, plan[2]), (other, plan[3])):
+        with mirror.following(ran):
+            pass
+    idle = started(root, plan)  # which finds all that they do
+    idle.tags["eckart.process"] = "that of a third"
+    for mirror in (idle, ours, other):
+        for one in plan[:4]:
+            mirror.record(outcome(one.name, "Cached"))
+        mirror.finish(complete=True)
+        assert not mirror.down
+    runs = {run.info.run_id: run for run in children(root)}
+    assert len(runs) == 2
+    kept = ours.lineage["kfac-0.5"]
+    assert other.lineage == {"kfac-0.5": kept}
+    assert idle.lineage["kfac-0.5"] in runs  # not completed yet
+    (superfluous,) = set(runs) - {kept}
+    assert runs[kept].info.status == "FINISHED"
+    assert runs[superfluous].info.status == "KILLED"
+    assert runs[superfluous].data.tags["eckart.same_as"] == kept
+
+
+def test_models_are_ranked_by_what_the_test_rows_say(root: Path) -> None:
+    scores = {"svd-0.2": 0.6, "svd-0.3": 0.8, "svd-0.5": 0.7}
+    plan = [planned(f"{stage}@{name}") for name in scores for stage in ("finetune", "evaluate")]
+    data = {f"data/splits/{split}.parquet": f"md5 of {split}" for split in ("validation", "test")}
+    for _ in range(2):
+        mirror = started(root, plan)
+        for name, score in scores.items():
+            file = f"reports/evaluate/{name}.json"
+            content = {"recovered": {"metric": score}, "validation": {"metric": -score}, "target_parameters": 9}
+            write(root, file, json.dumps(content))
+            mirror.record(outcome(f"finetune@{name}", outs=(f"models/finetuned/{name}",)))
+            mirror.record(replace(outcome(f"evaluate@{name}", outs=(file,)), deps=data))
+        mirror.finish(complete=True)
+        assert not mirror.down
+    order = {"field_name": "metrics.recovered.metric", "ascending": False}
+    order |= {"dataset_name": "data/splits/test.parquet", "dataset_digest": "md5 of test"}
+    models = mirror.client.search_logged_models([mirror.experiment], order_by=[order])
+    assert [model.tags["eckart.candidate"] for model in models] == ["svd-0.3", "svd-0.5", "svd-0.2"]
+    best = models[0]
+    assert best.status == "READY"
+    assert (best.tags["dvc.path"], best.tags["dvc.md5"]) == ("models/finetuned/svd-0.3", "1")
+    assert best.source_run_id == mirror.lineage["svd-0.3"]
+    measured_on = {metric.key: metric.dataset_digest for metric in best.metrics}
+    expected = {"recovered.metric": "md5 of test", "validation.metric": "md5 of validation", "target_parameters": None}
+    assert measured_on == expected
+    history = mirror.client.get_metric_history(best.source_run_id, "recovered.metric")
+    assert [point.value for point in history] == [0.8]  # of the run and the model, but one point
 
 
 def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> None:
