@@ -122,7 +122,7 @@ def _run(options: Options) -> None:
         outcomes = None if told else up_to_date.outcomes()
         if outcomes is None:
             if not told:
-                prefect_server.keep_from_ctrl_c()
+                prefect_server.tie_to_run()
             outcomes = _by_prefect(options)
     _print_comparison(Path("reports/comparison.txt"))
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
-from flows import secrets, settings
+from flows import secrets, settings, with_parent
 from tasks.errors import EckartError
 
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
@@ -68,15 +69,25 @@ def require() -> str | None:
     return address
 
 
-def keep_from_ctrl_c() -> None:
-    """Have a temporary server of Prefect's begin in a session of its own: Ctrl-C ends it only after what needs it."""
+def tie_to_run() -> None:
+    """Have a temporary server of Prefect's end with this process, also where that is killed, and not before.
+
+    It begins in a session of its own: Ctrl-C ends it only after what needs it.
+    """
     from prefect.server.api import server  # a slow import, which the temporary server needs anyway
 
     class _Subprocess:
-        Popen = partial(subprocess.Popen, start_new_session=True)
+        Popen = staticmethod(_start_with_parent)
         TimeoutExpired = subprocess.TimeoutExpired
 
     server.subprocess = _Subprocess  # type: ignore[assignment]
+
+
+def _start_with_parent(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start `PYTHON -m MODULE ARGUMENT …`."""
+    python, _, *words = args
+    watched = [python, "-P", with_parent.__file__, str(os.getpid()), *words]
+    return subprocess.Popen(watched, start_new_session=True, **options)
 
 
 def _await(server: subprocess.Popen[bytes], address: str) -> None:
