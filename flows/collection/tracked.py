@@ -23,7 +23,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from flows.collection import named
 from flows.collection.kind import CannotCollect, Kind, Size, size_of
 from flows.registry import versions
-from flows.tracking import mirror
+from flows.tracking import candidate_models, mirror
 from tasks import check_params
 from tasks.candidate_names import candidate_of
 
@@ -158,7 +158,7 @@ def _kinds(
                 "delete that version, too"
             )
     ending = {name for name, run in runs.items() if _ends(run, name in stay)}
-    unused = {name for name, model in models.items() if versions.CONTENT in model.tags and name not in used}
+    unused = {name for name, model in models.items() if name not in used and _is_unused(model, ending)}
     end_runs = partial(_remove, client, [runs[name] for name in ending], [])
     return [
         _kind("runs in MLflow", {name: run.info.artifact_uri for name, run in runs.items()}, ending, end_runs),
@@ -174,6 +174,11 @@ def _kinds(
 def _ends(run: Run, stays: bool) -> bool:
     """What was deleted in MLflow goes in any case: its own gc makes an end of all that."""
     return run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and not stays)
+
+
+def _is_unused(model: LoggedModel, ending: set[str]) -> bool:
+    """Of one without a version: a candidate's goes with its run, a version's had one."""
+    return model.source_run_id in ending if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:

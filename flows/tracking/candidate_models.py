@@ -16,6 +16,8 @@ from flows.engine.stages import Outcome
 from tasks.candidate_files import FINETUNED
 from tasks.candidate_names import recipe_and_keep
 
+KEY = "dvc.key"
+"""Tag of a candidate's model, and of no version's: what its stages computed."""
 _SPLITS = {
     "validation.": "validation",
     **dict.fromkeys(("shaped.", "factorized.", "recovered.", "onnx.score.", "int8.score."), "test"),
@@ -25,7 +27,7 @@ _SPLITS = {
 
 def find(client: MlflowClient, experiment: str, key: str) -> LoggedModel | None:
     """The model of the candidate whose stages have this key; one that is not READY was cut off."""
-    found = client.search_logged_models([experiment], f"tags.`dvc.key` = '{key}'", max_results=1)
+    found = client.search_logged_models([experiment], f"tags.`{KEY}` = '{key}'", max_results=1)
     return found[0] if found else None
 
 

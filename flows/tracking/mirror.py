@@ -227,7 +227,7 @@ class Mirror:
         key = key_of(outcomes)
         model = candidate_models.find(self.client, self.experiment, key)
         if not model:
-            tags = {"eckart.study": self.study, "eckart.candidate": candidate, "dvc.key": key}
+            tags = {"eckart.study": self.study, "eckart.candidate": candidate, candidate_models.KEY: key}
             model = candidate_models.create(self.client, run.info, candidate, outcomes, tags)
         if model.status != LoggedModelStatus.READY:
             candidate_models.log(self.client, run.info.run_id, model, outcomes, metrics or _metrics(outcomes))
