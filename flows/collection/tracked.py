@@ -158,7 +158,7 @@ def _kinds(
                 "delete that version, too"
             )
     ending = {name for name, run in runs.items() if _ends(run, name in stay)}
-    unused = {name for name, model in models.items() if name not in used and _is_unused(model, ending)}
+    unused = {name for name, model in models.items() if name not in used and _is_unused(model, runs.keys() - ending)}
     end_runs = partial(_remove, client, [runs[name] for name in ending], [])
     return [
         _kind("runs in MLflow", {name: run.info.artifact_uri for name, run in runs.items()}, ending, end_runs),
@@ -176,9 +176,9 @@ def _ends(run: Run, stays: bool) -> bool:
     return run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and not stays)
 
 
-def _is_unused(model: LoggedModel, ending: set[str]) -> bool:
+def _is_unused(model: LoggedModel, staying: set[str]) -> bool:
     """Of one without a version: a candidate's goes with its run, a version's had one."""
-    return model.source_run_id in ending if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
+    return model.source_run_id not in staying if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
