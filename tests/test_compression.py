@@ -194,7 +194,7 @@ def test_how_texts_are_batched_changes_nothing(side: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
 def test_a_recipe_that_trains_first_is_for_the_pipeline(recipe: str) -> None:
-    with pytest.raises(ValueError, match=r"flows run.*svd, .*anchored"):
+    with pytest.raises(ValueError, match=r"eckart run.*svd, .*anchored"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
 
 

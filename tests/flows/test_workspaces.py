@@ -72,6 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("eckart", "tasks", "flows", "studies", "docs", "data/raw", "models/base"):
         (root / folder).mkdir(parents=True)
         (root / folder / ".gitkeep").touch()
+    (root / "flows/__init__.py").touch()  # else the installed package is taken
     (root / "flows/__main__.py").write_text(MAIN)
     (root / "eckart/svd.py").write_text("a = 1\n")
     (root / "params.yaml").write_text("# comment\nstudy: {name: toy}\nseed: 0\n")
