@@ -78,13 +78,18 @@ def init(
     ] = None,
 ) -> None:
     """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
-    from flows import new_workspace  # slow imports, not for --help
+    from flows import new_workspace, workspaces  # slow imports, not for --help
 
+    if base and ":" not in base and not Path(base).exists():
+        print(f"There is no folder {base} here: the Hugging Face hub is asked for it.", flush=True)
     changes = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task))
     for line in new_workspace.in_words(changes):
         print(f"  {line}")
     said = "the rest of params.yaml is the default study's" if changes else "params.yaml has the default study"
-    print(f"{folder} is a workspace; {said}. Next: cd {folder} && eckart run")
+    if (root := workspaces.root_of(folder)) != folder.resolve():
+        print(f"It is a folder of the git repository {root}: study, reproduce and gc want a repository of its own.")
+    there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    print(f"{folder} is a workspace; {said}. Next: {there}eckart run")
 
 
 @app.command()

@@ -64,13 +64,13 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
         for path, text in installation.derived().items():
             made.write(path, text)
         made.write(Path(".dvcignore"), (installation.HOME / ".dvcignore").read_text())
-        for part in CARRIED:
-            made.write(part / ".gitkeep", "")
         ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]
         made.append(Path(".gitignore"), ignored)
         changes = _named(folder, wishes, made)
         params_file.update(changes, folder / PARAMS)
         _set_up(folder, made)
+        for part in CARRIED:
+            _hand_to_dvc(part, made)
     except BaseException:
         made.remove()
         raise
@@ -136,11 +136,13 @@ def _named(folder: Path, wishes: Wishes, made: _Made) -> dict[str, Any]:
     base = wishes.base
     if base and Path(base).exists():
         base = str(_brought(Path(base), BASE, made))
+    if base or wishes.data:
+        from tasks import first_params  # torch, and transformers
     if base:
         changes["model"] = {"base": base}
+        with chdir(folder):
+            first_params.read_base(base)
     if wishes.data:
-        from tasks import first_params  # torch, and transformers
-
         source = str(_brought(wishes.data, RAW, made))
         with chdir(folder):
             present = base or _default_base()
@@ -170,6 +172,17 @@ def _brought(source: Path, place: Path, made: _Made) -> Path:
     else:
         shutil.copy2(source, target)
     return path
+
+
+def _hand_to_dvc(part: Path, made: _Made) -> None:
+    """So that a commit says which bytes a study read, and others can pull them; an empty folder waits for some."""
+    folder = made.folder
+    if not (folder / part).exists():
+        made.write(part / ".gitkeep", "")
+    elif not workspaces.git(folder, "ls-files", "--", str(part)):
+        made.note(part.with_name(f"{part.name}.dvc"))
+        made.append(part.with_name(".gitignore"), f"/{part.name}\n")
+        workspaces.dvc(folder, "add", "--quiet", str(part))
 
 
 def _set_up(folder: Path, made: _Made) -> None:

@@ -48,8 +48,23 @@ def check_code() -> None:
 
 def check_root() -> None:
     """Raise a WorkspaceError unless this is the root of a git repository."""
-    if Path(git(Path(), "rev-parse", "--show-toplevel").rstrip("\n")).resolve() != Path.cwd():
-        raise WorkspaceError("this is not the root of a git repository: run this where params.yaml is")
+    if (root := root_of(Path())) == Path.cwd():
+        return
+    if not PARAMS.exists():
+        raise WorkspaceError("this is not the root of a workspace: run this where params.yaml is")
+    raise WorkspaceError(
+        f"this workspace is a folder of the git repository {root}, and worktrees are made of whole repositories: give "
+        "it one of its own, `git init && git add . && git commit`, or move it to the root"
+    )
+
+
+def root_of(folder: Path) -> Path:
+    """The root of the git repository that `folder` belongs to.
+
+    Raises:
+        WorkspaceError: there is none.
+    """
+    return Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
 
 
 def edited(*paths: str) -> set[str]:
@@ -113,8 +128,7 @@ def check_out(folder: Path, revision: str) -> None:
 def _check_own(folder: Path) -> None:
     # Otherwise git would go up to the main workspace and change that one.
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    own = Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve() == folder.resolve()
-    if not own or git(folder, *where) != git(Path(), *where):
+    if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
         raise WorkspaceError(
             f"{folder} is no worktree of this repository: remove it, or try `git worktree repair {folder}`"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import datasets
 import pandas as pd
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from tasks import params_file
 from tasks.base_model import located
-from tasks.extract import FORMATS, read_file
+from tasks.extract import FORMATS, load, read_file
+from tasks.labels import convert_labels
 from tasks.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tasks.models import UNLOADABLE
+from tasks.params import PARAMS, Data, parse, read
+from tasks.splitting import split_rows, split_text
 from tasks.stage import StageError
 
 _FEW = 20  # classes; whole numbers of more values are a scale
@@ -42,15 +47,14 @@ def of_data(
         task: None: what the label looks like.
 
     Raises:
-        StageError: a file or the model cannot be read, a column is missing, or the task cannot be told.
+        StageError: a file or the model cannot be read, a column is missing, the task cannot be told, or the stage
+            extract would refuse the rows.
     """
     datasets.disable_progress_bars()
     rows = _rows(Path(source)).to_pandas()
     columns = _columns(rows, text, text_pair, label)
     kind = task or _kind(rows, columns)
-    config, tokenizer = _base(base)
-    labels = rows[columns["label"]].nunique() if kind == "classification" else None
-    fine_tuned = _knows(config, kind, labels)
+    config, tokenizer = read_base(base)
     changes: dict[str, Any] = {
         "data": {
             "source": source,
@@ -64,7 +68,17 @@ def of_data(
     if kind != "language_modeling":  # its sizes are blocks, and its drop is in units of perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
-    return changes | ({"teacher": {"epochs": 0}} if fine_tuned else {})
+    labels = _labels(changes["data"])
+    return changes | ({"teacher": {"epochs": 0}} if _knows(config, kind, labels) else {})
+
+
+def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes as the stage extract finds them; what it would refuse is refused here."""
+    content = read()["data"]
+    params_file.change(content, changes)
+    params = parse(content, Data, PARAMS, "data")
+    split = split_text if params.task == "language_modeling" else split_rows
+    return convert_labels(split(load(params), params), params)
 
 
 def _splits(source: Path) -> list[str]:
@@ -117,7 +131,12 @@ def _kind(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskKindName:
     return "classification"
 
 
-def _base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer of a base model, named as model.base has it.
+
+    Raises:
+        StageError: there is none, or it cannot be read.
+    """
     with ExitStack() as stack:
         source, extra = located(base, stack)
         try:
@@ -127,10 +146,18 @@ def _base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
             raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
 
 
-def _knows(config: PreTrainedConfig, kind: TaskKindName, labels: int | None) -> bool:
-    """Whether the base model has learned the task: it has its head, of as many outputs."""
+def _knows(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> bool:
+    """Whether the base model has learned the task: it has its head, whose outputs are of these labels.
+
+    A head without names, as transformers writes it where nobody gave any, is taken for that of labels 0, 1, ….
+    """
     name = (config.architectures or [""])[0]
-    return name.endswith(_HEADS[kind]) and labels in (None, config.num_labels)
+    if not name.endswith(_HEADS[kind]) or (kind == "regression" and config.num_labels != 1):
+        return False
+    numbers = [str(number) for number in range(len(labels))]
+    unnamed = [f"LABEL_{number}" for number in numbers]
+    outputs = list((config.id2label or {}).values())
+    return not labels or sorted(outputs) == sorted(labels) or (outputs == unnamed and list(labels) == numbers)
 
 
 def _length(

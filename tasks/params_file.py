@@ -17,7 +17,7 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
     """Write `changes`, mappings within mappings, over what `path` states."""
     yaml = _yaml()
     content = yaml.load(path.read_text())
-    _change(content, changes)
+    change(content, changes)
     text = io.StringIO()
     yaml.dump(content, text)
     new = path.with_name(f"{path.name}.new")
@@ -25,10 +25,11 @@ def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
     os.replace(new, path)  # a run that reads it meanwhile sees one or the other
 
 
-def _change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
+def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Write `changes`, mappings within mappings, over `content`."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
-            _change(content[key], value)
+            change(content[key], value)
         elif isinstance(value, list) and isinstance(content.get(key), list):
             content[key][:] = value  # the list stays, with how it is written
         else:

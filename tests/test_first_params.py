@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ RAW = Path("data/raw")
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a tiny base model and no data yet."""
+    """With a tiny base model, the default study and no data yet."""
     monkeypatch.chdir(tmp_path)
+    shutil.copy(REPOSITORY / "params.yaml", tmp_path)
     RAW.mkdir(parents=True)
     write_base(Path(BASE))
     return tmp_path
@@ -54,7 +56,6 @@ def test_the_label_tells_the_task(workspace: Path, labels: list[Any], task: str)
 
 def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
     source = table(stars=[row % 3 for row in range(60)])
-    (workspace / "params.yaml").write_text((REPOSITORY / "params.yaml").read_text())
     params_file.update({**told(source, label="stars"), "model": {"base": BASE}})
     typed = check_params.check()
     assert typed["data"].columns.label == "stars"
@@ -65,27 +66,53 @@ def test_rows_fit_into_the_length_and_the_model(workspace: Path) -> None:
     """A review has 6 words, and two special tokens around; twenty of them are more than the model's 64 positions."""
     source = table(label=[row % 2 for row in range(60)])
     assert told(source)["data"]["max_length"] == 8
-    frame = pd.DataFrame({"text": [" ".join([text] * 20) for text in reviews()["text"]], "label": 60 * [0]})
+    frame = pd.DataFrame({"text": [" ".join([text] * 20) for text in reviews()["text"]], "label": 30 * [0, 1]})
     frame.to_csv(RAW / "long.csv", index=False)
     assert told("data/raw/long.csv")["data"]["max_length"] == 64
 
 
-def test_a_model_with_the_head_of_the_task_is_taken_as_it_is(workspace: Path) -> None:
-    bert(num_labels=3).save_pretrained(BASE)
+@pytest.mark.parametrize(
+    ("outputs", "labels", "knows"),
+    [
+        (None, [0, 1, 2], True),
+        (None, [0, 1], False),
+        (None, ["bad", "good", "so so"], False),  # which output is which, nobody says
+        (["so so", "good", "bad"], ["bad", "good", "so so"], True),
+        (["joy", "anger", "fear"], ["bad", "good", "so so"], False),
+        (["1 star", "2 stars", "3 stars"], [1, 2, 3], False),
+    ],
+)
+def test_a_model_that_knows_the_labels_is_taken_as_it_is(
+    workspace: Path, outputs: list[str] | None, labels: list[Any], knows: bool
+) -> None:
+    model = bert(num_labels=3)
+    if outputs:
+        model.config.id2label = dict(enumerate(outputs))
+    model.save_pretrained(BASE)
     tiny_tokenizer().save_pretrained(BASE)
-    three, two = (table(f"{count}.csv", label=[row % count for row in range(60)]) for count in (3, 2))
-    assert told(three)["teacher"] == {"epochs": 0}
-    assert "teacher" not in told(two)
+    found = told(table(label=[labels[row % len(labels)] for row in range(60)]))
+    assert found.get("teacher") == ({"epochs": 0} if knows else None)
+
+
+@pytest.mark.parametrize("labels", [["", "a", "b"], ["a"]])
+def test_rows_that_the_study_would_refuse_are_refused_at_once(workspace: Path, labels: list[str]) -> None:
+    with pytest.raises(EckartError):
+        told(table(label=[labels[row % len(labels)] for row in range(60)]))
 
 
 def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
-    for split in ("train", "test"):
-        table(f"folder/{split}.csv", label=[row % 2 for row in range(60)])
+    Path(RAW / "folder").mkdir()
+    rows = pd.DataFrame({"text": reviews()["text"], "label": 30 * [0, 1]})
+    rows[:40].to_csv(RAW / "folder/train.csv", index=False)
+    rows[40:].to_csv(RAW / "folder/test.csv", index=False)
     assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "test": "test"}
 
 
 def test_text_alone_is_running_text(workspace: Path) -> None:
-    found = told(table())
+    pd.DataFrame({"text": [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]}).to_csv(
+        RAW / "long.csv", index=False
+    )
+    found = told("data/raw/long.csv")
     assert found["data"]["task"] == "language_modeling"
     assert found["data"]["columns"]["label"] is None
 
