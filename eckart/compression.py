@@ -15,6 +15,7 @@ training of the factors, which are ordinary parameters: `transformers.Trainer(sm
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -25,10 +26,12 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 import yaml
+from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub, lstm
+from eckart.batches import checked
 from eckart.budget import NoRank, Rank, cost, stored
 from eckart.evidence import Evidence, EvidenceKind, collect
 from eckart.factorization import factorize_at_once, factorize_in_order
@@ -152,8 +155,8 @@ def compress(
     *,
     largest_drop: float | None = None,
     score: Score | None = None,
-    include: Sequence[str] = ("*",),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = ("*",),
+    exclude: str | Sequence[str] = (),
     embeddings: bool = False,
     loss: Loss | None = None,
     seed: int = 0,
@@ -166,7 +169,8 @@ def compress(
     Args:
         model: of transformers, with a head for its task; on the device where it is to run.
         batches: calibration data as the model takes them, each tensor `(batch, …)`, with labels where the recipe reads
-            gradients, and -100 there at padding; some hundred rows, read once or twice, and held in memory.
+            gradients, and -100 there at padding; some hundred rows, read once or twice, and held in memory. What the
+            decoder of a T5 or BART reads is made of the labels where it is not given.
         keep: parameters of all targets after ÷ before, in (0, 1]; None: 0.33, or what `largest_drop` allows.
         recipe: a name of `recipes()`, or one of your own. Its recovery is left to you.
         largest_drop: how much less than the dense model's the score may be. The smallest keep is found by bisection, to
@@ -182,24 +186,22 @@ def compress(
         what was done.
 
     Raises:
-        ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, or no labels where
-            gradients are read; no linear map is a target; `keep` leaves one no rank; a largest drop comes with a keep,
-            or without a score.
+        ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, no tensors in
+            them, or no labels where gradients are read; the model has no head where these are, or no linear map that is
+            a target; `keep` leaves one no rank; a largest drop comes with a keep, without a score that gives numbers,
+            or is out of reach.
     """
-    if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
-        raise ValueError("give a keep, or a largest_drop and the score that it is measured by")
-    if isinstance(batches, Mapping):
-        raise ValueError("batches is one batch: give a list of them")
-    data = [{name: values.to(model.device) for name, values in batch.items()} for batch in batches]
-    if not data:
-        raise ValueError("there is no batch to calibrate with: give some hundred rows")
+    _check_model(model)
+    _check_goal(keep, largest_drop, score)
     wanted = _recipe(recipe)
-    if loss is None and (need := _needs_labels(wanted)) and not _has_labels(data[0]):
+    need = None if loss else _needs_labels(wanted)
+    if need and model.base_model is model and not model.can_generate():
         raise ValueError(
-            f"{need} asks for the loss, and the batches have no labels: add labels to each batch, or take the recipe "
-            "drone, which reads inputs alone"
+            f"{need} asks for the loss, and {type(model).__name__} has no head to compute one: load the model by its "
+            "class for a task, such as AutoModelForSequenceClassification, or take the recipe drone"
         )
-    found = find_targets(model, _first_row(data[0]), include, exclude, embeddings=embeddings)
+    data = checked(model, batches, need)
+    found = find_targets(model, _first_row(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings)
     targets = stored(found.targets, wanted.storage)
     objective = _objective(model, loss)
     evidence = _evidence(model, data, targets, wanted, objective.loss)
@@ -207,6 +209,27 @@ def compress(
     if largest_drop is None or score is None:
         return case.at(0.33 if keep is None else keep)
     return case.smallest(largest_drop, score)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(model).__name__}: give a model of transformers, as from_pretrained loads it"
+        )
+
+
+def _check_goal(keep: float | None, largest_drop: float | None, score: Score | None) -> None:
+    if (largest_drop is None) != (score is None) or (keep is not None and score is not None):
+        raise ValueError("give a keep, or a largest_drop and the score that it is measured by")
+    if score is not None and not callable(score):
+        raise ValueError(f"score={score!r} is no function: give one that takes a model and gives a number")
+    for name, number in (("keep", keep), ("largest_drop", largest_drop)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0):
+            raise ValueError(f"{name}={number!r}: give a number that is not negative, such as 0.33")
+
+
+def _patterns(given: str | Sequence[str]) -> Sequence[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def _needs_labels(recipe: Recipe) -> str | None:
@@ -295,7 +318,11 @@ def _macs(model: PreTrainedModel, batch: Batch) -> int:
 
 def _scored(score: Score, model: PreTrainedModel) -> float:
     with eval_mode(model):
-        return score(model)
+        given = score(model)
+    found = float("nan") if given is None else float(given)
+    if not math.isfinite(found):
+        raise ValueError(f"score gave {given!r}: it must give a number for every model")
+    return found
 
 
 def _target(target: Target, decided: Found) -> CompressedTarget:
@@ -341,7 +368,14 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
         if recipe not in every:
             raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(every)}")
         recipe = every[recipe]
-    found = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(recipe)
+    try:
+        found = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(recipe)
+    except ValidationError as error:
+        lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(
+            "the recipe has mistakes; one of your own is best made of another, "
+            f'recipes()["kfac"].model_copy(update={{…}}):{lines}'
+        ) from error
     for part, mistake in contradictions(found):
         raise ValueError(f"recipe: {part} {mistake}")
     if _trains(found):
@@ -384,10 +418,6 @@ def _evidence(
     if not kinds:
         return {}
     return collect(model, data, targets, cast("set[EvidenceKind]", kinds), loss if kinds - {"inputs"} else _forward)
-
-
-def _has_labels(batch: Batch) -> bool:
-    return "labels" in batch or {"start_positions", "end_positions"} <= set(batch)
 
 
 def _forward(model: Any, batch: Batch) -> Tensor:

@@ -175,9 +175,19 @@ def find_targets(
         )
     excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
     if not targets:
-        why = "; ".join(f"{name} {reason}" for name, reason in excluded.items()) or "it has no linear map"
-        raise ValueError(f"the model has no targets: {why}")
+        raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
     return Targets(targets=tuple(targets), excluded=excluded)
+
+
+def _grouped(excluded: Mapping[str, str]) -> str:
+    """Each reason once, with the maps that it holds of: how many, and the first."""
+    names: dict[str, list[str]] = {}
+    for name, reason in excluded.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(
+        f"{some[0]} {reason}" if len(some) == 1 else f"{some[0]} and {len(some) - 1} more: {reason}"
+        for reason, some in names.items()
+    )
 
 
 def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ruamel.yaml import YAML
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 import eckart
 from eckart.layers import factorized, pivoted
@@ -211,6 +211,60 @@ def test_mistakes_are_said_before_anything_is_computed() -> None:
         eckart.compress(tiny.bert(), BATCHES, 0.01)
     with pytest.raises(ValueError, match="keep=2"):
         eckart.compress(tiny.bert(), BATCHES, 2.0)
+    with pytest.raises(ValueError, match=r"keep='0\.3'"):
+        eckart.compress(tiny.bert(), BATCHES, "0.3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Linear"):
+        eckart.compress(torch.nn.Linear(2, 2), BATCHES, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"BertModel.*head"):
+        eckart.compress(tiny.bert().base_model, BATCHES, 0.5, "kfac")
+    with pytest.raises(ValueError, match="weighting"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, {"source": "finetuned"})
+    for drop in (-0.1, float("nan")):
+        with pytest.raises(ValueError, match="largest_drop"):
+            eckart.compress(tiny.bert(), BATCHES, largest_drop=drop, score=lambda _: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (INPUTS, "batch 1 has no labels"),
+        ({name: values.tolist() for name, values in BATCHES[1].items()}, "list"),
+        ({**BATCHES[1], "labels": BATCHES[1]["labels"][:2]}, r"labels \(2,\)"),
+        (["some text"], "mapping"),
+    ],
+)
+def test_every_batch_is_looked_at(second: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        eckart.compress(tiny.bert(), [BATCHES[0], second], 0.5, "kfac")
+
+
+@pytest.mark.parametrize("given", [None, float("nan")])
+def test_a_score_is_a_number(given: float | None) -> None:
+    with pytest.raises(ValueError, match=str(given)):
+        eckart.compress(tiny.bert(), BATCHES, recipe="svd", largest_drop=0.1, score=lambda _: given)  # type: ignore[arg-type,return-value]
+
+
+def test_a_pattern_may_stand_alone() -> None:
+    _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", include="*.attention.*")
+    assert report.targets
+    assert all(".attention." in name for name in report.targets)
+
+
+def test_what_a_decoder_reads_is_made_of_the_labels() -> None:
+    """As a padded batch with the decoder's inputs given has it, bit for bit."""
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config)
+    labels = torch.tensor([[5, 6, 1], [7, 1, IGNORED]])
+    ids = torch.randint(2, 50, (2, 4))
+    short = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    long = {
+        **short,
+        "decoder_input_ids": torch.tensor([[0, 5, 6], [0, 7, 1]]),
+        "decoder_attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    }
+    (small, _), (same, _) = (eckart.compress(model, [one], 0.5, "kfac") for one in (short, long))
+    tiny.assert_same(small, same, long)
 
 
 def test_the_pipelines_packages_are_not_needed() -> None:

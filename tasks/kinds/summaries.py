@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
+from eckart.batches import decoder_inputs
 from eckart.losses import IGNORED, token_loss
 from tasks.dataset import Split, Task
 from tasks.kinds.kind import Answers, Collate, Scored, TaskKind, labelled, plain_head, predict, scored
@@ -52,7 +53,7 @@ def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Colla
         StageError: the model does not say with which token a summary begins.
     """
     try:
-        _shifted(model, torch.zeros(1, 1, dtype=torch.long))
+        decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
     except (AttributeError, TypeError, ValueError) as error:  # each family has its own
         raise StageError(
             "the model does not say with which token a summary begins: add decoder_start_token_id to its config.json"
@@ -65,20 +66,10 @@ def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Colla
         return {
             **inputs,
             "labels": labels,
-            "decoder_input_ids": _shifted(model, labels),
-            "decoder_attention_mask": (labels != IGNORED).long(),
+            **decoder_inputs(model, labels),
         }
 
     return batch
-
-
-def _shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
-    """What the decoder reads where it is to write `labels` `(batch, tokens)`: the token before each."""
-    if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
-        return own(labels=labels)
-    shifted = labels.roll(1, dims=1)
-    shifted[:, 0] = model.config.decoder_start_token_id
-    return shifted.masked_fill(shifted == IGNORED, model.config.pad_token_id)
 
 
 def score(
