@@ -116,7 +116,7 @@ class Report:
             f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates a sample",
         ]
         if self.predicted_loss is not None:
-            lines.append(f"weighted error that is left: {self.predicted_loss:.4g}; under kfac, what the loss grows by")
+            lines.append(f"predicted loss, the weighted error that is left: {self.predicted_loss:.4g}")
         if self.scores is not None:
             lines.append("score: {:.4g} → {:.4g}".format(*self.scores))
         return "\n".join(lines)

@@ -1,5 +1,5 @@
-"""`python -m flows COMMAND`."""
+"""`eckart COMMAND`, also as `python -m flows COMMAND`."""
 
 from flows.cli import app
 
-app()
+app(prog_name="eckart")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,8 +60,16 @@ app = typer.Typer(
 _COLUMNS = re.compile(r"\S {3,}\S|──")  # in each line of a table
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(version("eckart"))
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it")] = False,
+) -> None:
     """One command per thing to do."""
     settings.apply()
 
@@ -384,8 +393,9 @@ def publish(
 @app.command()
 def push() -> None:
     """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
-    from flows.engine import remote  # a slow import, not for --help
+    from flows.engine import remote, stages  # slow imports, not for --help
 
+    stages.check_workspace()
     if lacking := remote.push():
         raise EckartError(
             f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest."
@@ -396,8 +406,9 @@ def push() -> None:
 @app.command()
 def pull() -> None:
     """Take from the DVC remote what this workspace lacks, and run nothing."""
-    from flows.engine import remote  # a slow import, not for --help
+    from flows.engine import remote, stages  # slow imports, not for --help
 
+    stages.check_workspace()
     if lacking := remote.pull():
         raise EckartError(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
     print("Everything is up to date.")

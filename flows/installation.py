@@ -51,8 +51,8 @@ def other_code(stage: str) -> str | None:
     if recorded["stages"].get(stage) == _digests().get(stage):
         return None
     return (
-        f"{CODE} asks for its code in eckart {recorded['eckart']}, and {version('eckart')}, with other code, is "
-        "installed: install that one, or take the present code with `eckart run`"
+        f"its code in the installed eckart {version('eckart')} is other than {CODE} of this workspace has it, of "
+        f"{recorded['eckart']}: install that one again, or take the present code with `eckart run`"
     )
 
 

@@ -55,7 +55,7 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
 
     Raises:
         InitError: there is a workspace already, or a file is missing; nothing is written.
-        EckartError: the files cannot be read; the new files are removed.
+        EckartError: the files cannot be read, or the study would refuse them; the new files are removed.
     """
     _check(folder, wishes)
     made = _Made(folder)
@@ -71,10 +71,18 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
         _set_up(folder, made)
         for part in CARRIED:
             _hand_to_dvc(part, made)
-    except BaseException:
+    except BaseException as error:
         made.remove()
+        if isinstance(error, EckartError):  # of copies that are gone by now
+            raise InitError(_by_own_names(str(error), wishes)) from error
         raise
     return changes
+
+
+def _by_own_names(message: str, wishes: Wishes) -> str:
+    for own, place in ((wishes.base, BASE), (wishes.data, RAW)):
+        message = message.replace(str(place / Path(own).name), str(own)) if own else message
+    return message
 
 
 class _Made:

@@ -46,11 +46,20 @@ def apply() -> None:
         os.environ.setdefault(name, value)
     secrets.keep_out()
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
+    logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
 
 
 def _is_no_empty_curve(record: logging.LogRecord) -> bool:
     """DVC warns of an empty output, which the curve of a stage that trains nothing is."""
     return not (record.msg == "'%s' is empty." and str(record.args).endswith(".jsonl',)"))
+
+
+def _is_no_echo_of_a_failure(record: logging.LogRecord) -> bool:
+    """Prefect says of a stage that failed two things, with an empty traceback, and one of each that waits for it."""
+    if record.exc_info == (None, None, None):
+        record.exc_info = None
+    said = record.getMessage()
+    return not said.startswith(("Finished in state NotReady", "Task run failed with state"))
 
 
 def use_local_server() -> None:

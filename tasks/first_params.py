@@ -62,13 +62,13 @@ def of_data(
             "columns": columns,
             "task": kind,
             "metric": BY_KIND[kind][0],
-            "max_length": _length(rows, columns, kind, config, tokenizer),
         }
     }
     if kind != "language_modeling":  # its sizes are blocks, and its drop is in units of perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     labels = _labels(changes["data"])
+    changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
     return changes | ({"teacher": {"epochs": 0}} if _knows(config, kind, labels) else {})
 
 

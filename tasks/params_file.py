@@ -15,11 +15,10 @@ from tasks.params import PARAMS
 
 def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
     """Write `changes`, mappings within mappings, over what `path` states."""
-    yaml = _yaml()
-    content = yaml.load(path.read_text())
+    content = yaml().load(path.read_text())
     change(content, changes)
     text = io.StringIO()
-    yaml.dump(content, text)
+    yaml().dump(content, text)
     new = path.with_name(f"{path.name}.new")
     new.write_text(text.getvalue())
     os.replace(new, path)  # a run that reads it meanwhile sees one or the other
@@ -36,12 +35,13 @@ def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Non
             content[key] = value
 
 
-def _yaml() -> YAML:
-    yaml = YAML()
-    yaml.width = 4096
-    yaml.preserve_quotes = True
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.representer.add_representer(
+def yaml() -> YAML:
+    """Reads and writes as params.yaml is written: long lines, null in letters."""
+    found = YAML()
+    found.width = 4096
+    found.preserve_quotes = True
+    found.indent(mapping=2, sequence=4, offset=2)
+    found.representer.add_representer(
         type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    return yaml
+    return found

@@ -131,7 +131,7 @@ def _promote(terms: Terms, again: bool) -> Conclusion:
         except SmokeFailed as error:
             log.warning("left by an earlier promotion: %s", error)
         candidate = choose(terms)
-        log.info("%s is the best within the limits", candidate.name)
+        log.info("%s is the best on validation rows within the limits of promotion in params.yaml", candidate.name)
         if found := _champion_already(candidate, models.champion()):
             return found
         version = register(models, terms, candidate, again)

@@ -9,9 +9,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from ruamel.yaml import YAML
 
-from tasks import params
+from tasks import params, params_file
 from tasks.kinds import kind_of
 from tasks.metrics import TaskKindName
 from tasks.report.continuations import as_code, beginnings, written
@@ -82,6 +81,7 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["eckart", "low-rank", "compression", one.recipe],
+        datasets=[source] if (source := _hub_id(data.source)) else None,
         metrics=[results.task.metric],
         model_name=one.name,
         eval_results=[found],
@@ -95,5 +95,5 @@ def _hub_id(source: str) -> str | None:
 
 def _yaml(content: dict[str, Any]) -> str:
     text = io.StringIO()
-    YAML().dump(content, text)
+    params_file.yaml().dump(content, text)
     return text.getvalue()

@@ -42,12 +42,13 @@ def _best(results: Results, best: CandidateResults) -> str:
 def _cost(results: Results, best: CandidateResults) -> str:
     dense, small, speedup = results.dense, best.evaluation.size, best.benchmark.speedup
     found = results.difference(best.after, DENSE)
+    slower = ", which is slower than the dense model" if speedup.high < 1 else ""
     return (
         f"Its {results.metric.title} is {score(best.recovered)} in place of the dense model’s "
         f"{score(dense.score.metric)} ({between(found.low, found.high, best.recovered)}), and it has "
         f"{percent(small.model_parameters / dense.size.model_parameters)} of the parameters, {size(small.bytes)} in "
         f"place of {size(dense.size.bytes)}, and {times(speedup.median)} the speed "
-        f"({times_between(speedup.low, speedup.high)})."
+        f"({times_between(speedup.low, speedup.high)}){slower}."
     )
 
 

@@ -163,13 +163,30 @@ def test_a_repository_of_ones_own_keeps_what_it_has(own: Path) -> None:
         ["--base", "./missing"],
         ["--label", "stars"],
         ["--data", "reviews.csv", "--base", "empty", "--text", "body", "--label", "stars"],
+        ["--data", "empty", "--text", "body", "--label", "stars"],
+        ["--data", "reviews.csv", "--text", "body", "--label", "body", "--task", "regression"],
     ],
 )
 def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None:
     Path("empty").mkdir()
     before = sorted(own.rglob("*"))
-    assert CliRunner().invoke(app, ["init", "new/deep", *words]).exit_code == 1
+    done = CliRunner().invoke(app, ["init", "new/deep", *words])
+    assert done.exit_code == 1
+    assert "data/raw/" not in done.output  # which is gone
     assert sorted(own.rglob("*")) == before
+
+
+def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    shop = own / "shop"
+    call(shop, "git", "add", "-A")
+    assert {"data/raw.dvc", "models/base.dvc"} <= set(call(shop, "git", "ls-files").split())
+    assert "reviews.csv" not in call(shop, "git", "ls-files")
+    assert (
+        call(shop, sys.executable, "-m", "dvc", "status", "data/raw.dvc", "models/base.dvc")
+        .strip()
+        .endswith("up to date.")
+    )
 
 
 def test_a_workspace_is_not_made_twice(own: Path) -> None:
