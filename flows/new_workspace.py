@@ -16,6 +16,7 @@ from flows import installation, workspaces
 from flows.workspaces import CARRIED
 from tasks import params_file
 from tasks.code_folders import code_folders
+from tasks.dataset import REFERENCE
 from tasks.errors import EckartError
 from tasks.metrics import TaskKindName
 from tasks.params import PARAMS
@@ -64,6 +65,7 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
         for path, text in installation.derived().items():
             made.write(path, text)
         made.write(Path(".dvcignore"), (installation.HOME / ".dvcignore").read_text())
+        made.write(REFERENCE / ".gitkeep", "")
         ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]
         made.append(Path(".gitignore"), ignored)
         changes = _named(folder, wishes, made)

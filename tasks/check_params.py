@@ -46,6 +46,7 @@ SECTIONS: dict[str, Any] = {
     "seed": params.Seed,
     "threads": params.Threads,
     "data": params.Data,
+    "check": params.Check,
     "model": params.Model,
     "teacher": params.Training,
     "trainer": params.Trainer,

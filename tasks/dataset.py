@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict
 from tasks.metrics import MetricName, TaskKindName
 
 SPLITS = Path("data/splits")
+REFERENCE = Path("data/reference")
+"""What the champion learned from."""
+REFERENCE_PARTS = ("train.parquet", "task.json")
+"""Its files, as they are in data/splits."""
 
 Split = Literal["train", "validation", "test", "calibration"]
 

@@ -40,6 +40,7 @@ Labels = Literal["given", "expected", "drawn"]
 Given = Literal["train", "validation", "test"]
 """A split that a source may bring."""
 Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -52,6 +53,15 @@ def _without_password(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_without_password)]
+
+
+def _rising(ends: tuple[float, float]) -> tuple[float, float]:
+    if ends[0] > ends[1]:
+        raise PydanticCustomError("range", "is no range; write the least first")
+    return ends
+
+
+Range = Annotated[tuple[float, float], AfterValidator(_rising)]
 
 
 class ParamsError(EckartError):
@@ -131,6 +141,18 @@ class Data(Section):
     prefix: str | None
     stride: Count | None
     seed: Seed
+
+
+class Check(Section):
+    fewest_rows: Count | None
+    fewest_of_class: Count | None
+    label_range: Range | None
+    largest_doubled: Fraction | None
+    largest_leaked: Fraction | None
+    largest_lost: Fraction | None
+    largest_shift: Fraction | None
+    largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None
+    drift_rows: Count
 
 
 class Model(Section):

@@ -484,9 +484,10 @@ def test_a_study_goes_from_files_to_scores(workspace: Path) -> None:
     write_base(workspace / "models/base/tiny")
     changed = params(source)
     changed["study"]["recipes"] = ["kfac"]
+    changed["check"]["fewest_rows"] = 7
     changed["recipes"]["kfac"]["recovery"]["distillation"] = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
     write_params(Path(), changed)
-    for stage in ("extract", "teacher", "control", "dense", "importance"):
+    for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")

@@ -383,7 +383,7 @@ def test_a_regression_goes_the_same_way(own_workspace: Path) -> None:
     frame = pd.read_csv("data/raw/reviews.csv")
     frame.assign(label=[position / 10 for position in range(len(frame))]).to_csv("data/raw/reviews.csv", index=False)
     write_params(Path(), tiny_params(data={"task": "regression", "metric": "spearman"}))
-    for stage in ("extract", "teacher", "importance"):
+    for stage in ("extract", "check", "teacher", "importance"):
         run_stage(stage)
     for stage in ("search", "factorize", "finetune", "evaluate"):
         run_stage(stage, "kfac", "0.5")

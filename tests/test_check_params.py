@@ -200,6 +200,10 @@ def test_recipes_that_are_none_are_one_line(value: Any) -> None:
     only(put(("recipes",), value), "recipes")
 
 
+def test_a_range_begins_with_its_least() -> None:
+    only(tiny(check={"label_range": [5.0, 0.0]}), "check.label_range")
+
+
 def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
     params = plain(TINY)
     params["techer"] = params.pop("teacher")

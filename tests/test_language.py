@@ -198,7 +198,7 @@ class TestStages:
             run_stage("extract")
 
     def test_from_text_to_a_comparison(self, workspace: Path) -> None:
-        for stage in ("extract", "teacher", "control", "dense", "importance"):
+        for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
             run_stage(stage)
         for stage in ("search", "factorize", "finetune", "evaluate"):
             for recipe in ("svd", "kfac"):

@@ -382,7 +382,7 @@ def read(path: str) -> Any:
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_all_stages_of_a_candidate(family: str) -> None:
     workspace(Path(), FAMILIES[family](), rows())
-    for stage in ("extract", "teacher", "control", "dense", "importance"):
+    for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
         run_stage(stage)
     for stage in STEPS:
         run_stage(stage, "kfac", "0.5")

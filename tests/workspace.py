@@ -74,6 +74,8 @@ def tiny_workspace(root: Path, **changes: Any) -> Path:
     write_params(root, tiny_params(**changes))
     write_reviews(root / REVIEWS)
     write_base(root / BASE)
+    (root / "data/reference").mkdir(parents=True, exist_ok=True)
+    (root / "data/reference/.gitkeep").touch()
     return root
 
 

@@ -139,7 +139,7 @@ def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
         end(workspace, stage, BARE | places)
         hold.unlink()
     done = flows(workspace, "run")
-    assert "11 cached, 1 executed" in done.output
+    assert "12 cached, 1 executed" in done.output
     begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
     ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(KILLED, 1)
@@ -175,7 +175,7 @@ class TestAfterAFinishedRun:
             said = mounted(workspace, prefect, "mount -t tmpfs -o size=64k tmpfs models/finetuned")
             assert "finetune@svd-0.5: the disk is full" in said
         assert list((workspace / "models/finetuned").iterdir()) == []
-        assert "8 cached, 4 executed" in flows(workspace, "run").output
+        assert "9 cached, 4 executed" in flows(workspace, "run").output
 
     def test_a_corrupt_object_of_the_cache(
         self, workspace: Path, flows: Flows, caplog: pytest.LogCaptureFixture
@@ -189,7 +189,7 @@ class TestAfterAFinishedRun:
         weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
         weights.chmod(0o444)
         shutil.rmtree(workspace / "models/factorized")
-        assert "11 cached, 1 executed" in flows(workspace, "run").output
+        assert "12 cached, 1 executed" in flows(workspace, "run").output
         assert files["model.safetensors"] in " ".join(one.getMessage() for one in caplog.records)
         assert weights.read_bytes() == whole
 

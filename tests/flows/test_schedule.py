@@ -134,7 +134,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert second.state.is_completed()
     assert first.end_time
     assert first.end_time <= began(second)
-    assert str(said(first)).startswith("9 cached, 3 executed")
+    assert str(said(first)).startswith("10 cached, 3 executed")
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == submitted[1:]

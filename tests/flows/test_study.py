@@ -92,7 +92,7 @@ class TestAfterTheFirstRun:
     def test_the_table_is_printed_with_where_to_look_next(self, study: Study) -> None:
         assert "kfac-0.5" in study.stdout
         assert "reports/comparison.html" in study.stdout
-        assert "17 executed" in study.stdout
+        assert "18 executed" in study.stdout
 
     def test_what_stages_print_is_streamed(self, study: Study) -> None:
         assert "finetune@kfac-0.5' - step 2/2  loss" in study.stdout + study.stderr
@@ -116,7 +116,7 @@ class TestAfterTheFirstRun:
         assert set(found) == {"", "svd-0.5", "kfac-0.5"}
         assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert {parent.info.status, child.info.status} == {"FINISHED"}
-        assert parent.data.metrics["stages.executed"] == 17
+        assert parent.data.metrics["stages.executed"] == 18
 
     def test_a_candidates_run_has_numbers_curve_data_and_lineage(self, study: Study) -> None:
         (child,) = runs(study.root)["kfac-0.5"]
@@ -242,7 +242,7 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     assert not (tmp_path / "prefect.db").exists()  # no server was started
     assert "flows.up_to_date" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
-    assert re.search(r"^17 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^18 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 
@@ -274,6 +274,23 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     assert len(backfilled(root)) == 2
     for run in (runs(root)["svd-0.5"][0], runs(root)["kfac-0.5"][0]):  # also of the one that was done before
         assert run.data.metrics["speedup.median"] > 0
+
+
+def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
+    study: Study, flows: Flows, tmp_path: Path
+) -> None:
+    root = study.copied(tmp_path / "workspace")
+    before = digests(root / "models")
+    change(root, teacher={"learning_rate": 2.0e-3}, check={"fewest_rows": 30})
+    done = flows(root, "run")
+    assert done.exit_code == 1
+    assert re.search(r"^1 stages failed, .*\n  check: .*check\.fewest_rows", done.output, re.MULTILINE)
+    assert ">broken<" in (root / "reports/check.html").read_text()
+    assert not (root / "data/checked.json").exists()
+    assert digests(root / "models") == before
+
+    change(root, teacher={"learning_rate": 1.0e-3}, check={"fewest_rows": 7})
+    assert "17 cached, 1 executed" in flows(root, "run").output  # another limit trains nothing again
 
 
 def counts(root: Path) -> dict[str, int]:

@@ -1,0 +1,70 @@
+"""What the check of the data found, as reports/check.json has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+FINDINGS = Path("reports/check.json")
+
+
+class Finding(BaseModel):
+    """One measure of one part of the data beside its limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measure: str
+    where: str
+    """The split, or the two that are compared."""
+    value: float | None
+    """None where it was not measured."""
+    limit: float | None
+    """None where params.yaml switches it off."""
+    chance: float
+    """How much chance alone may add to it or take from it; 0 of what is counted."""
+    passed: bool
+    note: str
+    """What the value means; of one that does not pass what to do; of one that is missing why."""
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        if self.limit is None:
+            return "off"
+        return "passed" if self.passed else "broken"
+
+    @property
+    def line(self) -> str:
+        """For the log and for errors."""
+        start = f"{self.measure} ({self.where})"
+        if self.value is None:
+            return f"{start}: not measured, {self.note}"
+        beside = "no limit" if self.limit is None else f"limit {self.limit:.4g}"
+        chance = f" and {self.chance:.2g} for chance" if self.chance and self.limit is not None else ""
+        return f"{start}: {self.value:.4g}, {beside}{chance}: {self.verdict if self.passed else self.note}"
+
+
+class Findings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> list[Finding]:
+        return [one for one in self.findings if not one.passed]
+
+
+def at_least(measure: str, where: str, value: float, limit: float | None, note: str) -> Finding:
+    passed = limit is None or value >= limit
+    return Finding(measure=measure, where=where, value=value, limit=limit, chance=0.0, passed=passed, note=note)
+
+
+def at_most(measure: str, where: str, value: float, limit: float | None, note: str, chance: float = 0.0) -> Finding:
+    passed = limit is None or value <= limit + chance
+    return Finding(measure=measure, where=where, value=value, limit=limit, chance=chance, passed=passed, note=note)
+
+
+def unmeasured(measure: str, where: str, why: str) -> Finding:
+    return Finding(measure=measure, where=where, value=None, limit=None, chance=0.0, passed=True, note=why)
