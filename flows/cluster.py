@@ -24,6 +24,7 @@ from flows import worker, workspaces
 from flows.engine import remote, stages
 from flows.engine.remote import Entry, Order
 from flows.engine.stages import Outcome, Planned
+from tasks.dataset import REFERENCE
 from tasks.errors import EckartError
 from tasks.params import PARAMS
 
@@ -149,9 +150,13 @@ def _given(future: Future) -> tuple[Outcome, Entry]:
 
 
 def _gathers(one: Planned, planned: Mapping[str, Planned]) -> bool:
-    """Whether it reads a folder that others write into, with all that is in there: no other workspace has the same."""
+    """Whether it reads a folder that others write into, with all that is in there: no other workspace has the same.
+
+    Such is the reference, too, which the flow writes here.
+    """
     written = [Path(path) for name in one.upstream for path in planned[name].writes]
-    return any(path != Path(read) and path.is_relative_to(read) for read in one.reads for path in written)
+    folders = any(path != Path(read) and path.is_relative_to(read) for read in one.reads for path in written)
+    return folders or Path.cwd() / REFERENCE in map(Path, one.reads)
 
 
 @contextmanager

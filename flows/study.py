@@ -125,9 +125,11 @@ def _promoted() -> tuple[str, str]:
 
 
 def _run(options: Options) -> list[Outcome]:
-    from flows.tracking.mirror import Mirror  # now that the settings hold: MLflow reads some as it is imported
+    from flows.registry import reference  # now that the settings hold: MLflow reads some as it is imported
+    from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
+    reference.refresh(typed["study"].name, typed["promotion"].model)
     planned = stages.plan()
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)

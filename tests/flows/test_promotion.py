@@ -22,10 +22,13 @@ from flows.engine import stage_processes
 from flows.engine import stages as engine
 from flows.promotion import flow as promotion
 from flows.promotion.gates import Recorded, Refused, Terms
+from flows.registry import reference
 from flows.registry.ask import SmokeFailed
 from flows.registry.versions import Registry
 from flows.study import study as run_study
 from tasks.check_params import Promotion
+from tasks.dataset import REFERENCE, SPLITS
+from tasks.dataset import REFERENCE_PARTS as PARTS
 from tasks.metrics import MetricName
 from tests.flows.forked import Command
 from tests.flows.servers import pages, until
@@ -113,6 +116,21 @@ def scheduled(root: Path, prefect: dict[str, str]) -> str:
         return str(run_study(str(root), promote=True, return_state=True).message)
 
 
+def referred(root: Path) -> None:
+    """The reference is what the champion learned from, for its own study alone, and with it the check is made again."""
+    with chdir(root):
+        reference.refresh("another", MODEL)
+        assert not (REFERENCE / "train.parquet").exists()
+        reference.refresh("tiny", MODEL)
+        for part in PARTS:
+            assert (REFERENCE / part).read_bytes() == (SPLITS / part).read_bytes()
+        stages = [one.name for one in engine.plan() if not one.cached]
+        assert "check" in stages
+        shutil.rmtree(REFERENCE)
+        reference.refresh("another", MODEL)
+        assert all(one.cached for one in engine.plan())
+
+
 def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two make the first, who makes the second is killed, a third is refused, and someone goes back by hand."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
@@ -124,6 +142,7 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
     ]
     assert aliases(workspace) == {"champion": "1"}
     written(workspace)
+    referred(workspace)
 
     choose(workspace, "kfac")
     kill_at({"champion": "2"}, start(workspace, prefect), workspace)

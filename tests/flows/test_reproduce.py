@@ -14,6 +14,7 @@ from flows.cli import app
 from flows.engine import cached_objects, remote, stage_processes
 from flows.engine import stages as engine
 from flows.reproduce import CannotReproduce, Reproduction, record
+from tasks.dataset import REFERENCE
 from tests.flows.toy import MLFLOW, Study, call, ran
 from tests.workspace import digests
 
@@ -43,6 +44,12 @@ stages:
       - models/finetuned/${item.recipe}-${item.keep}
       - reports/finetune/${item.recipe}-${item.keep}.jsonl
 """
+CHECKED = f"""{PIPELINE}
+  check:
+    cmd: echo check >> ran.log && echo passed > data/checked
+    deps: [{REFERENCE}, data/splits]
+    outs: [data/checked]
+""".replace("deps: [data/splits]", "deps: [data/splits, data/checked]")
 MODEL = "models/finetuned/a-0.5/model"
 CONFIGURATION = "models/finetuned/a-0.5/deep/config"
 CURVE = "reports/finetune/a-0.5.jsonl"
@@ -170,6 +177,23 @@ class TestClones:
         assert (other / CONFIGURATION).read_text() == "gain: 1\n"
         assert set(run(other).values()) == {"Cached"}
         assert ran(other) == []
+
+    def test_what_was_checked_against_a_champion_comes_without_its_data(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (main / "dvc.yaml").write_text(CHECKED)
+        (main / REFERENCE).mkdir()
+        (main / REFERENCE / ".gitkeep").touch()
+        (main / REFERENCE / "train").write_text("ROWS\n")
+        run(main)
+        ran(main)
+        remote.push()
+        commit(main)
+        other = clone(tmp_path / "other", monkeypatch)
+        assert remote.pull() == []
+        statuses = run(other)
+        assert statuses.pop("check") == "Executed"
+        assert set(statuses.values()) == {"Cached"}
 
     def test_pull_names_what_cannot_be_had_and_the_rest_comes(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
