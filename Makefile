@@ -38,14 +38,14 @@ $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
 	@echo 'Setting up $(VENV): some minutes, once.'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 lock:  ## resolve pyproject.toml's ranges anew into requirements.lock
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 '.[pipeline,onnx,cluster,lm-eval,docs,dev]'
-	$(VENV)-lock/bin/python -m pip freeze --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
+	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
 	rm -rf $(VENV)-lock
 
 clean:  ## the environment and tool caches; data, models and reports stay
