@@ -129,6 +129,7 @@ def _run(options: Options) -> list[Outcome]:
     from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
+    stages.check_workspace()  # before anything is written
     reference.refresh(typed["study"].name, typed["promotion"].model)
     planned = stages.plan()
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
