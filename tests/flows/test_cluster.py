@@ -476,7 +476,8 @@ def outs(root: Path) -> dict[str, Any]:
 
 
 def test_a_tiny_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
-    """Every stage in the workspace of a worker but those that read what others write here; what is left is as after a run on one machine."""
+    """Every stage that reads what others write runs here, all others with a worker; what is left is as after a run on
+    one machine."""
     root = tiny_repository(tmp_path / "study", study={"recipes": ["kfac"]})
     call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "remote"))
     commit(root)
