@@ -7,13 +7,10 @@ leaves half done can be put right.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import logging
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +20,11 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from flows.registry import package
 from flows.registry.ask import SmokeFailed, ask
+from flows.registry.turns import turn
 from flows.secrets import shown
 from flows.tracking import mirror
 from tasks.errors import EckartError
@@ -73,21 +72,23 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
 def connected(name: str) -> Iterator[Registry]:
     """The registry of model `name`: the user's, or that of the workspace, which is the working directory.
 
-    One process of this user on this machine has it at a time; others wait.
+    One process at a time has it, others wait: on all machines where the registry is a PostgreSQL database, else of this
+    user on this machine.
 
     Raises:
         RegistryError: it fails, now or while it is used.
     """
     users = os.environ.get("MLFLOW_TRACKING_URI")
     store = _absolute(users or mirror.store())
-    with _turn(_absolute(os.environ.get("MLFLOW_REGISTRY_URI", store)), name):
+    registry = _absolute(os.environ.get("MLFLOW_REGISTRY_URI", store))
+    with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
         mlflow.set_tracking_uri(store)  # the processes that ask versions inherit it
         try:
             with _explained(Exception):  # a database fails to open in many ways
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
-                yield Registry(name, client, local=not users)
+                yield Registry(name, client, not users, check)
         finally:
             mlflow.set_tracking_uri(users)  # type: ignore[arg-type]  # None unsets it
 
@@ -98,25 +99,14 @@ def _absolute(address: str) -> str:
     return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
 
 
-@contextmanager
-def _turn(address: str, name: str) -> Iterator[None]:
-    digest = hashlib.sha256(f"{address} {name}".encode()).hexdigest()[:16]
-    with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}-{digest}.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning("waiting for another promotion of %s", name)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 class Registry:
-    """The versions of one model; `local` if the store is the workspace's own."""
+    """The versions of one model; `local` if the store is the workspace's own, `check` raises once the turn is lost."""
 
-    def __init__(self, name: str, client: MlflowClient, local: bool) -> None:
+    def __init__(self, name: str, client: MlflowClient, local: bool, check: Callable[[], None]) -> None:
         self.name = name
         self.client = client
         self._local = local
+        self._check = check
 
     def _models(self) -> list[RegisteredModel]:
         return list(self.client.search_registered_models(f"name = '{self.name}'"))
@@ -311,6 +301,7 @@ class Registry:
         self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 
     def _move(self, number: str) -> None:
+        self._check()  # as late as can be: MLflow connects anew where the database was started again
         self.client.set_registered_model_alias(self.name, CHAMPION, number)
         self._follow()
 

@@ -1,0 +1,290 @@
+"""A study as a team runs it, with all that goes wrong there, on the services of services.py: what is seen, as a table.
+
+    python -m deploy.rehearsal              # a tiny study; some minutes
+    python -m deploy.rehearsal --default    # that of params.yaml
+
+Run it in the repository, with everything committed: the machines are clones. Each act prints what came of it; the last
+line says whether all were as they should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlflow import MlflowClient
+from ruamel.yaml import YAML
+
+from deploy import services
+from deploy.services import Service, Team
+from tests.workspace import tiny_workspace
+
+_GONE = 60  # seconds that the store does not answer
+_LOOK = 0.2
+_MODEL = "rehearsed"
+_ANYTHING = {"model": _MODEL, "largest_drop": 1.0, "keep": None, "least_speedup": None, "least_gain": -0.99}
+
+
+@dataclass
+class Machine:
+    """A clone with a cache of its own."""
+
+    root: Path
+    environment: Mapping[str, str]
+
+    def call(self, *words: str) -> str:
+        """What a command prints, which must succeed."""
+        done = subprocess.run(words, cwd=self.root, env=self._all(), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def begin(self, *words: str) -> Running:
+        """`eckart WORDS`, which goes on while this returns."""
+        descriptor, log = tempfile.mkstemp(suffix=".log")
+        command = [sys.executable, "-m", "flows", *words]
+        with open(descriptor, "w") as file:
+            process = subprocess.Popen(command, cwd=self.root, env=self._all(), stdout=file, stderr=file)
+        return Running(process, Path(log))
+
+    def eckart(self, *words: str) -> tuple[int, str]:
+        """Its code and what it printed."""
+        return self.begin(*words).end()
+
+    def commit(self, message: str) -> None:
+        self.call("git", "add", "-A")
+        self.call("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", message)
+
+    def outputs(self) -> dict[str, object]:
+        """Stage → digests of what it wrote."""
+        content = YAML(typ="safe").load((self.root / "dvc.lock").read_text())["stages"]
+        return {name: stage["outs"] for name, stage in content.items()}
+
+    def _all(self) -> dict[str, str]:
+        scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return os.environ | {"PATH": scripts} | dict(self.environment)
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, pattern: str) -> re.Match[str] | None:
+        """What of its lines matches first; None if it ends without."""
+        while True:
+            ended = self.process.poll() is not None
+            if (found := re.search(pattern, self.said())) or ended:
+                return found
+            time.sleep(_LOOK)
+
+    def end(self) -> tuple[int, str]:
+        code = self.process.wait()
+        said = self.said()
+        self.log.unlink()
+        return code, said
+
+
+@dataclass
+class Workers:
+    """`eckart worker`, in clones of their own."""
+
+    scheduler: str
+    machines: list[Machine]
+    folder: Path
+    running: dict[int, Service] = field(default_factory=dict)
+
+    def start(self, number: int) -> None:
+        machine = self.machines[number]
+        command = ["env", "-C", str(machine.root), sys.executable, "-m", "flows", "worker", self.scheduler]
+        log = self.folder / f"worker-{number}.log"
+        self.running[number] = Service(f"worker {number}", command, 0, machine.environment, log)
+        self.running[number].start()
+
+    def kill(self, number: int) -> None:
+        self.running[number].send(signal.SIGKILL)
+        self.running[number].stop()
+
+    def stop(self) -> None:
+        for worker in self.running.values():
+            worker.stop()
+
+
+class Rehearsal:
+    """The acts, one after the other."""
+
+    def __init__(self, team: Team, folder: Path, default: bool) -> None:
+        self.team, self.folder = team, folder
+        self.failures = 0
+        self.flow = self._first(default)
+        clones = [self._clone(f"worker-{number}") for number in range(3)]
+        self.workers = Workers(team.scheduler, clones, folder)
+
+    def _first(self, default: bool) -> Machine:
+        """The machine of the flow: code of the last commit here, the remote in the store, data and base model in it."""
+        root = self.folder / "flow"
+        subprocess.run(["git", "clone", "-q", ".", str(root)], check=True)
+        one = Machine(root, self.team.environment)
+        one.call("dvc", "remote", "modify", "storage", "url", "s3://eckart/dvc")
+        if not default:
+            tiny_workspace(root, promotion=_ANYTHING)
+            for folder in ("data/raw", "models/base"):
+                one.call("git", "rm", "-rq", "--cached", folder)
+                one.call("dvc", "add", "-q", folder)
+            one.call("dvc", "push", "-q")
+        one.commit("As the team has it")
+        return one
+
+    def _clone(self, name: str) -> Machine:
+        subprocess.run(["git", "clone", "-q", str(self.flow.root), str(self.folder / name)], check=True)
+        return Machine(self.folder / name, self.team.environment)
+
+    def tell(self, act: str, began: float, as_it_should: bool, seen: str) -> None:
+        self.failures += not as_it_should
+        verdict = "ok" if as_it_should else "NOT AS IT SHOULD BE"
+        print(f"| {act} | {verdict} | {time.monotonic() - began:.0f} s | {seen} |", flush=True)
+
+    def play(self) -> None:
+        print("| act | | took | seen |\n|---|---|---|---|", flush=True)
+        for number in range(3):
+            self.workers.start(number)
+        try:
+            self.study_and_a_killed_worker()
+            self.promotions_at_once()
+            self.second_machine()
+            self.during_a_run("the store does not answer for a minute", self.stop_store)
+            self.during_a_run("PostgreSQL is started again", self.team.database.restart)
+            self.postgres_in_a_promotion()
+        finally:
+            self.workers.stop()
+
+    def run(self) -> Running:
+        return self.flow.begin("run", "--task-runner", "dask", "--scheduler", self.team.scheduler)
+
+    def study_and_a_killed_worker(self) -> None:
+        began, running = time.monotonic(), self.run()
+        place = running.until(r"'([^' ]*@[^' ]*)' - runs in \S*/worker-(\d)")
+        killed = ""
+        if place:
+            self.workers.kill(int(place[2]))
+            killed = f"worker {place[2]} was killed in {place[1]}"
+        code, said = running.end()
+        if place:
+            self.workers.start(int(place[2]))
+        places = ", ".join(sorted(set(re.findall(r"Executed.* in \S*/(worker-\d)", said))))
+        seen = f"{killed}; {summary(said)}; stages ran on {places}"
+        self.tell("a study on three workers, one killed", began, not code and bool(place), seen)
+        if code:
+            raise RuntimeError(said[-3000:])
+        self.flow.call("git", "add", "dvc.lock")
+        self.flow.commit("All results")
+
+    def promotions_at_once(self) -> None:
+        began, other = time.monotonic(), self._clone("promoter")
+        pulled, _ = other.eckart("pull")
+        both = [machine.begin("promote") for machine in (self.flow, other)]
+        codes, words = zip(*(one.end() for one in both), strict=True)
+        last = [text.strip().splitlines()[-1] for text in words]
+        champions = sum("is the champion now" in line for line in last)
+        fine = not pulled and not any(codes) and champions == 1 and sum("already" in line for line in last) == 1
+        self.tell("two machines promote at once", began, fine, " / ".join(last))
+
+    def second_machine(self) -> None:
+        began, second = time.monotonic(), self._clone("second")
+        code, said = second.eckart("pull")
+        self.tell("a second machine pulls", began, not code, said.strip().splitlines()[-1])
+        began = time.monotonic()
+        code, said = second.eckart("run")
+        self.tell("and runs", began, not code and "xecuted" not in summary(said), summary(said))
+        candidate = next(name.partition("@")[2] for name in self.flow.outputs() if name.startswith("finetune@"))
+        for words in (["reproduce", candidate], ["reproduce", candidate, "--again"]):
+            began = time.monotonic()
+            code, said = second.eckart(*words)
+            self.tell(f"`eckart {' '.join(words)}`", began, not code, said.strip().splitlines()[-1])
+
+    def during_a_run(self, what: str, act: Callable[[], object]) -> None:
+        """Something happens while stages run; whatever came of it, the next run is complete."""
+        self.change()
+        began, running = time.monotonic(), self.run()
+        met = running.until(r"' - runs in \S*/worker-\d")
+        act()
+        code, said = running.end()
+        self.tell(what, began, bool(met), f"exit code {code}; {summary(said) if not code else cause(said)}")
+        began = time.monotonic()
+        code, said = self.flow.eckart("run", "--task-runner", "dask", "--scheduler", self.team.scheduler)
+        self.tell("the next run", began, not code, summary(said))
+
+    def change(self) -> None:
+        """Another learning rate: a recovery of each candidate, and what follows it, becomes stale."""
+        file, yaml = self.flow.root / "params.yaml", YAML()
+        content = yaml.load(file.read_text())
+        for name in content["study"]["recipes"]:
+            content["recipes"][name]["recovery"]["learning_rate"] *= 1.01
+        with file.open("w") as opened:
+            yaml.dump(content, opened)
+        self.flow.commit("Another learning rate")
+        for worker in self.workers.machines:
+            worker.call("git", "pull", "-q", "--ff-only")
+
+    def stop_store(self) -> None:
+        self.team.store.send(signal.SIGSTOP)
+        time.sleep(_GONE)
+        self.team.store.send(signal.SIGCONT)
+
+    def postgres_in_a_promotion(self) -> None:
+        began, before = time.monotonic(), self.champion()
+        running = self.flow.begin("promote")
+        met = running.until("goes through the gates")
+        self.team.database.restart()
+        code, said = running.end()
+        seen = f"exit code {code}; {said.strip().splitlines()[-1]}; champion {before} → {self.champion()}"
+        self.tell("PostgreSQL is started again in a promotion", began, bool(met) and self.champion() is not None, seen)
+        began = time.monotonic()
+        code, said = self.flow.eckart("promote")
+        self.tell("the next promotion", began, not code, said.strip().splitlines()[-1])
+
+    def champion(self) -> str | None:
+        places = self.team.environment
+        client = MlflowClient(places["MLFLOW_TRACKING_URI"], places["MLFLOW_REGISTRY_URI"])
+        with suppress(IndexError):
+            return str(client.search_registered_models()[0].aliases.get("champion"))
+        return None
+
+
+def summary(said: str) -> str:
+    found = re.findall(r"^\d+ stages in .*$", said, re.MULTILINE)
+    return found[-1] if found else cause(said)
+
+
+def cause(said: str) -> str:
+    return " ".join(said.strip().splitlines()[-4:])[-600:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--default", action="store_true", help="the study of params.yaml")
+    default = parser.parse_args().default
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="eckart-rehearsal-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with services.team(folder) as team:
+            rehearsal = Rehearsal(team, folder, default)
+            rehearsal.play()
+    sys.exit(f"{rehearsal.failures} acts were not as they should be" if rehearsal.failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""What a team shares, as processes on loopback that end together: PostgreSQL, an object store, Prefect, MLflow, Dask.
+
+    python -m deploy.services    # starts them, prints the environment that leads to them, ends them on Ctrl-C
+
+They keep what they have in a folder that is removed at their end. For real machines see README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+LOOPBACK = "127.0.0.1"
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "rehearsal",
+    "AWS_SECRET_ACCESS_KEY": "rehearsal-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+_PATIENCE = 180  # seconds until a service must answer
+_GRACE = 20  # seconds for a usual end
+_PYTHON = Path(sys.executable)
+
+
+class NotThere(RuntimeError):
+    """A service cannot be started; the message says why."""
+
+
+@dataclass
+class Service:
+    """A process with all that it starts, on a port of its own."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path = Path(os.devnull)
+    stop_signal: int = signal.SIGTERM
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=os.environ | dict(self.environment),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the script, which ends its services
+            )
+
+    def wait_until(self, answers: Callable[[], object]) -> None:
+        """Until it answers; that it ends, or never does, is an error."""
+        end = time.monotonic() + _PATIENCE
+        while not answers():
+            if not self.process or self.process.poll() is not None or time.monotonic() > end:
+                said = self.log.read_text()[-2000:] if self.log.is_file() else ""
+                raise NotThere(f"{self.name} does not answer:\n{said}")
+            time.sleep(0.1)
+
+    def send(self, number: int) -> None:
+        """A signal to the process and all that it started."""
+        if self.process:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+    def stop(self) -> None:
+        if not self.process:
+            return
+        with suppress(ProcessLookupError):
+            self.process.send_signal(self.stop_signal)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_GRACE)
+        self.send(signal.SIGKILL)  # what it has left
+        self.process.wait()
+
+
+@dataclass
+class Postgres(Service):
+    """A server of PostgreSQL that trusts who comes from this machine."""
+
+    programs: Path = Path()
+
+    def address(self, database: str, driver: str = "postgresql") -> str:
+        return f"{driver}://eckart@{LOOPBACK}:{self.port}/{database}"
+
+    def start(self) -> None:
+        super().start()
+        self.wait_until(lambda: not self._call("pg_isready").returncode)
+
+    def create(self, database: str) -> str:
+        """Make a database; its address."""
+        if failed := self._call("createdb", "-U", "eckart", database).stderr:
+            raise NotThere(failed)
+        return self.address(database)
+
+    def restart(self) -> None:
+        """End it, with all connections that it has, and start it again."""
+        self.stop()
+        self.start()
+
+    def _call(self, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.programs / program), "-h", LOOPBACK, "-p", str(self.port), *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+
+def postgres_programs() -> Path | None:
+    """The folder of PostgreSQL's programs: that of a newest Debian package, or of what is on the path."""
+    if debians := sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3])):
+        return debians[-1].parent
+    found = shutil.which("postgres")
+    return Path(found).resolve().parent if found else None
+
+
+@contextmanager
+def postgres() -> Iterator[Postgres]:
+    """A new server without databases of ours.
+
+    Raises:
+        NotThere: it is not installed, or does not start.
+    """
+    if not (programs := postgres_programs()):
+        raise NotThere("PostgreSQL is not installed: apt-get install postgresql")
+    # Not below TMPDIR: another user must be able to reach it, as it refuses to run as root.
+    folder = Path(tempfile.mkdtemp(prefix="eckart-postgres-", dir="/tmp"))
+    as_other: list[str] = []
+    try:
+        if os.getuid() == 0:
+            user = _unprivileged()
+            os.chown(folder, user.pw_uid, user.pw_gid)
+            as_other = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+        data = folder / "data"
+        words = [str(programs / "initdb"), "-D", str(data), "-U", "eckart", "--auth=trust", "--no-sync", "-E", "UTF8"]
+        made = subprocess.run([*as_other, *words], capture_output=True, text=True, cwd=folder)
+        if made.returncode:
+            raise NotThere(made.stderr)
+        port = free_port()
+        # Without fsync: what a power cut would damage is thrown away in any case.
+        options = ["-h", LOOPBACK, "-p", str(port), "-c", "unix_socket_directories=", "-c", "max_connections=200", "-F"]
+        server = Postgres(
+            "PostgreSQL",
+            [*as_other, str(programs / "postgres"), "-D", str(data), *options],
+            port,
+            log=folder / "log",
+            stop_signal=signal.SIGINT,  # which ends connections
+            programs=programs,
+        )
+        with _running(server):
+            yield server
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unprivileged() -> pwd.struct_passwd:
+    for name in ("postgres", "nobody"):
+        with suppress(KeyError):
+            return pwd.getpwnam(name)
+    raise NotThere("PostgreSQL refuses to run as root, and there is neither a user postgres nor nobody")
+
+
+@contextmanager
+def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
+    """Moto's S3 with these buckets, and the environment that leads boto3 to it. It keeps objects in memory."""
+    port = free_port()
+    store = Service(
+        "the object store",
+        [str(_PYTHON), "-m", "moto.server", "-H", LOOPBACK, "-p", str(port)],
+        port,
+        log=folder / "store.log",
+    )
+    with _running(store):
+        store.wait_until(lambda: answers(f"http://{LOOPBACK}:{port}/moto-api/"))
+        for bucket in buckets:
+            urlopen(Request(f"http://{LOOPBACK}:{port}/{bucket}", method="PUT"), timeout=10).close()
+        address = f"http://{LOOPBACK}:{port}"
+        yield store, {**KEYS, "AWS_ENDPOINT_URL": address, "MLFLOW_S3_ENDPOINT_URL": address}
+
+
+@contextmanager
+def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
+    """Prefect's server, its database at this address (asyncpg), and the environment that leads to it."""
+    port = free_port()
+    command = [str(_PYTHON.with_name("prefect")), "server", "start", "--host", LOOPBACK, "--port", str(port)]
+    places = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_DATABASE_CONNECTION_URL": database}
+    server = Service("Prefect", command, port, places, folder / "prefect.log")
+    with _running(server):
+        address = f"http://{LOOPBACK}:{port}/api"
+        server.wait_until(lambda: answers(f"{address}/health"))
+        yield server, {"PREFECT_API_URL": address}
+
+
+@contextmanager
+def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
+    """MLflow's server, its runs at one address and its artifacts at another, and where it answers."""
+    port = free_port()
+    command = [str(_PYTHON.with_name("mlflow")), "server", "--backend-store-uri", database]
+    command += ["--artifacts-destination", artifacts, "--host", LOOPBACK, "--port", str(port), "--workers", "2"]
+    environment = {**keys, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = Service("MLflow", command, port, environment, folder / "mlflow.log")
+    with _running(server):
+        address = f"http://{LOOPBACK}:{port}"
+        server.wait_until(lambda: answers(f"{address}/health"))
+        yield server, address
+
+
+@contextmanager
+def dask(folder: Path) -> Iterator[tuple[Service, str]]:
+    """Dask's scheduler, and its address."""
+    port = free_port()
+    command = [str(_PYTHON.with_name("dask")), "scheduler", "--host", LOOPBACK, "--port", str(port), "--no-dashboard"]
+    scheduler = Service("Dask's scheduler", command, port, log=folder / "dask.log")
+    with _running(scheduler):
+        scheduler.wait_until(lambda: listens(port))
+        yield scheduler, f"tcp://{LOOPBACK}:{port}"
+
+
+@contextmanager
+def _running(service: Service) -> Iterator[None]:
+    try:
+        service.start()
+        yield
+    finally:
+        service.stop()
+
+
+@dataclass(frozen=True)
+class Team:
+    """All services, and the environment that leads to them."""
+
+    database: Postgres
+    store: Service
+    prefect: Service
+    mlflow: Service
+    scheduler: str
+    environment: dict[str, str]
+
+
+@contextmanager
+def team(folder: Path) -> Iterator[Team]:
+    """All of them; `folder` gets their logs."""
+    with ExitStack() as stack:
+        database = stack.enter_context(postgres())
+        store, keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
+        database.create("prefect")
+        runs = database.create("mlflow")
+        orchestrator, places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
+        tracking, address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
+        _, scheduler = stack.enter_context(dask(folder))
+        # The registry without a server between: its database gives promotions their turns.
+        registry = {"MLFLOW_TRACKING_URI": address, "MLFLOW_REGISTRY_URI": runs}
+        yield Team(database, store, orchestrator, tracking, scheduler, {**keys, **places, **registry})
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        return int(free.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex((LOOPBACK, port))
+
+
+def answers(url: str) -> bool:
+    """Whether a server answers, whatever it says."""
+    try:
+        urlopen(url, timeout=5).close()
+    except HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with (
+        tempfile.TemporaryDirectory(prefix="eckart-team-") as folder,
+        suppress(KeyboardInterrupt),
+        team(Path(folder)) as services,
+    ):
+        for name, value in services.environment.items():
+            print(f"export {name}={value}")
+        print(f"# dvc remote modify storage url s3://eckart/dvc; eckart worker {services.scheduler}")
+        print("# Ctrl-C ends all.", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

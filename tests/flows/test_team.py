@@ -1,0 +1,117 @@
+"""What a team shares: a registry in PostgreSQL, in which promotions take turns, and a DVC remote in an object store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy
+from mlflow import MlflowClient
+
+from deploy import services
+from deploy.services import Postgres
+from flows.engine import remote
+from flows.engine.remote import TransportFailed
+from flows.registry.versions import CHAMPION, CONTENT, Registry, RegistryError, connected
+from tests.flows import forked
+from tests.flows.servers import until
+from tests.flows.toy import call, toy_workspace
+
+needs_postgres = pytest.mark.skipif(not services.postgres_programs(), reason="PostgreSQL is not installed")
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Postgres]:
+    """With a registry that has three versions without files, of which none is the champion."""
+    with services.postgres() as server:
+        client = MlflowClient(server.create("mlflow"))
+        client.create_registered_model("m")
+        for number in range(1, 4):
+            client.create_model_version("m", f"file:///nowhere/{number}", tags={CONTENT: f"content {number}"})
+        yield server
+
+
+def promoting(address: str, number: str, folder: Path) -> None:
+    """Promote a version, as a machine of its own; it moves the alias once the other one is about to, too, or waits."""
+    os.environ["MLFLOW_TRACKING_URI"] = address
+    os.environ.pop("MLFLOW_REGISTRY_URI", None)
+    Registry.smoke = lambda *_: None  # type: ignore[method-assign]
+    move = MlflowClient.set_registered_model_alias
+
+    def together(client: MlflowClient, name: str, alias: str, version: str) -> None:
+        (folder / f"moves-{number}").touch()
+        until(lambda: len(list(folder.glob("moves-*"))) == 2 or waiting(address))
+        move(client, name, alias, version)
+
+    MlflowClient.set_registered_model_alias = together
+    with connected("m") as models:
+        before = models.champion()
+        won = models.promote(number, before)
+    (folder / f"{number}.json").write_text(json.dumps([str(before.version) if before else None, won]))
+
+
+def waiting(address: str) -> bool:
+    """Whether someone waits for a turn."""
+    with sqlalchemy.create_engine(address).connect() as session:
+        question = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        return bool(session.execute(sqlalchemy.text(question)).scalar_one())
+
+
+@needs_postgres
+def test_of_two_promotions_at_once_the_second_replaces_the_first(database: Postgres, tmp_path: Path) -> None:
+    address = database.address("mlflow")
+    both = [forked.start(promoting, address, number, tmp_path) for number in "12"]
+    for process in both:
+        process.join()
+        assert not process.exitcode
+    replaced = {number: json.loads((tmp_path / f"{number}.json").read_text()) for number in "12"}
+    champion = str(MlflowClient(address).get_registered_model("m").aliases[CHAMPION])
+    first = "1" if champion == "2" else "2"
+    assert replaced == {first: [None, True], champion: [first, True]}
+
+
+def promote_after(act: Callable[[], object]) -> None:
+    with connected("m") as models:
+        act()
+        models.promote("3", models.champion())
+
+
+@needs_postgres
+def test_who_lost_the_turn_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow connects anew where the database was started again; the turn was another's meanwhile."""
+    monkeypatch.setattr(Registry, "smoke", lambda *_: None)
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database.address("mlflow"))
+    with connected("m") as models:
+        found = models.aliases()
+    with pytest.raises(RegistryError):
+        promote_after(database.restart)
+    with connected("m") as models:
+        assert models.aliases() == found
+        models.settle()
+        assert models.promote("3", models.champion())
+
+
+def test_a_clone_pulls_from_an_object_store_what_another_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with services.object_store(tmp_path, "eckart") as (_, keys):
+        for name, value in keys.items():
+            monkeypatch.setenv(name, value)
+        one, two = tmp_path / "one", tmp_path / "two"
+        toy_workspace(one)
+        call(one, "dvc", "remote", "add", "--default", "storage", "s3://eckart/dvc")
+        call(one, "dvc", "repro", "-q")
+        call(one, "git", "add", "-A")
+        call(one, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+        call(tmp_path, "git", "clone", "-q", str(one), str(two))
+        monkeypatch.chdir(one)
+        assert not remote.push()
+        monkeypatch.chdir(two)
+        assert remote.pull() == []
+        assert (two / "total.txt").read_bytes() == (one / "total.txt").read_bytes()
+    with pytest.raises(TransportFailed):
+        remote.push()
