@@ -32,6 +32,7 @@ KEYS = {
 _PATIENCE = 180  # seconds until a service must answer
 _GRACE = 20  # seconds for a usual end
 _PYTHON = Path(sys.executable)
+_START = Path(__file__).with_name("start")
 
 
 class NotThere(RuntimeError):
@@ -190,12 +191,15 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 @contextmanager
 def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
     """Prefect's server, its database at this address (asyncpg), and the environment that leads to it."""
-    port = free_port()
-    command = [str(_PYTHON.with_name("prefect")), "server", "start", "--host", LOOPBACK, "--port", str(port)]
-    places = {"PREFECT_HOME": str(folder / "prefect"), "PREFECT_API_DATABASE_CONNECTION_URL": database}
-    server = Service("Prefect", command, port, places, folder / "prefect.log")
+    settings = {
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_API_DATABASE_CONNECTION_URL": database,
+        "PREFECT_SERVER_API_HOST": LOOPBACK,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    server = _started("prefect", folder, "PREFECT_SERVER_API_PORT", settings)
     with _running(server):
-        address = f"http://{LOOPBACK}:{port}/api"
+        address = f"http://{LOOPBACK}:{server.port}/api"
         server.wait_until(lambda: answers(f"{address}/health"))
         yield server, {"PREFECT_API_URL": address}
 
@@ -203,13 +207,18 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
 @contextmanager
 def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
     """MLflow's server, its runs at one address and its artifacts at another, and where it answers."""
-    port = free_port()
-    command = [str(_PYTHON.with_name("mlflow")), "server", "--backend-store-uri", database]
-    command += ["--artifacts-destination", artifacts, "--host", LOOPBACK, "--port", str(port), "--workers", "2"]
-    environment = {**keys, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    server = Service("MLflow", command, port, environment, folder / "mlflow.log")
+    settings = {
+        **keys,
+        "MLFLOW_HOST": LOOPBACK,
+        "MLFLOW_BACKEND_STORE_URI": database,
+        "MLFLOW_ARTIFACTS_DESTINATION": artifacts,
+        "MLFLOW_WORKERS": "2",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    server = _started("mlflow", folder, "MLFLOW_PORT", settings)
     with _running(server):
-        address = f"http://{LOOPBACK}:{port}"
+        address = f"http://{LOOPBACK}:{server.port}"
         server.wait_until(lambda: answers(f"{address}/health"))
         yield server, address
 
@@ -217,12 +226,18 @@ def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str])
 @contextmanager
 def dask(folder: Path) -> Iterator[tuple[Service, str]]:
     """Dask's scheduler, and its address."""
-    port = free_port()
-    command = [str(_PYTHON.with_name("dask")), "scheduler", "--host", LOOPBACK, "--port", str(port), "--no-dashboard"]
-    scheduler = Service("Dask's scheduler", command, port, log=folder / "dask.log")
+    scheduler = _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK})
     with _running(scheduler):
-        scheduler.wait_until(lambda: listens(port))
-        yield scheduler, f"tcp://{LOOPBACK}:{port}"
+        scheduler.wait_until(lambda: listens(scheduler.port))
+        yield scheduler, f"tcp://{LOOPBACK}:{scheduler.port}"
+
+
+def _started(word: str, folder: Path, its_port: str, settings: Mapping[str, str]) -> Service:
+    """As on a team's machines: by `deploy/start`, from the environment alone."""
+    port = free_port()
+    path = f"{_PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**settings, its_port: str(port), "PATH": path}
+    return Service(word, [str(_START), word], port, environment, folder / f"{word}.log")
 
 
 @contextmanager

@@ -92,6 +92,9 @@ def accept(order: Order) -> Planned:
             for out, dep in product(before.outs, stage.deps):
                 if Path(dep.fs_path).is_relative_to(out.fs_path):
                     _pull(repo, out, dep.fs_path)
+        _pull_inputs(repo, stage)
+        if absent := [str(dep) for dep in stage.deps if not dep.exists]:
+            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
@@ -235,6 +238,13 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
     stage.commit()
     lock_file.write(stage)
     return True
+
+
+def _pull_inputs(repo: Repo, stage: Stage) -> None:
+    """Bring the data and base models up to date that a stage reads and that were handed to DVC."""
+    for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):
+        if file.exists():
+            _pulled(repo, load_file(repo, str(file)).stage)
 
 
 def _pulled_input(repo: Repo, stage: Stage) -> bool:

@@ -116,6 +116,21 @@ class TestBetweenWorkspaces:
         run(remote.accept(order))
         assert (there / "one.txt").read_bytes() == (here / "raw.txt").read_bytes()
 
+    def test_data_that_were_handed_to_dvc_are_pulled_and_others_are_named(
+        self, pair: tuple[Path, Path], enter: Enter
+    ) -> None:
+        here, there = pair
+        order = remote.order(plan()["source"])
+        enter(there)
+        (there / "raw.txt").unlink()
+        with pytest.raises(NotTheSame, match=rf"^{there} .*\braw\.txt\b"):
+            remote.accept(order)
+        call(here, "dvc", "add", "-q", "raw.txt")
+        call(here, "dvc", "push", "-q", "raw.txt")
+        shutil.copy(here / "raw.txt.dvc", there)
+        assert run(remote.accept(order)).status == "Executed"
+        assert (there / "raw.txt").read_bytes() == (here / "raw.txt").read_bytes()
+
     def test_what_changed_here_meanwhile_is_not_recorded(self, pair: tuple[Path, Path]) -> None:
         here, _ = pair
         run(plan()["source"])
