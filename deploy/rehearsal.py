@@ -191,6 +191,9 @@ class Rehearsal:
             raise RuntimeError(said[-3000:])
         self.flow.call("git", "add", "dvc.lock")
         self.flow.commit("All results")
+        began = time.monotonic()
+        code, said = self.flow.eckart("push")
+        self.tell("`eckart push`", began, not code, cause(said))
 
     def promotions_at_once(self) -> None:
         began, other = time.monotonic(), self._clone("promoter")
@@ -237,7 +240,8 @@ class Rehearsal:
             yaml.dump(content, opened)
         self.flow.commit("Another learning rate")
         for worker in self.workers.machines:
-            worker.call("git", "pull", "-q", "--ff-only")
+            worker.call("git", "fetch", "-q")
+            worker.call("git", "reset", "-q", "--hard", "@{upstream}")
 
     def stop_store(self) -> None:
         self.team.store.send(signal.SIGSTOP)

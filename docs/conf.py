@@ -59,6 +59,7 @@ _BELOW = {
             "docs/operations",
             "docs/reliability",
             "docs/scaling",
+            "docs/team",
             "data/README",
             "models/README",
         ],

@@ -1,4 +1,4 @@
-"""Whose turn it is: one promotion or rollback of a model at a time, on all machines that its registry can tell apart."""
+"""Whose turn it is: one promotion or rollback of a model at a time, on all machines where the registry can tell."""
 
 from __future__ import annotations
 
