@@ -84,6 +84,7 @@ def browser() -> Iterator[Chrome]:
         options.add_argument("--no-sandbox")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = Chrome(options, Service(DRIVER))
+    driver.implicitly_wait(10)  # seconds: what a busy machine has not drawn yet
     yield driver
     driver.quit()
 
