@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from tasks.checks.findings import Findings
+from tasks.templates import template
 
 
 def page(found: Findings) -> str:
     """The whole page; every text in it is escaped. The same findings give the same bytes."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("page.html.j2").render(found=found)
+    return template(Path(__file__).with_name("page.html.j2")).render(found=found)

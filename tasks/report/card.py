@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tasks import params, params_file
 from tasks.kinds import kind_of
@@ -18,6 +17,7 @@ from tasks.report.provenance import provenance
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
 from tasks.report.table import dense_rows, row
+from tasks.templates import template
 
 _PIPELINES: dict[TaskKindName, str] = {
     "classification": "text-classification",
@@ -33,15 +33,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def card(results: Results, one: CandidateResults) -> str:
     """Markdown under the hub's metadata; no times and no machine but what was measured, as on the page."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=False,  # Markdown
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("card.md.j2").render(
+    return template(Path(__file__).with_name("card.md.j2")).render(
         metadata=_metadata(results, one).to_yaml(),
         results=results,
         metric=results.metric,

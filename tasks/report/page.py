@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eckart.recipe import captions
@@ -26,24 +25,17 @@ from tasks.report.runtimes import runtime_rows, shapes
 from tasks.report.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scatter
 from tasks.report.summary import summary
 from tasks.report.table import dense_rows, legend, row, shaped, zero_shot
+from tasks.templates import template
 
 _SCRIPT = Path(__file__).with_name("page.js")
 
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
     """The whole page; every name and number in it is escaped. `cards`: candidate → model card."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     meanings = captions()
     script = _SCRIPT.read_text()
     plot = scatter(results)
-    return environment.get_template("page.html.j2").render(
+    return template(Path(__file__).with_name("page.html.j2")).render(
         results=results,
         metric=results.metric,
         conclusion=[sentence.split("`") for sentence in conclusion(results)],
