@@ -25,6 +25,7 @@ _DEFAULTS = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",  # the versions of the registry are code and safetensors
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # how it makes a database is of no use to a study
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "true",  # how busy the machine was, in the study's run
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # which has the password of MLFLOW_TRACKING_URI
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Whose turn it is must survive a restart: otherwise a run that a power cut ended blocks all that follow.

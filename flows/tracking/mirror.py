@@ -24,7 +24,9 @@ from typing import Any, Concatenate, ParamSpec
 import psutil
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, LoggedModelStatus, Metric, Param, Run, RunTag, SourceType
+from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 from mlflow.exceptions import MlflowException
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.utils.mlflow_tags import (
     MLFLOW_GIT_COMMIT,
     MLFLOW_PARENT_RUN_ID,
@@ -101,12 +103,15 @@ class Mirror:
         self._points: Counter[tuple[str, str]] = Counter()
         """Candidate and prefix of a curve's metrics → its points that were logged."""
         self._guard = threading.RLock()
+        self._machine: SystemMetricsMonitor | None = None
+        """Logs processor, memory, disk and network of this machine in the parent run, every ten seconds."""
 
     @_mirrored
     def start(self, parameters: Mapping[str, Any]) -> None:
         """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
         users = os.environ.get("MLFLOW_TRACKING_URI")
-        self.client = MlflowClient(users or store())
+        address = users or store()
+        self.client = MlflowClient(address)
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self._parameters = _params(parameters)
@@ -114,6 +119,9 @@ class Mirror:
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
         self._is_known = bool(earlier)
         self.parent = earlier or self._new_parent()
+        if not earlier and MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
+            self._machine = SystemMetricsMonitor(self.parent, tracking_uri=address)
+            self._machine.start()
 
     def _new_parent(self) -> str:
         tags = {**self.tags, **self.origin}
@@ -274,9 +282,14 @@ class Mirror:
             metrics = _metrics([times], candidate, self._models.get(candidate))
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
-    @_mirrored
     def finish(self, complete: bool) -> None:
         """Close the parent run, and as failed the runs of candidates that were not completed."""
+        if self._machine:
+            self._machine.finish()
+        self._close(complete)
+
+    @_mirrored
+    def _close(self, complete: bool) -> None:
         if self._is_known:
             return
         for candidate, run in self._children.items():

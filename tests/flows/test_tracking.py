@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mlflow.entities import Run
 from flows.engine.stages import Outcome, Planned
 from flows.tracking.mirror import Mirror
 from tests.flows import forked
+from tests.flows.servers import until
 
 CURVE = "reports/finetune/kfac-0.5.jsonl"
 SEARCH = "reports/search/kfac-0.5.jsonl"
@@ -220,6 +222,18 @@ def test_the_parent_says_what_was_done_and_which_candidate_validation_rows_chose
     name = str(parent.info.run_name)
     assert name.startswith("s: ")
     assert re.findall(r"\d+", name) == ["3", "4"]  # candidates, and stages that were executed
+
+
+def test_the_parent_says_how_busy_the_machine_was(
+    root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    before = set(threading.enumerate())
+    mirror = started(root, plan)
+    until(lambda: "system/cpu_utilization_percentage" in parent_of(mirror).data.metrics)
+    mirror.finish(complete=False)
+    assert "SystemMetricsMonitor" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 def test_where_nothing_is_to_be_run_a_parent_is_made_only_for_what_mlflow_lacks(
