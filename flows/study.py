@@ -4,10 +4,11 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import UUID
 
 import httpx
 from prefect import allow_failure, flow, get_run_logger, task
@@ -15,9 +16,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES
+from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
-from prefect.states import Completed, Failed, State
+from prefect.states import Completed, Crashed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -135,6 +137,7 @@ def _run(options: Options) -> list[Outcome]:
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)
+    _end_abandoned(mirror.abandoned)
     finished: dict[str, Outcome] = {}
     lines = run_page.LastLines()
     complete = False
@@ -159,6 +162,17 @@ def _run(options: Options) -> list[Outcome]:
     if not complete:
         raise StudyFailed(_report(causes, finished, len(planned)))
     return list(finished.values())
+
+
+def _end_abandoned(runs: Iterable[str]) -> None:
+    """Prefect's page of a run that was killed, with all that watched it, would stay at Running for ever."""
+    crashed: State[Any] = Crashed(message="Its process was killed, as the next run found.")
+    for run in map(UUID, runs):
+        # Those of another server are none of this one's; one that ended since has its state.
+        with suppress(ObjectNotFound, httpx.HTTPError), get_client(sync_client=True) as client:
+            state = client.read_flow_run(run).state
+            if state and state.is_running():
+                client.set_flow_run_state(run, crashed, force=True)
 
 
 def _tell_prefect(

@@ -102,6 +102,8 @@ class Mirror:
         self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
         """Candidate and prefix of a curve's metrics → its points that were logged."""
+        self.abandoned: set[str] = set()
+        """The runs in Prefect of flows that were killed."""
         self._guard = threading.RLock()
         self._machine: SystemMetricsMonitor | None = None
         """Logs processor, memory, disk and network of this machine in the parent run, every ten seconds."""
@@ -140,6 +142,7 @@ class Mirror:
             process = run.data.tags.get(_PROCESS)
             if process and _is_gone(process):
                 self.client.set_terminated(run.info.run_id, "KILLED")
+                self.abandoned.add(run.data.tags["prefect.flow_run"])
 
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:

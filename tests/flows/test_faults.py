@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from ruamel.yaml import YAML
 
 from flows.engine import cached_objects
@@ -148,6 +152,10 @@ def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
     assert "RUNNING" not in {one.info.status for one in runs(workspace)}
     finished = [one for one in runs(workspace) if one.info.status == "FINISHED"]
     assert sorted(one.data.tags.get("eckart.candidate", "") for one in finished) == ["", "svd-0.5"]
+    killed = {one.data.tags["prefect.flow_run"] for one in runs(workspace) if one.info.status == "KILLED"}
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        pages = [client.read_flow_run(UUID(one)) for one in killed]
+    assert [page.state_type for page in pages] == [StateType.CRASHED] * 2
 
 
 class TestAfterAFinishedRun:
