@@ -391,6 +391,19 @@ def publish(
 
 
 @app.command()
+def pin() -> None:
+    """Write the hub's newest commits of base model and data into params.yaml."""
+    from flows import pin as hub  # a slow import, not for --help
+
+    found = hub.pin()
+    for one in found:
+        change = "is the newest already" if one.now == one.before else f"was {one.before or 'null'}"
+        print(f"{one.section}.revision: {one.now} of {one.name} {change}")
+    if not found:
+        print("model.base and data.source are not of the hub, or name a branch or tag: nothing to pin")
+
+
+@app.command()
 def push() -> None:
     """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
     from flows.engine import remote, stages  # slow imports, not for --help

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from tasks import params, params_file
+from tasks.hub_ids import hub_id
 from tasks.kinds import kind_of
 from tasks.metrics import TaskKindName
 from tasks.report.continuations import as_code, beginnings, written
@@ -28,7 +28,6 @@ _PIPELINES: dict[TaskKindName, str] = {
     "language_modeling": "text-generation",
 }
 """Kind of task → what the hub calls it."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def card(results: Results, one: CandidateResults) -> str:
@@ -56,7 +55,7 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
     pipeline = _PIPELINES[results.task.kind]
     found = EvalResult(
         task_type=pipeline,
-        dataset_type=_hub_id(data.source) or "other",
+        dataset_type=hub_id(data.source) or "other",
         dataset_name=Path(data.source).name,  # of a folder here, no path
         dataset_config=data.config,
         dataset_revision=data.revision,
@@ -66,23 +65,18 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         verified=False,
     )
     return ModelCardData(
-        base_model=_hub_id(model.base),
+        base_model=hub_id(model.base),
         license=results.dense.licence.get("license"),
         license_name=results.dense.licence.get("license_name"),
         license_link=results.dense.licence.get("license_link"),
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["eckart", "low-rank", "compression", one.recipe],
-        datasets=[source] if (source := _hub_id(data.source)) else None,
+        datasets=[source] if (source := hub_id(data.source)) else None,
         metrics=[results.task.metric],
         model_name=one.name,
         eval_results=[found],
     )
-
-
-def _hub_id(source: str) -> str | None:
-    """Of a model or a data set; None for what is packaged, or a folder here."""
-    return source if _HUB_ID.fullmatch(source) and not Path(source).exists() else None
 
 
 def _yaml(content: dict[str, Any]) -> str:

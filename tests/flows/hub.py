@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: what its API asks when a commit is made, and what it then holds."""
+"""A stand-in for the Hugging Face hub: what its API asks when a commit is made, what it then holds, and what is new."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ TOKEN = "hf_of_a_test"
 
 
 class Hub:
-    """Repository → path → bytes; those that are private; and where it is."""
+    """Repository → path → bytes; those that are private; where it is; and what its newest commits are."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
         self.address = ""
+        self.newest: dict[str, str] = {}
+        """`models/USER/NAME` or `datasets/USER/NAME` → commit."""
 
 
 @contextmanager
@@ -53,7 +55,10 @@ def hub() -> Iterator[Hub]:
             return self._answer(404, {"error": self.path})
 
         def do_GET(self) -> None:
-            self._answer(404, {"error": self.path})
+            asked = self.path.removeprefix("/api/")
+            if asked in held.newest:
+                return self._answer(200, {"id": asked.partition("/")[2], "sha": held.newest[asked]})
+            return self._answer(404, {"error": self.path})
 
         def _create(self, asked: dict[str, Any]) -> None:
             name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
