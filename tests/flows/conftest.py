@@ -9,8 +9,6 @@ import os
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, closing, contextmanager, suppress
@@ -26,6 +24,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.engine import stage_processes
 from tests.flows import forked
+from tests.flows.forked import Command
 from tests.flows.servers import start_prefect
 from tests.flows.toy import BARE, MLFLOW, Flows, Study, tiny_repository
 
@@ -108,25 +107,24 @@ def flows(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Flows:
 
 
 @pytest.fixture(scope="session")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty one of MLflow's, to be copied, for it takes seconds to make. Once for all of xdist's processes."""
+    with shared("database", tmp_path_factory) as (folder, new):
+        file = folder / MLFLOW
+        if new:
+            MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture(scope="session")
+def study(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
     """The tiny study, run as a newcomer runs it: no server is there. Once for all of xdist's processes."""
     with shared("study", tmp_path_factory) as (folder, new):
-        root = folder / "workspace"
+        root, said = folder / "workspace", folder / "said"
         if new:
-            _run(tiny_repository(root, export={"recipes": ["kfac"]}), folder)
-    return Study(root, (folder / "stdout").read_text(), (folder / "stderr").read_text())
-
-
-def _run(root: Path, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flows", "run"],
-        cwd=root,
-        env=BARE | {"PREFECT_HOME": str(folder / "prefect")},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    MlflowClient(f"sqlite:///{folder / MLFLOW}").search_experiments()
-    (folder / "stdout").write_text(done.stdout)
-    (folder / "stderr").write_text(done.stderr)
+            tiny_repository(root, export={"recipes": ["kfac"]})
+            shutil.copy(database, root)
+            code, printed = Command(root, BARE | {"PREFECT_HOME": str(folder / "prefect")}, "run").end()
+            assert code == 0, printed
+            said.write_text(printed)
+    return Study(root, said.read_text(), database)

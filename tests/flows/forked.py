@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -38,7 +40,11 @@ class Command:
         return self._process.exitcode
 
     def kill(self) -> None:
-        self._process.kill()
+        """With what it has started, which would go on for many seconds."""
+        assert self._process.pid
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):  # it leads no group before it has become a command
+                kill(self._process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int | None, str]:
         """Wait for it: its code, and what it has printed."""
@@ -93,10 +99,12 @@ def _dvc(words: Sequence[str], root: str, environment: dict[str, str], *streams:
 def _become(words: list[str], root: str, environment: dict[str, str], said: str) -> None:
     from prefect.context import refresh_global_settings_context
 
+    from flows import settings
     from flows.engine import forked_stage
 
     os.environ.clear()
     os.environ.update(environment)
+    settings.apply()  # before Prefect reads them, which a fresh interpreter imports after that
     refresh_global_settings_context()
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]

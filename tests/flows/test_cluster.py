@@ -494,6 +494,7 @@ def test_a_tiny_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_
     """Every stage that reads what others write runs here, all others with a worker; what is left is as after a run on
     one machine."""
     root = tiny_repository(tmp_path / "study", study={"recipes": ["kfac"]})
+    shutil.copy(study.database, root)
     call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "remote"))
     commit(root)
     code, printed = Command(root, BARE | prefect, "run", "--task-runner", "dask", "--workers", "2").end()

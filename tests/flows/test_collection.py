@@ -34,14 +34,6 @@ promotion: {model: m, largest_drop: 1.0, keep: null, least_speedup: null, least_
 CURVE = """'{"step":1,"loss":1.0}'"""
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow takes seconds to make one."""
-    file = tmp_path_factory.mktemp("database") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
-    return file
-
-
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A workspace in which nothing ran, as the working directory, with no Prefect; its input is in DVC."""

@@ -209,9 +209,10 @@ class TestAfterAFinishedRun:
         assert "Traceback" not in said
 
     def test_prefect_and_mlflow_gone_in_the_middle(
-        self, workspace: Path, flows: Flows, prefect_home: Callable[[Path], Path], tmp_path: Path
+        self, workspace: Path, flows: Flows, prefect_home: Callable[[Path], Path], database: Path, tmp_path: Path
     ) -> None:
         """All stages end all the same, and MLflow is told of them by the next run."""
+        shutil.copy(database, tmp_path)
         change(workspace, 7.0e-5)
         with prefect_server(prefect_home(tmp_path)) as (places, prefect), mlflow_server(tmp_path) as (address, mlflow):
 

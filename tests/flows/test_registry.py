@@ -38,9 +38,9 @@ from tests.workspace import a_task
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MLflow takes seconds to make one."""
-    file = tmp_path_factory.mktemp("database") / "mlflow.db"
+def database(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with four versions."""
+    file = Path(shutil.copy(database, tmp_path_factory.mktemp("database")))
     client = MlflowClient(f"sqlite:///{file}")
     client.create_registered_model("m")
     for number in range(1, 5):

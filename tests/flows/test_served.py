@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,9 +286,10 @@ def test_what_is_written_has_positions(tmp_path: Path) -> None:
 
 class TestVersion:
     @pytest.fixture(scope="class")
-    def root(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def root(self, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """A workspace whose registry has a compressed model as the champion."""
         root = tmp_path_factory.mktemp("served")
+        shutil.copy(database, root)
         folder = write(root / "models/finetuned/svd-0.5", compressed())
         with pytest.MonkeyPatch.context() as patch:
             for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):

@@ -43,14 +43,6 @@ def write(root: Path, file: str, text: str) -> None:
     (root / file).write_text(text)
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty one, which MLflow takes seconds to make."""
-    file = tmp_path_factory.mktemp("database") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").search_experiments()
-    return file
-
-
 @pytest.fixture
 def root(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

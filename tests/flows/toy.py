@@ -121,19 +121,17 @@ MLFLOW = "mlflow.db"
 
 @dataclass(frozen=True)
 class Study:
-    """A workspace after `eckart run`, and what that printed. Nobody changes it: who wants to, copies it.
-
-    Beside it lies an MLflow database that is empty, for MLflow needs seconds to make one.
-    """
+    """A workspace after `eckart run`, and what that printed. Nobody changes it: who wants to, copies it."""
 
     root: Path
-    stdout: str
-    stderr: str
+    said: str
+    database: Path
+    """Of MLflow, and empty."""
 
     def copied(self, root: Path) -> Path:
         """The workspace with its cache, in which nothing is stale, and with an MLflow of its own that knows nothing."""
-        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns("mlflow.db", "mlruns"))
-        shutil.copy(self.root.with_name(MLFLOW), root)
+        shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(MLFLOW, "mlruns"))
+        shutil.copy(self.database, root)
         return root
 
 
