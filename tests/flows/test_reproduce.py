@@ -110,6 +110,17 @@ def clone(folder: Path, monkeypatch: pytest.MonkeyPatch, lock: bool = True) -> P
     return folder
 
 
+def another(main: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run and push what `main` is now, and pull it into a clone, entered."""
+    run(main)
+    ran(main)
+    remote.push()
+    commit(main)
+    other = clone(folder / "other", monkeypatch)
+    assert remote.pull() == []
+    return other
+
+
 def own_files(root: Path) -> dict[str, str]:
     """What is a person's in a workspace: everything but what git, DVC, Python and other workspaces keep there."""
     others = (".git/", ".dvc/", "workspaces/", "data/.gitignore", "models/.gitignore")
@@ -166,12 +177,7 @@ class TestClones:
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
-        run(main)
-        ran(main)
-        remote.push()
-        commit(main)
-        other = clone(tmp_path / "other", monkeypatch)
-        assert remote.pull() == []
+        other = another(main, tmp_path, monkeypatch)
         (other / "params.yaml").write_text(PARAMS)
         assert remote.pull() == []
         assert (other / CONFIGURATION).read_text() == "gain: 1\n"
@@ -185,12 +191,7 @@ class TestClones:
         (main / REFERENCE).mkdir()
         (main / REFERENCE / ".gitkeep").touch()
         (main / REFERENCE / "train").write_text("ROWS\n")
-        run(main)
-        ran(main)
-        remote.push()
-        commit(main)
-        other = clone(tmp_path / "other", monkeypatch)
-        assert remote.pull() == []
+        other = another(main, tmp_path, monkeypatch)
         statuses = run(other)
         assert statuses.pop("check") == "Executed"
         assert set(statuses.values()) == {"Cached"}
