@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -40,11 +39,12 @@ class Command:
         return self._process.exitcode
 
     def kill(self) -> None:
+        self._process.kill()
+
+    def kill_group(self) -> None:
         """With what it has started, which would go on for many seconds."""
         assert self._process.pid
-        for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError):  # it leads no group before it has become a command
-                kill(self._process.pid, signal.SIGKILL)
+        os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int | None, str]:
         """Wait for it: its code, and what it has printed."""

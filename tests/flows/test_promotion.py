@@ -183,7 +183,7 @@ def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
     """Kill a promotion as soon as the aliases are those."""
     until(lambda: moment.items() <= aliases(root).items() or process.poll() is not None)
     assert process.poll() is None, process.end()[1]
-    process.kill()
+    process.kill_group()
     process.end()
 
 
