@@ -1,25 +1,37 @@
 """How fast candidates of a language model write, beside the dense model: forwards in turn, keys and values cached.
 
-make run && python -m benchmarks.generation anchored-0.6    # a Markdown table for the study in this folder
+make run && python -m benchmarks.generation anchored-0.6    # Markdown tables for the study in this folder
+
+In torch and, where the study exports the candidate (`export.recipes`), in onnxruntime and in int8.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
+from eckart.losses import Batch
+from eckart.onnx import cache_of, runner
 from tasks.benchmark import ratio
-from tasks.candidate_files import FINETUNED
+from tasks.candidate_files import EXPORTS, FINETUNED, ONNX, ONNX_FILES
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
 from tasks.params import Threads, section
+from tasks.records import Exports, Runtime
+from tasks.report.runtimes import TITLES
+
+Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
+"""Inputs → logits `(rows, tokens, vocabulary)`, of all tokens or the last; and the cache, as further inputs."""
 
 BATCHES = (1, 8)
 PROMPT, WRITTEN = 128, 32
@@ -27,28 +39,63 @@ PROMPT, WRITTEN = 128, 32
 ROUNDS = 8
 
 
-def write(model: PreTrainedModel, rows: int) -> tuple[float, float]:
-    """Seconds until the first token, and of each token after it."""
-    inputs = random_inputs(model, rows, PROMPT)
-    start = time.perf_counter()
+def in_torch(model: PreTrainedModel, inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
     found = model(**inputs, use_cache=True, logits_to_keep=1)
+    return found.logits, {"past_key_values": found.past_key_values}
+
+
+def in_onnxruntime(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
+    found = answer(inputs)
+    return found["logits"], cache_of(found)
+
+
+def steps(name: str, model: PreTrainedModel, runtimes: Sequence[Runtime], threads: int) -> dict[Runtime, Step]:
+    """A model by each runtime."""
+    files = {runtime: ONNX / name / file for runtime, file in ONNX_FILES.items() if runtime in runtimes}
+    exported = {runtime: partial(in_onnxruntime, runner(file, threads)) for runtime, file in files.items()}
+    return {"torch": partial(in_torch, model), **exported}
+
+
+def write(step: Step, prompt: Batch) -> tuple[float, float]:
+    """Seconds until the first token, and of each token after it."""
+    mask = prompt["attention_mask"]
+    start = time.perf_counter()
+    logits, cache = step(prompt)
     first = time.perf_counter()
     for _ in range(WRITTEN):
-        token = found.logits[:, -1:].argmax(-1)
-        found = model(input_ids=token, past_key_values=found.past_key_values, use_cache=True)
+        mask = torch.cat([mask, mask[:, :1]], 1)
+        logits, cache = step({"input_ids": logits[:, -1:].argmax(-1), "attention_mask": mask, **cache})
     return first - start, (time.perf_counter() - first) / WRITTEN
 
 
-def rows_of(name: str, dense: PreTrainedModel, small: PreTrainedModel) -> Iterator[str]:
-    for rows in BATCHES:
-        pairs = [(write(dense, rows), write(small, rows)) for _ in range(1 + ROUNDS)][1:]
-        cells = [name, str(rows)]
+def rows_of(name: str, dense: dict[Runtime, Step], small: dict[Runtime, Step], prompt: Batch) -> Iterator[str]:
+    rows = len(prompt["input_ids"])
+    pairs = {runtime: [(write(dense[runtime], prompt), write(small[runtime], prompt))] for runtime in small}
+    for _ in range(ROUNDS):
+        for runtime, own in pairs.items():
+            own.append((write(dense[runtime], prompt), write(small[runtime], prompt)))
+    for runtime, (_, *timed) in pairs.items():
+        cells = [name, TITLES[runtime], str(rows)]
         for place, unit in enumerate(("{:.0f} ms", "{:.1f}")):
-            others, own = ([pair[model][place] for pair in pairs] for model in (0, 1))
-            times = ratio(others, own)
-            shown = [1e3 * median(each) if place == 0 else rows / median(each) for each in (others, own)]
+            others, own_seconds = ([pair[model][place] for pair in timed] for model in (0, 1))
+            times = ratio(others, own_seconds)
+            shown = [1e3 * median(each) if place == 0 else rows / median(each) for each in (others, own_seconds)]
             cells += [*map(unit.format, shown), f"{times.median:.2f} × ({times.low:.2f} to {times.high:.2f})"]
         yield f"| {' | '.join(cells)} |"
+
+
+def files_of(names: Sequence[str]) -> Iterator[str]:
+    """A line for each file: its size, and how well it answers the test rows."""
+    for name in names:
+        exports = Exports.model_validate_json((EXPORTS / f"{name}.json").read_text())
+        for runtime, file in (("onnx", exports.onnx), ("int8", exports.int8)):
+            yield f"| {name} | {TITLES[runtime]} | {file.bytes / 1e6:.1f} | {file.score.metric:.2f} |"
+
+
+def bytes_of_cache(model: PreTrainedModel) -> int:
+    """Of a row's token."""
+    cache = model(**random_inputs(model, 1, 1), use_cache=True).past_key_values
+    return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
 
 @torch.inference_mode()
@@ -63,14 +110,24 @@ def main() -> None:
     auto = kind_of(task).auto
     dense = load(TEACHER, auto)[0].eval()
     check_length(dense, PROMPT + WRITTEN, "what is read and written")
+    exported = [name for name in asked.candidates if (ONNX / name).exists()]
+    own = steps("dense", dense, list(ONNX_FILES) if exported else [], threads)
     print(
-        "| candidate | rows | first token, dense | candidate | as fast | tokens a second, dense | candidate | as fast |"
+        "| candidate | runtime | rows | first token, dense | candidate | as fast "
+        "| tokens a second, dense | candidate | as fast |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in asked.candidates:
-        for line in rows_of(name, dense, load(FINETUNED / name, auto)[0].eval()):
-            print(line, flush=True)
+        small = load(FINETUNED / name, auto)[0].eval()
+        ways = steps(name, small, list(ONNX_FILES) if name in exported else [], threads)
+        for rows in BATCHES:
+            for line in rows_of(name, own, ways, random_inputs(dense, rows, PROMPT)):
+                print(line, flush=True)
+    if exported:
+        print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
+        print(*files_of(["dense", *exported]), sep="\n")
     print(f"\n{PROMPT} tokens read, {WRITTEN} written; {threads} thread, torch {torch.__version__}")
+    print(f"The cache of each model has {bytes_of_cache(dense)} bytes for a token of a row.")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch
@@ -33,6 +34,7 @@ SLOW_FUSIONS = ["SkipLayerNormFusion"]
 replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
 
 _OUTPUTS = ("logits", "start_logits", "end_logits")
+_PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is before and after, as optimum calls it
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
@@ -68,6 +70,11 @@ def export(
     causal language models; or `start_logits` and `end_logits`, `(batch, tokens)`, of heads that point at a span. What
     stands at padding is not compared.
 
+    A causal language model's graph reads a text and writes on: it has the cache as inputs `past_key_values.N.key` and
+    `.value`, `(batch, heads, past, size)`, with no past before the first token, and as outputs `present.N.key` and
+    `.value`, `(batch, heads, past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`, and says where a
+    text begins: rows may be padded on either side. A cache of another kind (Mamba's states) is left out.
+
     The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
     rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
 
@@ -94,7 +101,7 @@ def export(
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
         written = Path(folder) / file.name
-        parameters = _write(model, first, written)
+        parameters = _write(model, _with_cache(model, first), written)
         compared = [first, *others, *batches]
         rows, difference = _compare(model, written, list(first), compared)
         if int8:
@@ -131,7 +138,7 @@ def quantize(file: Path, quantized: Path) -> None:
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
-    """What answers inputs as onnxruntime runs `file` on the CPU.
+    """What answers inputs as onnxruntime runs `file` on the CPU; where a cache is not given, none is taken to be there.
 
     Args:
         threads: of a product; 0: as many as there are cores.
@@ -140,13 +147,27 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
         ExportError: onnxruntime cannot run it.
     """
     session = _session(file, threads)
-    names, outputs = ([value.name for value in values] for values in (session.get_inputs(), session.get_outputs()))
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    outputs = [value.name for value in session.get_outputs()]
 
     def answer(inputs: Batch) -> dict[str, Tensor]:
-        found = session.run(outputs, {name: inputs[name].cpu().numpy() for name in names})
-        return {name: torch.from_numpy(logits) for name, logits in zip(outputs, found, strict=True)}
+        rows = len(inputs["input_ids"])
+        given = {name: inputs[name] if name in inputs else _no_past(rows, shape) for name, shape in shapes.items()}
+        found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
+        return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
 
     return answer
+
+
+def _no_past(rows: int, shape: Sequence[Any]) -> Tensor:
+    """Keys or values of no tokens, for an input `(batch, heads, past, size)`."""
+    _, heads, _, size = shape
+    return torch.zeros(rows, heads, 0, size)
+
+
+def cache_of(found: Batch) -> dict[str, Tensor]:
+    """The cache that a `runner` of a causal language model answered, as inputs of the tokens that come next."""
+    return {name.replace(_PRESENT, _PAST, 1): values for name, values in found.items() if name.startswith(_PRESENT)}
 
 
 def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
@@ -154,7 +175,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
     @wraps(model.forward)
     def forward(**inputs: Any) -> ModelOutput:
-        logits = {name: values.to(model.device) for name, values in answer(inputs).items()}
+        logits = {name: values.to(model.device) for name, values in answer(inputs).items() if name in _OUTPUTS}
         return ModelOutput({"loss": torch.zeros(()), **logits})  # a loss, since the Trainer asks for one
 
     model.forward = forward
@@ -169,13 +190,45 @@ class _Logits(nn.Module):
         self.names = names
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_logits(self.model, dict(zip(self.names, values, strict=True))).values())
+        return tuple(_answers(self.model, dict(zip(self.names, values, strict=True))).values())
 
 
-def _logits(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Those of _OUTPUTS that the model has."""
-    outputs = model(**inputs)
-    return {name: outputs[name] for name in _OUTPUTS if name in outputs}
+def _answers(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """Those of _OUTPUTS that the model has and, where the inputs hold a cache, what it is then."""
+    past = [values for name, values in inputs.items() if name.startswith(_PAST)]
+    given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(_PAST)}
+    if _counts_positions(model, given):  # from where each row's text begins, as `generate` does
+        positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
+    cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
+    outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
+    found = {name: outputs[name] for name in _OUTPUTS if name in outputs}
+    return found | (_cached(cache, _PRESENT) if cache else {})
+
+
+def _counts_positions(model: PreTrainedModel, inputs: Batch) -> bool:
+    accepted = inspect.signature(model.forward).parameters
+    return model.can_generate() and "attention_mask" in inputs and "position_ids" in accepted
+
+
+def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
+    """Keys and values of each layer, `(batch, heads, tokens, size)`."""
+    layers = enumerate(cache.layers)
+    return {
+        f"{name}{number}.{part}": getattr(layer, f"{part}s") for number, layer in layers for part in ("key", "value")
+    }
+
+
+def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """The inputs, behind some tokens that are in a cache, where the model keeps one of keys and values."""
+    with torch.no_grad():
+        cache = getattr(model(**inputs), "past_key_values", None) if model.can_generate() else None
+    if not isinstance(cache, DynamicCache) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return dict(inputs)
+    past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, _PAST).items()}
+    mask = inputs["attention_mask"]
+    seen = mask.new_ones(len(mask), next(iter(past.values())).shape[2])
+    return {**inputs, "attention_mask": torch.cat([seen, mask], 1), **past}
 
 
 def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
@@ -195,7 +248,7 @@ def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iter
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     """Write the graph that `model` runs for `sample`; how many floating-point numbers it holds."""
     with torch.no_grad():
-        outputs = list(_logits(model, sample))
+        outputs = list(_answers(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
     with _quiet(), _plain_attention(model):
@@ -206,7 +259,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                dynamic_shapes=(tuple({0: "batch", 1: "tokens"} for _ in sample),),
+                dynamic_shapes=(tuple(_sides(name, sample) for name in sample),),
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
@@ -219,6 +272,14 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
+
+
+def _sides(name: str, sample: Batch) -> dict[int, str]:
+    """Those of an input that are of any size."""
+    if name.startswith(_PAST):
+        return {0: "batch", 2: "past"}
+    cached = any(other.startswith(_PAST) for other in sample)
+    return {0: "batch", 1: "past_and_tokens" if cached and name == "attention_mask" else "tokens"}
 
 
 @contextmanager
@@ -266,21 +327,33 @@ def _compare(
     model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
     """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
-    session = _session(file, torch.get_num_threads())
+    answer = runner(file, torch.get_num_threads())
     rows, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
-            expected = _logits(model, inputs)
+            expected = _answers(model, inputs)
         with _explained():
-            found = session.run(list(expected), {name: values.cpu().numpy() for name, values in inputs.items()})
-        for (name, wanted), logits in zip(expected.items(), found, strict=True):
-            pair = _compared(name, wanted.cpu(), torch.from_numpy(logits), inputs)
+            found = _in_two(answer, inputs)
+        for name, wanted in expected.items():
+            pair = _compared(name, wanted.cpu(), found[name], inputs)
             if not pair[1].isfinite().all():
                 raise ExportError(f"onnxruntime's logits are not finite: {file.name} was not written")
             largest = max(largest, _difference(*pair, file.name) if same else float((pair[0] - pair[1]).abs().max()))
-        rows += len(found[0])
+        rows += len(wanted)
     return rows, largest
+
+
+def _in_two(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
+    """What a `runner` answers; where it has a cache, for half of the tokens, and then for the others behind these."""
+    found = answer(inputs)
+    half = inputs["input_ids"].shape[1] // 2
+    if not (half and cache_of(found)):
+        return found
+    first = answer({name: values[:, :half] for name, values in inputs.items()})
+    others = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
+    then = answer(others | cache_of(first))
+    return {"logits": torch.cat([first["logits"], then["logits"]], 1)}
 
 
 def _session(file: Path, threads: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertForQuestionAnswering,
     BertForTokenClassification,
+    GPT2LMHeadModel,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,7 +32,17 @@ import eckart.onnx
 from eckart.hub import save
 from eckart.layers import PivotedLinear, factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.onnx import TOLERANCE, ExportError, _compared, _difference, _put, answer_by, export, runner
+from eckart.onnx import (
+    TOLERANCE,
+    ExportError,
+    _compared,
+    _difference,
+    _put,
+    answer_by,
+    cache_of,
+    export,
+    runner,
+)
 from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
@@ -81,6 +93,11 @@ def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.
 
 def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch.Tensor:
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    empty = {
+        name: (len(inputs["input_ids"]), shape[1], 0, shape[3]) for name, shape in shapes.items() if len(shape) == 4
+    }
+    inputs |= {name: torch.zeros(shape) for name, shape in empty.items()}
     assert output in [value.name for value in session.get_outputs()]
     (found,) = session.run([output], {name: values.numpy() for name, values in inputs.items()})
     return torch.from_numpy(found)
@@ -181,7 +198,7 @@ def language() -> PreTrainedModel:
 HEADS = {
     "token classification": (token_labels, ("logits",)),
     "question answering": (spans, ("start_logits", "end_logits")),
-    "language modeling": (language, ("logits",)),
+    "language modeling": (language, ("logits", "present.0.key", "present.0.value")),
 }
 
 
@@ -198,8 +215,67 @@ def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: s
         with torch.no_grad():
             expected = model(**inputs)
         for name in names:
+            if name.startswith("present"):
+                continue
             found = answers(file, name, **inputs)
             torch.testing.assert_close(found[real], expected[name][real], rtol=0, atol=1e-5)
+
+
+def gpt2_that_writes() -> PreTrainedModel:
+    return shallow(GPT2LMHeadModel, tiny.gpt2().config)
+
+
+WRITERS = {"llama": language, "gpt2": gpt2_that_writes}
+"""A decoder that rotates keys by their positions, and one that adds an embedding of these."""
+
+
+def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) -> tuple[torch.Tensor, int]:
+    """Logits of a prompt, and of each token behind it by the cache; how many numbers that has in the end."""
+    answer, past, found = runner(file, threads=1), dict[str, torch.Tensor](), []
+    length = inputs["input_ids"].shape[1]
+    for start, end in [(0, prompt), *((place, place + 1) for place in range(prompt, length))]:
+        mask = inputs["attention_mask"][:, :end]
+        made = answer({"input_ids": inputs["input_ids"][:, start:end], "attention_mask": mask, **past})
+        past = cache_of(made)
+        found.append(made["logits"])
+    return torch.cat(found, 1), sum(values.numel() for values in past.values())
+
+
+@pytest.mark.parametrize(("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("gpt2", "rows")])
+def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
+    family: str, stored: str, tmp_path: Path
+) -> None:
+    model, file = compress(WRITERS[family](), stored), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    size = model.config.hidden_size // model.config.num_attention_heads
+    for side, prompt in product(["left", "right"], [1, 4]):
+        inputs = tiny.collate(tiny.samples(3, 2, 8, seed=1), length=9, side=side)
+        del inputs["labels"]
+        found, kept = token_by_token(file, inputs, prompt)
+        real = inputs["attention_mask"] == 1
+        torch.testing.assert_close(found[real], logits(model, inputs)[real], rtol=0, atol=1e-5)
+        assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
+
+
+def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(tmp_path: Path) -> None:
+    """Nearly: how activations are rounded depends on what else is in the batch."""
+    model, file = compress(language(), "pivoted"), tmp_path / "int8.onnx"
+    export(model, tiny.words(), file, int8=True)
+    inputs = batch(3, 9)
+    real, expected = inputs["attention_mask"] == 1, logits(model, inputs)
+    found, _ = token_by_token(file, inputs, 4)
+    assert 0 < float((found - expected)[real].norm()) < 0.1 * float(expected[real].norm())
+
+
+def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = eckart.onnx._cached
+    monkeypatch.setattr(
+        "eckart.onnx._cached", lambda *of: {name: values.flip(3) for name, values in right(*of).items()}
+    )
+    with pytest.raises(ExportError, match=r"model\.onnx"):
+        export(language(), tiny.words(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_stands_at_padding_is_not_compared() -> None:

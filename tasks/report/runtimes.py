@@ -14,7 +14,7 @@ from tasks.records import Latency, Runtime
 from tasks.report.numbers import between, score, size, times, times_between
 from tasks.report.results import DENSE, Results, ScoredModel
 
-_TITLES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
+TITLES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
     return [
         RuntimeRow(
             name=way.model,
-            runtime=_TITLES[way.runtime],
+            runtime=TITLES[way.runtime],
             metric=score(way.metric),
             difference=_difference(results, way),
             bytes=size(way.bytes),
