@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,15 +127,32 @@ def quantize(file: Path, quantized: Path) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with _explained("cannot quantize what torch exported"), _quiet():
+    with (
+        _explained("cannot quantize what torch exported"),
+        _quiet(),
+        tempfile.TemporaryDirectory(prefix=f".{quantized.name}-", dir=quantized.parent) as folder,
+    ):
         quantize_dynamic(
-            file,
+            _with_whole_factors(file, Path(folder)),
             quantized,
             per_channel=True,
             reduce_range=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=_weights_of(file).exists(),
         )
+
+
+def _with_whole_factors(file: Path, folder: Path) -> Path:
+    """The graph with left factors of pivots as numbers: what is put together when it is loaded would stay float32."""
+    import onnx_ir
+    from onnxscript.optimizer import fold_constants
+
+    model = onnx_ir.load(file)
+    fold_constants(model, onnx_shape_inference=False, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
+    _strip(model)
+    weights = _weights_of(file).name if _weights_of(file).exists() else None
+    onnx_ir.save(model, folder / file.name, external_data=weights)
+    return folder / file.name
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
