@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,32 +126,15 @@ def quantize(file: Path, quantized: Path) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with (
-        _explained("cannot quantize what torch exported"),
-        _quiet(),
-        tempfile.TemporaryDirectory(prefix=f".{quantized.name}-", dir=quantized.parent) as folder,
-    ):
+    with _explained("cannot quantize what torch exported"), _quiet():
         quantize_dynamic(
-            _with_whole_factors(file, Path(folder)),
+            file,
             quantized,
             per_channel=True,
             reduce_range=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=_weights_of(file).exists(),
         )
-
-
-def _with_whole_factors(file: Path, folder: Path) -> Path:
-    """The graph with left factors of pivots as numbers: what is put together when it is loaded would stay float32."""
-    import onnx_ir
-    from onnxscript.optimizer import fold_constants
-
-    model = onnx_ir.load(file)
-    fold_constants(model, onnx_shape_inference=False, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
-    _strip(model)
-    weights = _weights_of(file).name if _weights_of(file).exists() else None
-    onnx_ir.save(model, folder / file.name, external_data=weights)
-    return folder / file.name
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
@@ -239,8 +221,10 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
 def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     """The inputs, behind some tokens that are in a cache, where the model keeps one of keys and values."""
+    if not (model.can_generate() and "past_key_values" in inspect.signature(model.forward).parameters):
+        return dict(inputs)
     with torch.no_grad():
-        cache = getattr(model(**inputs), "past_key_values", None) if model.can_generate() else None
+        cache = model(**inputs, use_cache=True).past_key_values  # training leaves it off in the config
     if not isinstance(cache, DynamicCache) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return dict(inputs)
     past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, _PAST).items()}
