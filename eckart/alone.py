@@ -5,15 +5,17 @@ To set beside what a rank search predicts of a target, which knows nothing of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.layers import replace
 from eckart.losses import Batch, Objective, logits_error
-from eckart.modes import eval_mode
+from eckart.modes import eval_mode, forward_of
 from eckart.targets import Target
 
 
@@ -33,18 +35,69 @@ def losses_alone(
         small: the same model with factors.
         batches: model inputs, each tensor `(batch, …)`.
     """
+
+    def answers() -> list[Tensor]:
+        return [objective.predictions(dense(**batch), batch) for batch in batches]
+
     with eval_mode(dense):
-        answers = [objective.predictions(dense(**batch), batch) for batch in batches]
+        layers = _Layers(dense)
+        with layers.recorded():
+            known = answers()
         found: dict[str, float] = {}
         for target in targets:
             present = {each.name: dense.get_submodule(each.name) for each in target.maps}
             for name in present:
                 replace(dense, name, small.get_submodule(name))
-            others = [objective.predictions(dense(**batch), batch) for batch in batches]
+            with layers.given_before(present):
+                others = answers()
             for name, module in present.items():
                 replace(dense, name, module)
-            found[target.name] = _distance(others, answers, objective.classes)
+            found[target.name] = _distance(others, known, objective.classes)
         return found
+
+
+class _Layers:
+    """The layers of a model that is a chain of them: those before a target need not run again, as they have answered.
+
+    Of a model with several chains, or one that runs a layer twice, all layers run.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        chains = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        outer = [name for name in chains if not any(name.startswith(f"{other}.") for other in chains)]
+        self._chain = list(chains[outer[0]].named_children()) if len(outer) == 1 else []
+        self._names = [f"{outer[0]}.{name}." for name, _ in self._chain]
+        self._answers: list[list[Any]] = [[] for _ in self._chain]
+        self._order: list[int] = []
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note what each layer answers to each batch."""
+
+        def note(number: int, answer: Any) -> None:
+            self._order.append(number)
+            self._answers[number].append(answer)
+
+        with ExitStack() as hooks:
+            for number, (_, layer) in enumerate(self._chain):
+                hooks.enter_context(layer.register_forward_hook(lambda *call, number=number: note(number, call[-1])))
+            yield
+
+    @contextmanager
+    def given_before(self, names: Iterable[str]) -> Iterator[None]:
+        """Have the layers before all of the modules `names` answer the same batches as they did."""
+        with ExitStack() as stack:
+            for number in range(min(map(self._known_before, names))):
+                layer, answers = self._chain[number][1], iter(self._answers[number])
+                stack.enter_context(forward_of(layer, lambda *_, answers=answers, **__: next(answers)))
+            yield
+
+    def _known_before(self, name: str) -> int:
+        """Layers that have run when the module `name` does; 0 where that is not known."""
+        batches = len(self._order) // max(1, len(self._chain))
+        if self._order != batches * list(range(len(self._chain))):
+            return 0
+        return next((number for number, layer in enumerate(self._names) if name.startswith(layer)), 0)
 
 
 def _distance(others: Sequence[Tensor], answers: Sequence[Tensor], classes: bool) -> float:

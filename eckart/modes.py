@@ -1,9 +1,10 @@
-"""Training and eval mode."""
+"""What a module is for a while: in eval mode, or with another forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -18,3 +19,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+
+
+@contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Have `module` compute `forward`; then again its own, which may be one that accelerate has set on it."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

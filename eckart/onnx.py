@@ -253,7 +253,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         outputs = list(_answers(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with _quiet(), _plain_attention(model):
+    with _quiet(), _plain_attention(model), torch.no_grad():  # what follows a backward pass takes longer
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),

@@ -12,17 +12,18 @@ The dense model walks beside it in forwards of its own, for anchoring (eckart/an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.anchoring import DenseModules
 from eckart.evidence import Collector, Evidence, frozen
 from eckart.losses import Batch
+from eckart.modes import forward_of
 from eckart.targets import Target
 
 
@@ -71,8 +72,9 @@ class Walk:
             result: Tensor = own(*args) if there is module else there(*args)
             return result
 
-        self._undo[name] = partial(_restore_forward, module, vars(module).get("forward"))
-        module.forward = forward
+        pauses = ExitStack()
+        pauses.enter_context(forward_of(module, forward))
+        self._undo[name] = pauses.close
 
     def to(self, group: Sequence[Target]) -> Evidence:
         """Go on to `group`, and give the evidence of what it reads: inputs, and dense_inputs beside the dense model.
@@ -97,13 +99,6 @@ class Walk:
             undo()
         for forward in (*self._forwards, *self._beside):
             forward.throw()
-
-
-def _restore_forward(module: nn.Module, own: Callable[..., Tensor] | None) -> None:
-    """Give `module` its `forward` back: one of its own, as accelerate sets, or that of its class."""
-    del module.forward
-    if own is not None:
-        module.forward = own
 
 
 class _Forward(greenlet):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
 import torch
 from torch.nn.functional import kl_div
+from transformers import PreTrainedModel
 
+from eckart import alone
 from eckart.alone import losses_alone
 from eckart.factorization import factorize_at_once
 from eckart.losses import Objective, logits_of, mean_loss_times_batch
@@ -71,3 +74,22 @@ def test_a_product_gives_way_as_a_whole() -> None:
     losses = losses_alone(dense, small, products, BATCHES, objective())
     assert len(losses) == 2
     assert max(map(abs, losses.values())) < 1e-6
+
+
+@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2, tiny.llama, tiny.albert])
+def test_what_layers_before_a_target_answered_stands_for_running_them_and_changes_nothing(
+    make: Callable[[], PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for ALBERT, whose one layer runs twice: it always runs."""
+    dense = make().eval()
+    targets = find_targets(dense, BATCHES[0]).targets
+    small = deepcopy(dense)
+    factorize_at_once(small, targets, {target.name: 1 for target in targets}, PLAIN, {})
+    first = targets[0].name
+    runs: list[str] = []
+    dense.get_submodule(first).register_forward_pre_hook(lambda *_: runs.append(first))
+    found = losses_alone(dense, small, targets, BATCHES, objective())
+    fewer = len(runs)
+    monkeypatch.setattr(alone._Layers, "_known_before", lambda *_: 0)
+    assert losses_alone(dense, small, targets, BATCHES, objective()) == found
+    assert (2 * fewer < len(runs)) == (make is not tiny.albert)
