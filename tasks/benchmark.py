@@ -7,7 +7,7 @@ rank them by noise. The stage must have the machine to itself: dvc.yaml marks it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,28 +27,31 @@ from tasks.candidate_names import candidate_name
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, check_length, load, random_inputs
-from tasks.records import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times, Which
+from tasks.records import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times
 from tasks.stage import run, say
 
 Forward = Callable[[Batch], Any]
-Way = tuple[Which, Runtime]
+Way = tuple[str, Runtime]
+"""A candidate's name or _DENSE, and what runs it."""
+
+_DENSE = "dense"
 _WARMUP = 2  # rounds that are not counted
+_ROOM = 2e9  # bytes of candidates in memory at once, if they are more than one
 
 
 def benchmark() -> None:
-    """Time dense and candidate in rounds in which each runs once, so that drift of the machine hits all alike."""
+    """Time dense and candidates in rounds in which each runs once, so that drift of the machine hits all alike."""
     study, exported = params.section("study", params.Study), params.exported()
     names = [candidate_name(recipe, keep) for recipe in study.recipes for keep in params.keeps()]
     dense, found = _load(TEACHER), dict[str, Benchmark]()
     for _, tokens in params.section("benchmark", params.Benchmark).shapes:
         check_length(dense, tokens, "benchmark.shapes")
-    for like in _alike(names):
-        timed = next((name for name in like if name in exported), like[0])
-        latency = _latencies(dense, timed, timed in exported)
-        for name in like:
+    groups = {next((name for name in like if name in exported), like[0]): like for like in _alike(names)}
+    for timed, latency in _all_latencies(dense, list(groups), exported):
+        for name in groups[timed]:
             own = latency if name in exported else _in_torch_alone(latency)
             found[name] = Benchmark(timed=timed, speedup=_first(own["candidate"]["torch"]).of_torch, latency=own)
-        say(f"{', '.join(like)}: {found[timed].speedup.median:.2f} times as fast as dense")
+        say(f"{', '.join(groups[timed])}: {found[timed].speedup.median:.2f} times as fast as dense")
     BENCHMARKS.write_text(Benchmarks({name: found[name] for name in names}).model_dump_json(indent=2))
 
 
@@ -74,27 +77,45 @@ def _load(folder: Path) -> PreTrainedModel:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # type: ignore[arg-type]
 
 
-def _latencies(dense: PreTrainedModel, name: str, exported: bool) -> Latencies:
-    """Of the candidate and the dense model at each shape."""
+def _all_latencies(
+    dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]
+) -> Iterator[tuple[str, Latencies]]:
+    """Those of every candidate; as many share their rounds, and with them the dense model's times, as memory is for."""
+    lot: list[str] = []
+    for name in names:
+        if lot and sum(map(_bytes, [*lot, name])) > _ROOM:
+            yield from _latencies(dense, lot, exported).items()
+            lot = []
+        lot.append(name)
+    yield from _latencies(dense, lot, exported).items()
+
+
+def _bytes(name: str) -> int:
+    return sum(file.stat().st_size for file in (FINETUNED / name).glob("*.safetensors"))
+
+
+def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[str, Latencies]:
+    """Of candidates and the dense model at each shape."""
     settings = params.section("benchmark", params.Benchmark)
-    forwards: dict[Way, Forward] = {
-        ("dense", "torch"): partial(_in_torch, dense),
-        ("candidate", "torch"): partial(_in_torch, _load(FINETUNED / name)),
-    }
-    if exported:
+    forwards: dict[Way, Forward] = {(_DENSE, "torch"): partial(_in_torch, dense)}
+    forwards |= {(name, "torch"): partial(_in_torch, _load(FINETUNED / name)) for name in names}
+    if shipped := [name for name in names if name in exported]:
         for runtime, file in ONNX_FILES.items():
-            forwards["dense", runtime] = runner(ONNX / "dense" / file, torch.get_num_threads())
-            forwards["candidate", runtime] = runner(ONNX / name / file, torch.get_num_threads())
-    found: Latencies = {"dense": {}, "candidate": {}}
+            for name in (_DENSE, *shipped):
+                forwards[name, runtime] = runner(ONNX / name / file, torch.get_num_threads())
+    found: dict[str, Latencies] = {name: {"dense": {}, "candidate": {}} for name in names}
     for rows, tokens in settings.shapes:
         inputs = random_inputs(dense, rows, tokens)
         seconds = _rounds(forwards, inputs, settings.repetitions)
-        for (which, runtime), own in seconds.items():
-            found[which].setdefault(runtime, {})[f"{rows}x{tokens}"] = Latency(
+        for (timed, runtime), own in seconds.items():
+            latency = Latency(
                 seconds=median(own),
-                of_torch=ratio(seconds["dense", "torch"], own),
-                of_same=ratio(seconds["dense", runtime], own),
+                of_torch=ratio(seconds[_DENSE, "torch"], own),
+                of_same=ratio(seconds[_DENSE, runtime], own),
             )
+            for name in names if timed == _DENSE else [timed]:
+                which = found[name]["dense" if timed == _DENSE else "candidate"]
+                which.setdefault(runtime, {})[f"{rows}x{tokens}"] = latency
     return found
 
 

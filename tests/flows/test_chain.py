@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,13 +241,27 @@ def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
     """Of 1 / 1, 2 / 1 twice, 4 / 1 twice and 8 / 8 twice, whatever the machine did meanwhile: not the 4 / 1 of the two
     medians. Of seven values the interval of the median is all of them (0.5⁷ < 0.025 < 8 × 0.5⁷)."""
     write_params(Path(), tiny_params(benchmark={"repetitions": 7}))
-    pairs = [9.0, 1.0] * benchmark._WARMUP + [1.0, 1.0, 2.0, 1.0, 2.0, 1.0, 4.0, 1.0, 4.0, 1.0, 8.0, 8.0, 8.0, 8.0]
-    seconds = iter(2 * pairs)
+    pairs = [(9.0, 1.0)] * benchmark._WARMUP + [(1.0, 1.0), *2 * [(2.0, 1.0)], *2 * [(4.0, 1.0)], *2 * [(8.0, 8.0)]]
+    seconds = itertools.chain.from_iterable((dense, candidate, candidate) for dense, candidate in pairs)
     monkeypatch.setattr(benchmark, "_seconds", lambda *_: next(seconds))
     benchmark.benchmark()
-    found = read("reports/benchmark.json")["kfac-0.5"]
-    assert found["speedup"] == {"median": 2.0, "low": 1.0, "high": 4.0}
-    assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
+    for found in read("reports/benchmark.json").values():
+        assert found["speedup"] == {"median": 2.0, "low": 1.0, "high": 4.0}
+        assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
+
+
+def test_candidates_for_which_memory_has_no_room_at_once_are_timed_one_after_the_other(
+    own_workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "_ROOM", 0)
+    lots: list[Sequence[str]] = []
+    latencies = benchmark._latencies
+    monkeypatch.setattr(
+        benchmark, "_latencies", lambda dense, names, exported: lots.append(names) or latencies(dense, names, exported)
+    )
+    benchmark.benchmark()
+    assert lots == [[name] for name in CANDIDATES]
+    assert set(read("reports/benchmark.json")) == set(CANDIDATES)
 
 
 def test_candidates_of_equal_shapes_are_timed_as_one(own_workspace: Path) -> None:
