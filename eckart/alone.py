@@ -40,7 +40,7 @@ def losses_alone(
         return [objective.predictions(dense(**batch), batch) for batch in batches]
 
     with eval_mode(dense):
-        layers = _Layers(dense)
+        layers = _Layers(dense, len(batches))
         with layers.recorded():
             known = answers()
         found: dict[str, float] = {}
@@ -62,12 +62,13 @@ class _Layers:
     Of a model with several chains, or one that runs a layer twice, all layers run.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, batches: int) -> None:
         chains = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
         outer = [name for name in chains if not any(name.startswith(f"{other}.") for other in chains)]
         self._chain = list(chains[outer[0]].named_children()) if len(outer) == 1 else []
         self._names = [f"{outer[0]}.{name}." for name, _ in self._chain]
         self._answers: list[list[Any]] = [[] for _ in self._chain]
+        self._once_each = list(range(len(self._chain))) * batches
         self._order: list[int] = []
 
     @contextmanager
@@ -94,8 +95,7 @@ class _Layers:
 
     def _known_before(self, name: str) -> int:
         """Layers that have run when the module `name` does; 0 where that is not known."""
-        batches = len(self._order) // max(1, len(self._chain))
-        if self._order != batches * list(range(len(self._chain))):
+        if self._order != self._once_each:
             return 0
         return next((number for number, layer in enumerate(self._names) if name.startswith(layer)), 0)
 
