@@ -439,7 +439,7 @@ def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_pa
     workers = [one for one in driver.family() if "worker" in one.cmdline()]
     assert len(workers) == 2
     driver.process.kill()
-    until(lambda: not any(one.is_running() for one in workers), 60)
+    until(lambda: not any(one.is_running() for one in workers))
     assert outs(root) == outs(alone)
 
 
