@@ -35,8 +35,8 @@ REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"
 BASE = "models/base/tiny"
 
-_SUBJECTS = ("plot", "acting", "music", "ending", "script", "cast")
-_WORDS = {
+SUBJECTS = ("plot", "acting", "music", "ending", "script", "cast")
+WORDS = {
     "positive": ("brilliant", "moving", "clever", "fresh", "warm"),
     "negative": ("dull", "flat", "weak", "silly", "stale"),
 }
@@ -109,8 +109,8 @@ def reviews() -> pd.DataFrame:
     """Sixty sentences, all different, half of them positive; every second word tells which."""
     rows = [
         {"text": f"the {subject} is {first} and {second}", "label": label}
-        for label, words in _WORDS.items()
-        for subject, (first, second) in itertools.product(_SUBJECTS, itertools.pairwise((*words, words[0])))
+        for label, words in WORDS.items()
+        for subject, (first, second) in itertools.product(SUBJECTS, itertools.pairwise((*words, words[0])))
     ]
     return pd.DataFrame(rows)
 
@@ -138,7 +138,7 @@ def a_task(kind: TaskKindName, labels: Sequence[str], metric: MetricName, max_le
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
     """WordPiece over the words of the reviews."""
-    words = ["the", "is", "and", *_SUBJECTS, *itertools.chain(*_WORDS.values())]
+    words = ["the", "is", "and", *SUBJECTS, *itertools.chain(*WORDS.values())]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     return BertTokenizer(vocab={token: position for position, token in enumerate(tokens)})
 

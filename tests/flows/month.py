@@ -1,0 +1,385 @@
+"""Thirty nights that nobody watches: what happens before each, and what is to come of it.
+
+A night is a run that the schedule would have started, in a process of its own, on a real Prefect server, MLflow store
+and DVC; what it recorded is committed to git in the morning. Only the clock is not waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+from uuid import UUID
+
+import pandas as pd
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Scheduled
+from ruamel.yaml import YAML
+
+from flows.registry import package
+from tests.flows import forked
+from tests.flows.servers import until
+from tests.flows.toy import BARE, Study, call, stale, tiny_repository
+from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, tiny_params, write_params
+
+MODEL = "tiny-month"
+CANDIDATE = "svd-0.5"
+LEEWAY = 0.05
+"""Of accuracy, by which a candidate that knows newer rows may be worse than the champion."""
+_PROMOTION = {"model": MODEL, "largest_drop": 0.3, "keep": None, "least_speedup": None, "least_gain": -LEEWAY}
+_CHANGES: dict[str, Any] = {
+    "study": {"recipes": ["svd"]},
+    "recipes": {"svd": {"recovery": {"steps": 20, "learning_rate": 1e-3}}},
+    "data": {"sizes": {"train": 1000, "validation": 1000, "test": 1000}},
+    "promotion": _PROMOTION,
+}
+_OTHER_WORDS = {"positive": ("sturdy", "quick", "handy"), "negative": ("loose", "noisy", "leaky")}
+_OTHER_SUBJECTS = ("charger", "cable", "kettle", "lamp", "drill", "pump", "heater", "printer", "router", "pillow")
+_COMMIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm")
+
+
+@dataclass(frozen=True)
+class Night:
+    before: str
+    """What happened since the night before, in words."""
+    act: Callable[[Month], object] = lambda month: None
+    state: str = "Completed"
+    """The name of the run's state in Prefect in the morning."""
+    champion: Literal["own", "same", "previous"] = "same"
+    """In the morning: the candidate of this night, the champion of the evening, or the one before that."""
+    begins: timedelta = timedelta()
+    """After its time."""
+    fate: Literal["ends", "killed", "disk full"] = "ends"
+
+
+@dataclass(frozen=True)
+class Morning:
+    """What there is to see after a night."""
+
+    night: Night
+    run: FlowRun
+    revision: str
+    """The commit with what the night recorded."""
+    executed: list[str]
+    """The stages that dvc.lock has other entries of than in the evening."""
+    champion: str
+    """Its version; empty if there is none."""
+    seconds: float
+    cache: int
+    """Bytes of DVC's cache."""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.run.state and self.run.state.is_completed())
+
+
+@dataclass
+class Month:
+    """A workspace and its servers, through the nights."""
+
+    root: Path
+    prefect: Mapping[str, str]
+    rows: int = 100
+    mornings: list[Morning] = field(default_factory=list)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of all processes."""
+        return BARE | dict(self.prefect)
+
+    def begin(self, finished: Study | None = None) -> None:
+        """As it is before the first night, committed: nothing was ever run, or a study is finished and not promoted."""
+        if finished:
+            finished.copied(self.root)
+            promotion = _PROMOTION | {"largest_drop": 1.0}
+            write_params(self.root, tiny_params(study=_CHANGES["study"], promotion=promotion))
+            self.rows = len(pd.read_csv(self.root / REVIEWS))
+            self._hand_over(REVIEWS)
+        else:
+            tiny_repository(self.root, **_CHANGES)
+            self.grow(0)
+        self._hand_over(BASE)
+        self.commit("the study")
+        with self._client() as client:
+            flow = client.create_flow_from_name("study")
+            self._deployment = client.create_deployment(flow, f"month-{self.root.parent.name}")
+
+    def grow(self, more: int) -> None:
+        self.rows += more
+        self._write(_sentences(SUBJECTS, WORDS))
+
+    def drift(self) -> None:
+        """As many rows as before, but of the reviews of another shop."""
+        self._write(_sentences(_OTHER_SUBJECTS, _OTHER_WORDS))
+
+    def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
+        pd.DataFrame(rows[: self.rows]).to_csv(self.root / REVIEWS, index=False)
+        self._hand_over(REVIEWS)
+
+    def _hand_over(self, file: str) -> None:
+        """The folder of a file, to DVC."""
+        call(self.root, "dvc", "add", "-q", Path(file).parent.as_posix())
+
+    def change(self, path: str, value: object) -> None:
+        """A number in params.yaml."""
+        params = YAML(typ="safe").load((self.root / "params.yaml").read_text())
+        *sections, key = path.split(".")
+        reduce(getitem, sections, params)[key] = value
+        write_params(self.root, params)
+
+    def command(self, *words: str) -> str:
+        """What `eckart WORDS` prints, which ends with code 0."""
+        code, said = forked.Command(self.root, self.environment, *words).end()
+        assert code == 0, said
+        return said
+
+    def commit(self, message: str) -> str:
+        """Record what there is; the revision."""
+        call(self.root, "git", "add", "-A")
+        if call(self.root, "git", "status", "--porcelain"):
+            call(self.root, *_COMMIT, message)
+        return call(self.root, "git", "rev-parse", "HEAD").strip()
+
+    def live_through(self, night: Night) -> Morning:
+        night.act(self)
+        evening = self.locked()
+        with self._client() as client:
+            run = client.create_flow_run_from_deployment(
+                self._deployment,
+                parameters={"root": str(self.root), "promote": True},
+                state=Scheduled(scheduled_time=datetime.now(UTC) - night.begins),
+                name=f"night-{len(self.mornings) + 1}",
+            ).id
+        start = time.monotonic()
+        self._run(night.fate, run)
+        seconds = time.monotonic() - start
+        found = self.flow_run(run)
+        executed = sorted(name for name, entry in self.locked().items() if entry != evening.get(name))
+        revision, cache = self.commit(night.before), self.bytes()["DVC"]
+        self.mornings.append(Morning(night, found, revision, executed, self.alias("champion"), seconds, cache))
+        return self.mornings[-1]
+
+    def flow_run(self, run: UUID) -> FlowRun:
+        """As Prefect has it now."""
+        with self._client() as client:
+            return client.read_flow_run(run)
+
+    def locked(self) -> dict[str, Any]:
+        """What dvc.lock says of each stage."""
+        file = self.root / "dvc.lock"
+        return dict(YAML(typ="safe").load(file.read_text())["stages"]) if file.exists() else {}
+
+    def up_to_date(self) -> bool:
+        """As DVC says."""
+        return not stale(self.root)
+
+    @property
+    def mlflow(self) -> MlflowClient:
+        return MlflowClient(f"sqlite:///{self.root / 'mlflow.db'}")
+
+    def runs(self) -> list[Run]:
+        """All that MLflow has of the study."""
+        return list(self.mlflow.search_runs([one.experiment_id for one in self.mlflow.search_experiments()]))
+
+    def alias(self, name: Literal["champion", "previous"]) -> str:
+        """The version that has it; empty if none does."""
+        try:
+            return str(self.mlflow.get_model_version_by_alias(MODEL, name).version)
+        except MlflowException:
+            return ""
+
+    def versions(self) -> dict[str, ModelVersion]:
+        return {str(one.version): one for one in self.mlflow.search_model_versions(f"name = '{MODEL}'")}
+
+    def folder(self, version: str) -> Path:
+        """The Hugging Face folder of a version, in MLflow's store."""
+        place = self.mlflow.get_model_version_download_uri(MODEL, version)
+        return Path(url2pathname(urlsplit(place).path)) / package.MODEL
+
+    def own(self) -> str:
+        """The version that has the files of the workspace's candidate."""
+        stage = self.locked().get(f"finetune@{CANDIDATE}")
+        content = stage["outs"][0]["md5"] if stage else ""
+        return next((number for number, one in self.versions().items() if one.tags["dvc.md5"] == content), "none")
+
+    def bytes(self) -> dict[str, int]:
+        """What the month keeps on the disk, by who keeps it."""
+        places = {
+            "DVC": [self.root / ".dvc"],
+            "MLflow": [self.root / "mlflow.db", self.root / "mlruns"],
+            "Prefect": list(Path(self.prefect["PREFECT_HOME"]).glob("prefect.db*")),
+            "git": [self.root / ".git"],
+        }
+        return {name: sum(map(_size, paths)) for name, paths in places.items()}
+
+    @contextmanager
+    def _client(self) -> Iterator[SyncPrefectClient]:
+        with (
+            temporary_settings({PREFECT_API_URL: self.prefect["PREFECT_API_URL"]}),
+            get_client(sync_client=True) as client,
+        ):
+            yield client
+
+    def _run(self, fate: str, run: UUID) -> None:
+        if fate == "disk full":
+            self._run_among_mounts(run)
+            return
+        with tempfile.NamedTemporaryFile("r") as said:
+            process = forked.start(one_night, str(self.root), self.environment, run, said.name)
+            if fate == "killed":
+                before = self.locked()["teacher"]
+                until(lambda: self.locked()["teacher"] != before or process.exitcode is not None)
+                assert process.exitcode is None, said.read()
+                process.kill()
+            process.join()
+
+    def _run_among_mounts(self, run: UUID) -> None:
+        """With a file system of 64 KiB where the candidates are written."""
+        script = 'mkdir -p models/finetuned && mount -t tmpfs -o size=64k tmpfs models/finetuned && exec "$@"'
+        flow = [sys.executable, "-m", "prefect.flow_engine", "flows.study.study"]
+        told = self.environment | {"PREFECT__FLOW_RUN_ID": str(run)}
+        command = ["unshare", "-Urm", "sh", "-c", script, "sh", *flow]
+        subprocess.run(command, cwd=self.root, env=told, capture_output=True, timeout=900)
+
+
+def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -> None:
+    """What Prefect's runner does in the process that it starts for a run."""
+    _become(root, {**environment, "PREFECT__FLOW_RUN_ID": str(run)}, said)
+    from prefect.flow_engine import load_flow_run, run_flow
+
+    from flows.study import study
+
+    run_flow(study, flow_run=load_flow_run(run), return_type="state")
+
+
+def _roll_back(root: str, environment: Mapping[str, str], said: str) -> None:
+    """What the command does."""
+    _become(root, environment, said)
+    from flows.promotion.flow import rollback
+
+    rollback()
+
+
+def _become(root: str, environment: Mapping[str, str], said: str) -> None:
+    """A process that is told of this alone, and that does not ask versions, in many seconds, whether they answer."""
+    from prefect.context import refresh_global_settings_context
+
+    os.environ.clear()
+    os.environ.update(environment)
+    refresh_global_settings_context()
+    os.chdir(root)
+    for stream in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), stream)
+    from flows.promotion import flow as promotion
+    from flows.registry.versions import Registry
+
+    Registry.smoke = promotion._smoke = lambda *_: None  # type: ignore[assignment,method-assign,misc]
+
+
+def _sentences(subjects: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """All different, every second one positive; each begins with rows of every subject."""
+    sides = [
+        [
+            {"text": f"the {subject} is {first} and {second}", "label": label}
+            for first, second in itertools.product(some, some)
+            for subject in subjects
+        ]
+        for label, some in words.items()
+    ]
+    return [row for pair in zip(*sides, strict=True) for row in pair]
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def passed(version: ModelVersion) -> bool:
+    """Whether all its gates are open."""
+    return all(gate["passed"] for gate in json.loads(version.tags["eckart.gates"]))
+
+
+def _changed(path: str, value: object) -> Callable[[Month], None]:
+    return lambda month: month.change(path, value)
+
+
+def _ten_more(month: Month) -> None:
+    month.grow(10)
+
+
+def _lost(month: Month) -> None:
+    month.grow(-40)
+
+
+def _better(month: Month) -> None:
+    month.grow(50)
+    month.change(_EPOCHS, 30)
+    month.change("recipes.svd.recovery.steps", 20)
+
+
+def _back(month: Month) -> None:
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = forked.start(_roll_back, str(month.root), month.environment, said.name)
+        process.join()
+        assert process.exitcode == 0, said.read()
+
+
+_EPOCHS, _RATE = "teacher.epochs", "recipes.svd.recovery.learning_rate"
+_BUSY, _DARK = timedelta(minutes=50), timedelta(hours=2)
+
+FIRST = Night("the first night", state="Promoted", champion="own")
+QUIET = Night("nothing")
+LATE = Night("nothing; the machine was busy for 50 minutes", begins=_BUSY)
+GROWN = Night("ten more reviews", _ten_more, "Promoted", "own")
+BETTER = Night("the teacher learns for 30 epochs, not for one", _changed(_EPOCHS, 30), "Promoted", "own")
+DRIFTED = Night("the reviews are those of another shop", Month.drift, "Failed")
+UNSEEN = Night("nobody looked", state="Failed")
+MENDED = Night("the right reviews are back", lambda month: month.grow(0))
+KILLED = Night("ten more reviews; the machine stops in the night", _ten_more, "Running", fate="killed")
+RESUMED = Night("the machine is on again", state="Promoted", champion="own")
+FULL = Night("ten more reviews; the disk is full", _ten_more, "Failed", fate="disk full")
+ROOM = Night("there is room again", state="Promoted", champion="own")
+WORSE = Night("someone raises the learning rate to 1", _changed(_RATE, 1.0), "Refused")
+STILL = Night("nobody looked", state="Refused")
+BACK = Night("the learning rate is as it was", _changed(_RATE, 1e-3))
+MISTAKE = Night("a slip of the hand: 30 epochs became -30", _changed(_EPOCHS, -30), "Failed")
+CORRECTED = Night("30 epochs again", _changed(_EPOCHS, 30))
+ROLLED_BACK = Night("`eckart promote --rollback`", _back, "Refused", "previous")
+DARK = Night("ten more reviews; two hours without electricity", _ten_more, "Promoted", "own", _DARK)
+
+# fmt: off
+THIRTY = (
+    FIRST, QUIET, QUIET, BETTER, QUIET, GROWN, QUIET, LATE, GROWN, DRIFTED,
+    UNSEEN, MENDED, QUIET, KILLED, RESUMED, QUIET, FULL, ROOM, WORSE, STILL,
+    BACK, MISTAKE, CORRECTED, QUIET, ROLLED_BACK, STILL, GROWN, QUIET, DARK, QUIET,
+)
+# fmt: on
+FIVE = (
+    replace(FIRST, begins=_BUSY),
+    Night("most of the reviews are gone", _lost, "Failed"),
+    Night(
+        "all of them, ten more, and a better study; the machine stops in the night", _better, "Running", fate="killed"
+    ),
+    RESUMED,
+    ROLLED_BACK,
+)
