@@ -2,7 +2,7 @@
 
 Applied where a process begins, never by an import: by each command, before it imports prefect, mlflow and dvc, which
 read some of their settings as they are imported; what the command starts inherits them. Where Prefect begins, which
-runs a deployment in a process of its own, the flow applies the rest.
+runs a deployment in a process of its own, the flow applies the rest; its module keeps secrets out of the logs before.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 # Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,12 +29,16 @@ from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
 from flows.progress import Progress
-from flows.secrets import shown
+from flows.secrets import keep_out, shown
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
+
+if "PREFECT__FLOW_RUN_ID" in os.environ:
+    # Prefect began this process for a run of a deployment, and logs its server's address before it calls the flow.
+    keep_out()
 
 # Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
 _THREADS = 256
