@@ -24,12 +24,12 @@ from tests.flows.test_faults import mountable
 TABLE = os.environ.get("MONTH")
 
 
-@pytest.fixture(scope="module")
-def month(request: pytest.FixtureRequest, prefect: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Month:
+@pytest.fixture
+def month(request: pytest.FixtureRequest, prefect: dict[str, str], tmp_path: Path) -> Month:
     """Lived through, and each night explained in its morning."""
     if TABLE and not mountable():
         pytest.skip("this machine lets no user mount a file system, which one of the disks that are full is")
-    found = Month(tmp_path_factory.mktemp("month") / "workspace", prefect)
+    found = Month(tmp_path / "workspace", prefect)
     found.begin(None if TABLE else request.getfixturevalue("study"))
     for night in nights.THIRTY if TABLE else nights.FIVE:
         evening = {"same": found.alias("champion"), "previous": found.alias("previous")}
@@ -39,6 +39,12 @@ def month(request: pytest.FixtureRequest, prefect: dict[str, str], tmp_path_fact
         explained(found, morning)
         assert morning.champion == (evening | {"own": found.own()})[night.champion]
     return found
+
+
+def test_a_month(month: Month) -> None:
+    nights_that_were_killed_were_ended_by_the_next(month)
+    the_champion_is_the_best_that_passed(month)
+    any_candidate_comes_back(month)
 
 
 def explained(month: Month, morning: Morning) -> None:
@@ -63,7 +69,7 @@ def of_run(month: Month, flow_run: str) -> list[Run]:
     return [one for one in month.runs() if one.data.tags.get("prefect.flow_run") == flow_run]
 
 
-def test_a_night_that_was_killed_is_ended_by_the_next(month: Month) -> None:
+def nights_that_were_killed_were_ended_by_the_next(month: Month) -> None:
     killed = [morning for morning in month.mornings if morning.night.fate == "killed"]
     assert killed
     for morning in killed:
@@ -71,7 +77,7 @@ def test_a_night_that_was_killed_is_ended_by_the_next(month: Month) -> None:
         assert month.flow_run(morning.run.id).state_name == "Crashed"
 
 
-def test_the_champion_is_the_best_that_passed(month: Month) -> None:
+def the_champion_is_the_best_that_passed(month: Month) -> None:
     """By its gates, and on the test rows of the last night, which its gates need not have had."""
     versions = month.versions()
     champion = month.alias("champion")
@@ -95,7 +101,7 @@ def accuracy(month: Month, number: str) -> float:
     return float((answers == torch.tensor(rows["label"].to_numpy())).float().mean())
 
 
-def test_any_candidate_comes_back(month: Month) -> None:
+def any_candidate_comes_back(month: Month) -> None:
     """After what nobody names was removed; unless all bytes are the same the command ends with another code than 0."""
     before = month.bytes()
     month.command("gc", "--yes")
