@@ -127,7 +127,7 @@ def main() -> None:
         print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
         print(*files_of(["dense", *exported]), sep="\n")
     print(f"\n{PROMPT} tokens read, {WRITTEN} written; {threads} thread, torch {torch.__version__}")
-    print(f"The cache of each model has {bytes_of_cache(dense)} bytes for a token of a row.")
+    print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for a token of a row.")
 
 
 if __name__ == "__main__":

@@ -38,10 +38,14 @@ def seconds(model: PreTrainedModel, inputs: Batch) -> float:
     return time.perf_counter() - start
 
 
-def share_of_products(model: PreTrainedModel, inputs: Batch) -> float:
+def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
+    """Of each round, sorted."""
+    return sorted(_share_of_products(model, inputs) for _ in range(ROUNDS))
+
+
+def _share_of_products(model: PreTrainedModel, inputs: Batch) -> float:
     with profile(activities=[ProfilerActivity.CPU]) as found:
-        for _ in range(3):
-            model(**inputs)
+        model(**inputs)
     spent = {event.key: event.self_cpu_time_total for event in found.key_averages()}
     return sum(spent.get(f"aten::{name}", 0) for name in _PRODUCTS) / sum(spent.values())
 
@@ -63,11 +67,12 @@ def main() -> None:
     dense = load(TEACHER, auto)[0].eval()
     print("| candidate | rows × tokens | dense, ms | products | operations left | limit | measured | of the limit |")
     print("|---|---|---|---|---|---|---|---|")
+    cases = {shape: random_inputs(dense, *shape) for shape in SHAPES}
+    shares = {shape: share_of_products(dense, inputs) for shape, inputs in cases.items()}
     for name in asked.candidates:
         small = load(FINETUNED / name, auto)[0].eval()
-        for rows, tokens in SHAPES:
-            inputs = random_inputs(dense, rows, tokens)
-            share = share_of_products(dense, inputs)
+        for (rows, tokens), inputs in cases.items():
+            share = median(shares[rows, tokens])
             left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
             pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
             limit, times = 1 / (1 - share + share * left), median(one / other for one, other in pairs)
@@ -76,6 +81,9 @@ def main() -> None:
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
                 flush=True,
             )
+    for (rows, tokens), found in shares.items():
+        spread = f"{100 * found[0]:.0f} to {100 * found[-1]:.0f} %"
+        print(f"\nProducts of {rows} × {tokens}: median of {ROUNDS} forwards, {spread}.")
     print(f"\n{threads} thread, torch {torch.__version__}")
 
 

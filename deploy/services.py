@@ -2,7 +2,7 @@
 
     python -m deploy.services    # starts them, prints the environment that leads to them, ends them on Ctrl-C
 
-They keep what they have in a folder that is removed at their end. For real machines see README.md beside this file.
+They keep what they have in a folder that is removed at their end. For real machines see docs/team.md.
 """
 
 from __future__ import annotations

@@ -152,7 +152,10 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
 
     def answer(inputs: Batch) -> dict[str, Tensor]:
         rows = len(inputs["input_ids"])
-        given = {name: inputs[name] if name in inputs else _no_past(rows, shape) for name, shape in shapes.items()}
+        given = {
+            name: _no_past(rows, shape) if name.startswith(_PAST) and name not in inputs else inputs[name]
+            for name, shape in shapes.items()
+        }
         found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
         return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
 
@@ -221,11 +224,12 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
 def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     """The inputs, behind some tokens that are in a cache, where the model keeps one of keys and values."""
-    if not (model.can_generate() and "past_key_values" in inspect.signature(model.forward).parameters):
+    accepted = inspect.signature(model.forward).parameters
+    if not (model.can_generate() and "past_key_values" in accepted and "attention_mask" in inputs):
         return dict(inputs)
     with torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values  # training leaves it off in the config
-    if not isinstance(cache, DynamicCache) or not all(isinstance(layer, DynamicLayer) for layer in cache.layers):
+    if not isinstance(cache, DynamicCache) or not all(type(layer) is DynamicLayer for layer in cache.layers):
         return dict(inputs)
     past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, _PAST).items()}
     mask = inputs["attention_mask"]

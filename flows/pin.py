@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 
 from flows.engine import stages
 from tasks import params_file
+from tasks.corpora import PACKAGED
 from tasks.errors import EckartError
 from tasks.hub_ids import hub_id
 from tasks.params import Data, Model, section
@@ -46,14 +47,14 @@ def pin() -> list[Pin]:
     """
     stages.check_workspace()
     model, data, api = section("model", Model), section("data", Data), HfApi()
-    asked: list[tuple[str, str, str | None, Callable[..., Any]]] = [
-        ("model", model.base, model.revision, api.model_info),
-        ("data", data.source, data.revision, api.dataset_info),
+    asked: list[tuple[str, str | None, str | None, Callable[..., Any]]] = [
+        ("model", hub_id(model.base), model.revision, api.model_info),
+        ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),
     ]
     found = [
         Pin(part, name, revision, _newest(name, newest))
         for part, name, revision, newest in asked
-        if hub_id(name) and (revision is None or _COMMIT.fullmatch(revision))
+        if name and (revision is None or _COMMIT.fullmatch(revision))
     ]
     if new := {one.section: {"revision": one.now} for one in found if one.now != one.before}:
         params_file.update(new)

@@ -5,11 +5,10 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from uuid import UUID
 
 import httpx
 from prefect import allow_failure, flow, get_run_logger, task
@@ -17,14 +16,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES
-from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run
-from prefect.states import Completed, Crashed, Failed, State
+from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, live, run_page, settings
+from flows import cluster, installation, live, open_runs, run_page, settings
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
@@ -108,13 +106,16 @@ def study(
     with chdir(root):  # DVC takes its paths from the working directory
         try:
             installation.refresh()
-            outcomes = _run(Options(workers, timeout, task_runner, scheduler))
-            name, said = _promoted() if promote else ("Completed", "")
+            stages.check_workspace()  # before anything is written
+            with open_runs.noted(str(flow_run.id)):
+                outcomes = _run(Options(workers, timeout, task_runner, scheduler))
+                name, said = _promoted() if promote else ("Completed", "")
         except Exception as error:  # a state, which Prefect raises to the caller
             if not isinstance(error, EckartError):  # of those no traceback in the log
                 get_run_logger().exception("the study failed")
             return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
-    return Completed(name=name, message=f"{summary(outcomes)} {said}".strip(), data=outcomes)  # type: ignore[return-value]
+    message = f"{summary(outcomes).removesuffix('.')}. {said}".strip()
+    return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 
 def _promoted() -> tuple[str, str]:
@@ -136,13 +137,11 @@ def _run(options: Options) -> list[Outcome]:
     from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
-    stages.check_workspace()  # before anything is written
     reference.refresh(typed["study"].name, typed["promotion"].model)
     planned = stages.plan()
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)
-    _end_abandoned(mirror.abandoned)
     finished: dict[str, Outcome] = {}
     lines = run_page.LastLines()
     complete = False
@@ -167,17 +166,6 @@ def _run(options: Options) -> list[Outcome]:
     if not complete:
         raise StudyFailed(_report(causes, finished, len(planned)))
     return list(finished.values())
-
-
-def _end_abandoned(runs: Iterable[str]) -> None:
-    """Prefect's page of a run that was killed, with all that watched it, would stay at Running for ever."""
-    crashed: State[Any] = Crashed(message="Its process was killed, as the next run found.")
-    for run in map(UUID, runs):
-        # Those of another server are none of this one's; one that ended since has its state.
-        with suppress(ObjectNotFound, httpx.HTTPError), get_client(sync_client=True) as client:
-            state = client.read_flow_run(run).state
-            if state and state.is_running():
-                client.set_flow_run_state(run, crashed, force=True)
 
 
 def _tell_prefect(

@@ -7,6 +7,7 @@ rank them by noise. The stage must have the machine to itself: dvc.yaml marks it
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ def _load(folder: Path) -> PreTrainedModel:
 def _all_latencies(
     dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]
 ) -> Iterator[tuple[str, Latencies]]:
-    """Those of every candidate; as many share their rounds, and with them the dense model's times, as memory is for."""
+    """Those of every candidate; as many as fit into memory share rounds, and in them the dense model's times."""
     lot: list[str] = []
     for name in names:
         if lot and sum(map(_bytes, [*lot, name])) > _ROOM:
@@ -91,7 +92,9 @@ def _all_latencies(
 
 
 def _bytes(name: str) -> int:
-    return sum(file.stat().st_size for file in (FINETUNED / name).glob("*.safetensors"))
+    """Of a candidate's weights, and of its ONNX files, if there are any."""
+    files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
+    return sum(file.stat().st_size for file in files)
 
 
 def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[str, Latencies]:
@@ -120,10 +123,13 @@ def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[
 
 
 def _rounds(forwards: dict[Way, Forward], inputs: Batch, rounds: int) -> dict[Way, list[float]]:
+    """Each round begins with the next, so that none always runs behind the same one, or far from dense."""
     seconds: dict[Way, list[float]] = {way: [] for way in forwards}
+    order = deque(forwards)
     for _ in range(_WARMUP + rounds):
-        for way, forward in forwards.items():
-            seconds[way].append(_seconds(forward, inputs))
+        for way in order:
+            seconds[way].append(_seconds(forwards[way], inputs))
+        order.rotate(-1)
     return {way: own[_WARMUP:] for way, own in seconds.items()}
 
 

@@ -18,7 +18,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import run_page, settings
+from flows import open_runs, run_page, settings
 from flows.engine import stages
 from flows.engine.stages import Outcome
 from flows.promotion import gates
@@ -67,7 +67,9 @@ def promotion(root: str = ".", again: bool = False) -> Conclusion:
     settings.apply()  # a deployment's run begins here
     with chdir(root):  # DVC takes its paths from the working directory
         try:
-            conclusion = _promoted(_terms(), again)
+            stages.check_workspace()
+            with open_runs.noted(str(flow_run.id)):
+                conclusion = _promoted(_terms(), again)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
             message = shown(str(error))

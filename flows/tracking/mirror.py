@@ -102,8 +102,6 @@ class Mirror:
         self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
         """Candidate and prefix of a curve's metrics → its points that were logged."""
-        self.abandoned: set[str] = set()
-        """The runs in Prefect of flows that were killed."""
         self._guard = threading.RLock()
         self._machine: SystemMetricsMonitor | None = None
         """Logs processor, memory, disk and network of this machine in the parent run, every ten seconds."""
@@ -112,8 +110,7 @@ class Mirror:
     def start(self, parameters: Mapping[str, Any]) -> None:
         """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
         users = os.environ.get("MLFLOW_TRACKING_URI")
-        address = users or store()
-        self.client = MlflowClient(address)
+        self.client = MlflowClient(users or store())
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self._parameters = _params(parameters)
@@ -121,14 +118,14 @@ class Mirror:
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
         self._is_known = bool(earlier)
         self.parent = earlier or self._new_parent()
-        if not earlier and MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
-            self._machine = SystemMetricsMonitor(self.parent, tracking_uri=address)
-            self._machine.start()
 
     def _new_parent(self) -> str:
         tags = {**self.tags, **self.origin}
         run = self.client.create_run(self.experiment, run_name=self._name(), tags=tags).info.run_id
         self.client.log_batch(run, params=self._parameters)
+        if MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get():
+            self._machine = SystemMetricsMonitor(run, tracking_uri=self.client.tracking_uri)
+            self._machine.start()
         return str(run)
 
     def _name(self) -> str:
@@ -142,7 +139,6 @@ class Mirror:
             process = run.data.tags.get(_PROCESS)
             if process and _is_gone(process):
                 self.client.set_terminated(run.info.run_id, "KILLED")
-                self.abandoned.add(run.data.tags["prefect.flow_run"])
 
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:

