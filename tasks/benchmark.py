@@ -7,7 +7,6 @@ rank them by noise. The stage must have the machine to itself: dvc.yaml marks it
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -123,13 +122,10 @@ def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[
 
 
 def _rounds(forwards: dict[Way, Forward], inputs: Batch, rounds: int) -> dict[Way, list[float]]:
-    """Each round begins with the next, so that none always runs behind the same one, or far from dense."""
     seconds: dict[Way, list[float]] = {way: [] for way in forwards}
-    order = deque(forwards)
     for _ in range(_WARMUP + rounds):
-        for way in order:
-            seconds[way].append(_seconds(forwards[way], inputs))
-        order.rotate(-1)
+        for way, forward in forwards.items():
+            seconds[way].append(_seconds(forward, inputs))
     return {way: own[_WARMUP:] for way, own in seconds.items()}
 
 

@@ -46,6 +46,7 @@ def write(root: Path, file: str, text: str) -> None:
 @pytest.fixture
 def root(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")  # by a thread until a run is finished
     shutil.copy(database, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
