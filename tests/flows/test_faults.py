@@ -205,7 +205,8 @@ class TestAfterAFinishedRun:
         if not mountable():
             pytest.skip("this machine lets no user mount a file system")
         said = mounted(workspace, prefect, 'mount --bind -o ro . . && cd "$PWD"')
-        assert said.splitlines()[-1].startswith(f"{workspace} ")
+        # not always the last line: Prefect may say after it that it still delivers what it has
+        assert any(line.startswith(f"{workspace} ") for line in said.splitlines())
         assert "Traceback" not in said
 
     def test_prefect_and_mlflow_gone_in_the_middle(
