@@ -30,7 +30,7 @@ def noted(run: str) -> Iterator[None]:
         run: its id in Prefect.
     """
     _FOLDER.mkdir(parents=True, exist_ok=True)
-    for file in _FOLDER.glob("*-*"):
+    for file in _FOLDER.glob("[!.]*"):  # one with a dot is being made
         if not _is_held(file) and _end(UUID(file.name)):
             file.unlink(missing_ok=True)
     file = _FOLDER / run
