@@ -61,8 +61,9 @@ def require() -> str | None:
     Raises:
         ServerError: it does not answer.
     """
-    address = get_current_settings().api.url
-    if address and not settings.answers(f"{address.rstrip('/')}/health"):
+    told = get_current_settings().api
+    # A server that others keep busy gets the time that Prefect gives it in each of its own requests.
+    if (address := told.url) and not settings.answers(f"{address.rstrip('/')}/health", told.request_timeout):
         raise ServerError(
             f"Prefect's server at {secrets.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
         )

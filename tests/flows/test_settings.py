@@ -3,7 +3,14 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import pytest
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL, temporary_settings
+
+from flows import prefect_server, settings
 from tests.workspace import REPOSITORY
 
 EVERY_MODULE = """
@@ -55,3 +62,28 @@ def test_an_import_changes_nothing_of_its_process() -> None:
 
 def test_a_command_tells_the_tools_before_they_are_imported() -> None:
     fresh(SETTINGS_HOLD)
+
+
+def test_a_server_that_is_busy_gets_the_time_that_prefect_gives_it() -> None:
+    """In a run of all tests it needed more than five seconds once, and three runs ended before they began."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(0.5)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer((settings.LOOPBACK, 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{settings.LOOPBACK}:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: address}):
+            assert prefect_server.require() == address
+        with (
+            temporary_settings({PREFECT_API_URL: address, PREFECT_API_REQUEST_TIMEOUT: 0.1}),
+            pytest.raises(prefect_server.ServerError, match=address),
+        ):
+            prefect_server.require()
+        server.shutdown()
