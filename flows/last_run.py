@@ -19,7 +19,7 @@ from tasks.code_folders import is_code
 from tasks.records import CONTROL_NAME
 
 if TYPE_CHECKING:
-    from flows.engine.stages import Outcome
+    from flows.engine.stages import Outcome, Reads
 
 LAST = Path(".eckart/last_run.json")
 """No stage reads or writes it."""
@@ -30,10 +30,10 @@ _METRICS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_t
 
 @dataclass(frozen=True)
 class Run:
-    """A complete run of the study."""
+    """A run of the study."""
 
     name: str
-    """In Prefect, and when it was complete."""
+    """In Prefect, and when it was over."""
     params: dict[str, Any]
     """Dotted name → value, of those that stages read."""
     data: dict[str, str]
@@ -41,15 +41,15 @@ class Run:
     code: dict[str, str]
     """The same of code, of installed code by stage; and the git revision."""
     metrics: dict[str, float]
-    """Candidate and column of the comparison → number."""
+    """Candidate and column of the comparison → number; none of a run that is not complete."""
 
 
-def of(name: str, outcomes: Sequence[Outcome]) -> Run:
-    """The run that is just complete in the working directory."""
-    params = flatten({key: value for outcome in outcomes for key, value in outcome.params.items()})
-    written = {path for outcome in outcomes for path in outcome.outs}
-    read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items()}
-    own = {path: md5[:_DIGITS] for path, md5 in read.items() if not any(_within(path, out) for out in written)}
+def of(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = True) -> Run:
+    """The run that is just over in the working directory, of which `stages` are all."""
+    params = flatten({key: value for stage in stages for key, value in stage.params.items()})
+    written = {path for stage in stages for path in stage.outs}
+    read = {path: md5 for stage in stages for path, md5 in stage.deps.items()}
+    own = {path: md5[:_DIGITS] for path, md5 in read.items() if not any(_overlap(path, out) for out in written)}
     return Run(
         name,
         params={key: value for key, value in params.items() if not key.startswith(_INSTALLED)},
@@ -57,7 +57,7 @@ def of(name: str, outcomes: Sequence[Outcome]) -> Run:
         code={name.rpartition("git.")[2]: value[:_DIGITS] for name, value in git().items()}
         | {path: md5 for path, md5 in own.items() if is_code(path)}
         | {key: value[:_DIGITS] for key, value in params.items() if key.startswith(_INSTALLED)},
-        metrics=_metrics(),
+        metrics=_metrics() if complete else {},
     )
 
 
@@ -78,9 +78,8 @@ def keep(run: Run) -> None:
 
 def changes(before: Run, now: Run) -> dict[str, list[tuple[str, Any, Any]]]:
     """Kind → name, value before and value now of all that is not the same; None is what is not there."""
-    kinds = {
-        kind: _differing(getattr(before, kind), getattr(now, kind)) for kind in ("params", "data", "code", "metrics")
-    }
+    named = ("params", "data", "code", *(["metrics"] if now.metrics else []))
+    kinds = {kind: _differing(getattr(before, kind), getattr(now, kind)) for kind in named}
     return {kind: found for kind, found in kinds.items() if found}
 
 
@@ -89,8 +88,9 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
     return [row for row in rows if row[1] != row[2]]
 
 
-def _within(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
+def _overlap(one: str, other: str) -> bool:
+    """Whether one is the other, or a folder that it lies in: a stage may read the folder of what others write."""
+    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
 
 
 def _metrics() -> dict[str, float]:

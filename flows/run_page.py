@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from flows.engine import stages
 from flows.secrets import shown
 from tasks.candidate_names import candidate_name
 from tasks.metrics import METRICS, MetricName
@@ -62,17 +63,24 @@ def comparison(study: str, mirror: Mirror) -> None:
     create_table_artifact(table, key=f"comparison-{_slug(study)}", description=f"{metric}. {links}")
 
 
-def changes(study: str, run: str, outcomes: Sequence[Outcome]) -> None:
-    """What is not as it was in the last complete run, as a Markdown artifact; then `run` is the last."""
+def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
+    """What is not as it was in the last complete run, as a Markdown artifact; then `run` is the last, if it is one.
+
+    Args:
+        outcomes: of all stages; None if the run is not complete.
+    """
     from flows import last_run  # a slow import
 
-    before, now = last_run.load(), last_run.of(f"{run}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC", outcomes)
+    name = f"{run}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    before, now = last_run.load(), last_run.of(name, outcomes or stages.read_now(), complete=bool(outcomes))
     if before:
         found = last_run.changes(before, now)
         parts = [f"### {kind}\n\n{_changes(rows)}" for kind, rows in found.items()]
-        text = "\n\n".join(parts) or "Nothing: the same parameters, data, code and metrics."
+        same = "parameters, data, code and metrics" if outcomes else "parameters, data and code"
+        text = "\n\n".join(parts) or f"Nothing: the same {same}."
         _markdown(f"## Since {before.name}\n\n{text}", f"changes-{_slug(study)}")
-    last_run.keep(now)
+    if outcomes:
+        last_run.keep(now)
 
 
 def failure(study: str, causes: Mapping[str, str], lines: LastLines) -> None:

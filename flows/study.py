@@ -175,6 +175,7 @@ def _tell_prefect(
     try:
         if isinstance(found, dict):
             run_page.failure(study, found, lines)
+            run_page.changes(study, str(flow_run.name), None)
         else:
             run_page.comparison(study, mirror)
             run_page.changes(study, str(flow_run.name), found)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import networkx
 from dvc.dependency import ParamsDependency
@@ -64,6 +64,14 @@ class Outcome:
     outs: dict[str, str] = field(default_factory=dict)
     place: str = ""
     """Where it ran, if in another workspace."""
+
+
+class Reads(NamedTuple):
+    """What a stage would read now, whether it can run or not; of what it writes only the paths."""
+
+    deps: dict[str, str]
+    params: dict[str, Any]
+    outs: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -297,6 +305,22 @@ def check_workspace() -> None:
     for folder in (Path.cwd(), Path(".dvc"), Path(".dvc/tmp")):
         if folder.exists() and not os.access(folder, os.W_OK):
             raise WorkspaceUnusable(f"{folder.resolve()} cannot be written: a run needs a workspace of its own")
+
+
+def read_now() -> list[Reads]:
+    """What each stage would read now; of what another stage is to write first, nothing or what it was."""
+    with repository() as repo, bookkeeping(repo):
+        return [_reads(stage) for stage in repo.index.stages if stage.cmd]
+
+
+def _reads(stage: PipelineStage) -> Reads:
+    stage.save_deps(allow_missing=True)
+    params = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
+    return Reads(
+        deps={str(dep): str(dep.hash_info.value) for dep in stage.deps if dep not in params},
+        params={key: value for dep in params for key, value in (dep.hash_info.value or {}).items()},
+        outs={str(out): "" for out in stage.outs},
+    )
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:

@@ -24,7 +24,10 @@ def outcomes(raw: str = "a" * 32, code: str = "c" * 32, splits: str = "s" * 32, 
         outs={"data/splits": splits},
     )
     params: dict[str, Any] = {"recipes.svd.recovery": {"steps": 2, **recovery}, "stages.finetune": "d" * 32}
-    return [extract, Outcome("finetune@svd-0.5", "Executed", None, "", {"data/splits/train.parquet": splits}, params)]
+    deps, outs = {"data/splits/train.parquet": splits}, {"models/finetuned/svd-0.5": splits}
+    finetune = Outcome("finetune@svd-0.5", "Executed", None, "", deps, params, outs)
+    compare = Outcome("compare", "Executed", None, "", {"models/finetuned": splits}, {}, {})
+    return [extract, finetune, compare]
 
 
 @pytest.fixture

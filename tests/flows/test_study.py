@@ -18,7 +18,9 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from eckart.layers import LowRankLinear
+from flows import last_run
 from flows.cli import app
+from flows.engine.stages import read_now
 from tasks.records import SECONDS
 from tests.flows.hub import TOKEN, hub
 from tests.flows.servers import pages
@@ -157,6 +159,21 @@ class TestAfterTheFirstRun:
         assert stale(workspace) == ["compare", "finetune@svd-0.5"]  # whose page states the recipes
         (workspace / "params.yaml").write_text(before)
 
+    def test_a_run_that_fails_compares_what_a_complete_one_keeps(self, workspace: Path) -> None:
+        """The same files and parameters, though it asks for them in another way."""
+        with chdir(workspace):
+            kept, now = last_run.load(), last_run.of("failed", read_now(), complete=False)
+        assert kept
+        assert kept.data
+        assert last_run.changes(kept, now) == {}
+        raw = next((workspace / "data/raw").iterdir())
+        before = raw.read_bytes()
+        raw.write_bytes(before + before.splitlines()[-1] + b"\n")
+        with chdir(workspace):
+            changes = last_run.changes(kept, last_run.of("failed", read_now(), complete=False))
+        assert [(kind, [row[0] for row in rows]) for kind, rows in changes.items()] == [("data", ["data/raw"])]
+        raw.write_bytes(before)
+
     def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
         before = (workspace / "params.yaml").read_text()
         change(workspace, evaluate={"batch_size": 4})
@@ -268,13 +285,15 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     cause, printed = page.split("~~~~", 1)
     assert re.search(r"\bstep 3\b", cause)
     assert "step 2/4  loss" in printed  # in the last lines
+    (failed,) = pages(prefect, "changes-tiny", "| recipes.kfac.recovery.learning_rate ")
+    assert "### metrics" not in failed
 
     recipes["kfac"]["recovery"] |= {"learning_rate": 1.0e-3, "steps": 2}
     change(root, recipes=recipes)
     fourth = flows(root, "run")
     assert fourth.exit_code == 0, fourth.output
     assert "4 executed" in fourth.stdout  # finetune and what follows of kfac-0.5, benchmark and compare
-    (page,) = pages(prefect, "changes-tiny", "| study.control ")
+    (page,) = (one for one in pages(prefect, "changes-tiny", "| study.control ") if one != failed)
     rows = {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line.strip("| ")) for line in page.splitlines())}
     assert rows["recipes.svd.recovery.steps"][:2] == ["2", "1"]
     assert not {"data/raw", "recipes.kfac.recovery.steps"} & set(rows)
