@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,24 +42,29 @@ class Machine:
     root: Path
     environment: Mapping[str, str]
 
-    def call(self, *words: str) -> str:
-        """What a command prints, which must succeed."""
-        done = subprocess.run(words, cwd=self.root, env=self._all(), capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)}: {done.stdout}{done.stderr}")
-        return done.stdout
+    def call(self, *words: str) -> None:
+        """A command that must succeed."""
+        code, said = self._begin(*words).end()
+        if code:
+            raise RuntimeError(f"{' '.join(words)}: {said}")
 
     def begin(self, *words: str) -> Running:
         """`eckart WORDS`, which goes on while this returns."""
-        descriptor, log = tempfile.mkstemp(suffix=".log")
-        command = [sys.executable, "-m", "flows", *words]
-        with open(descriptor, "w") as file:
-            process = subprocess.Popen(command, cwd=self.root, env=self._all(), stdout=file, stderr=file)
-        return Running(process, Path(log))
+        return self._begin(sys.executable, "-m", "flows", *words)
 
     def eckart(self, *words: str) -> tuple[int, str]:
         """Its code and what it printed."""
         return self.begin(*words).end()
+
+    def prefect(self, *words: str) -> tuple[int, str]:
+        """The same of `prefect WORDS`."""
+        return self._begin("prefect", *words).end()
+
+    def _begin(self, *words: str) -> Running:
+        descriptor, log = tempfile.mkstemp(suffix=".log")
+        with open(descriptor, "w") as file:
+            process = subprocess.Popen(words, cwd=self.root, env=self._all(), stdout=file, stderr=file)
+        return Running(process, Path(log))
 
     def commit(self, message: str) -> None:
         self.call("git", "add", "-A")
@@ -69,6 +74,11 @@ class Machine:
         """Stage → digests of what it wrote."""
         content = YAML(typ="safe").load((self.root / "dvc.lock").read_text())["stages"]
         return {name: stage["outs"] for name, stage in content.items()}
+
+    def service(self, words: Sequence[str], log: Path, **told: str) -> Service:
+        """A command that goes on until it is stopped."""
+        command = ["env", "-C", str(self.root), *words]
+        return Service(" ".join(words), command, 0, {**self._all(), **told}, log)
 
     def _all(self) -> dict[str, str]:
         scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -108,10 +118,8 @@ class Workers:
     running: dict[int, Service] = field(default_factory=dict)
 
     def start(self, number: int) -> None:
-        machine = self.machines[number]
-        command = ["env", "-C", str(machine.root), sys.executable, "-m", "flows", "worker", self.scheduler]
-        log = self.folder / f"worker-{number}.log"
-        self.running[number] = Service(f"worker {number}", command, 0, machine.environment, log)
+        words = [sys.executable, "-m", "flows", "worker", self.scheduler]
+        self.running[number] = self.machines[number].service(words, self.folder / f"worker-{number}.log")
         self.running[number].start()
 
     def kill(self, number: int) -> None:
@@ -168,6 +176,7 @@ class Rehearsal:
             self.during_a_run("the store does not answer for a minute", self.stop_store)
             self.during_a_run("PostgreSQL is started again", self.team.database.restart)
             self.postgres_in_a_promotion()
+            self.a_night()
         finally:
             self.workers.stop()
 
@@ -184,9 +193,7 @@ class Rehearsal:
         code, said = running.end()
         if place:
             self.workers.start(int(place[2]))
-        places = ", ".join(sorted(set(re.findall(r"Executed.* in \S*/(worker-\d)", said))))
-        seen = f"{killed}; {summary(said)}; stages ran on {places}"
-        self.tell("a study on three workers, one killed", began, not code and bool(place), seen)
+        self.tell("a study on three workers, one killed", began, not code and bool(place), f"{killed}; {did(said)}")
         if code:
             raise RuntimeError(said[-3000:])
         self.flow.call("git", "add", "dvc.lock")
@@ -262,6 +269,20 @@ class Rehearsal:
         code, said = self.flow.eckart("promote")
         self.tell("the next promotion", began, not code, said.strip().splitlines()[-1])
 
+    def a_night(self) -> None:
+        """As the schedule of `deploy/start flow` starts one, after a change in the evening."""
+        self.change()
+        began, log = time.monotonic(), self.folder / "night.log"
+        told = {"DASK_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}
+        flow = self.flow.service(["deploy/start", "flow"], log, **told)
+        flow.start()
+        try:
+            flow.wait_until(lambda: not self.flow.prefect("deployment", "inspect", "study/pool")[0])
+            code, _ = self.flow.prefect("deployment", "run", "study/pool", "--watch")
+        finally:
+            flow.stop()
+        self.tell("a night of `deploy/start flow`", began, not code, did(log.read_text()))
+
     def champion(self) -> str | None:
         places = self.team.environment
         client = MlflowClient(places["MLFLOW_TRACKING_URI"], places["MLFLOW_REGISTRY_URI"])
@@ -273,6 +294,11 @@ class Rehearsal:
 def summary(said: str) -> str:
     found = re.findall(r"^\d+ stages in .*$", said, re.MULTILINE)
     return found[-1] if found else cause(said)
+
+
+def did(said: str) -> str:
+    places = ", ".join(sorted(set(re.findall(r"Executed.* in \S*/(worker-\d)", said))))
+    return f"{summary(said)}; stages ran on {places}"
 
 
 def cause(said: str) -> str:
