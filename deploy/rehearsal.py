@@ -292,7 +292,7 @@ class Rehearsal:
 
 
 def summary(said: str) -> str:
-    found = re.findall(r"^\d+ stages in .*$", said, re.MULTILINE)
+    found = re.findall(r"^\d+ stages in .*$|Finished in state Completed\(.*\)$", said, re.MULTILINE)
     return found[-1] if found else cause(said)
 
 
