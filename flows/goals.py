@@ -35,8 +35,4 @@ def pursue(run: Callable[[], None], say: Callable[[str], None]) -> None:
 
 
 def _enumerated(wanted: Sequence[Asked]) -> str:
-    return ", ".join(
-        f"{one.recipe} with {name} {value:g}"
-        for one in wanted
-        for name, value in one.goal.model_dump(exclude_unset=True).items()
-    )
+    return ", ".join(f"{one.recipe} with {one.goal}" for one in wanted)

@@ -175,6 +175,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(recipes)}"
     yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
+    if typed["study"] and typed["export"] and not typed["export"].recipes:
+        yield from _unexported(typed["study"].goals)
     yield from _of_control(_at(content, "study", "control"), recipes)
     for name, recipe in recipes.items():
         for part, mistake in contradictions(recipe) if recipe else ():
@@ -211,6 +213,12 @@ def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterat
             yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
     if recipes and task == "summarization":
         yield "export.recipes: a model of summarization is more than one graph; write []"
+
+
+def _unexported(goals: Sequence[params.Goal]) -> Iterator[str]:
+    for number, goal in enumerate(goals):
+        if goal.runtime != "torch":
+            yield f"study.goals.{number}.runtime: nothing is exported for {goal.runtime}; fill export.recipes"
 
 
 def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

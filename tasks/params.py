@@ -29,6 +29,7 @@ from ruamel.yaml.error import YAMLError
 from tasks.candidate_names import candidate_name
 from tasks.errors import EckartError
 from tasks.metrics import MetricName, TaskKindName
+from tasks.records import Runtime
 
 PARAMS = Path("params.yaml")
 
@@ -73,17 +74,28 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """What a candidate is to be, in a user's own units; exactly one of them."""
+    """What a candidate is to be, in a user's own units: exactly one of three; and what runs it."""
 
     largest_drop: Annotated[float, Field(ge=0)] | None = None
     speedup: Annotated[float, Field(gt=0)] | None = None
     bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+    runtime: Runtime = "torch"
 
     @model_validator(mode="after")
     def _one(self) -> Goal:
-        if len(self.model_fields_set) != 1 or None in (getattr(self, name) for name in self.model_fields_set):
+        told = self.model_fields_set - {"runtime"}
+        if len(told) != 1 or None in (getattr(self, name) for name in told):
             raise PydanticCustomError("goal", "is not one goal; write largest_drop, speedup or bytes with a number")
+        if self.runtime != "torch" and self.largest_drop is not None:
+            raise PydanticCustomError(
+                "goal",
+                "is of validation rows, on which torch alone is scored; leave out runtime, or write speedup or bytes",
+            )
         return self
+
+    def __str__(self) -> str:
+        named = self.model_dump(exclude_unset=True)
+        return ", ".join(f"{name} {value:g}" if name != "runtime" else f"by {value}" for name, value in named.items())
 
 
 class Study(Section):

@@ -538,3 +538,10 @@ class TestProcesses:
         lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]
         params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
         assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]
+
+
+def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:
+    goals = {"goals": [{"speedup": 1.5}, {"bytes": 5, "runtime": "int8"}]}
+    line = only(tiny(study=goals, export={"recipes": []}), "study.goals.1.runtime")
+    assert "recipes" in advice(line)
+    assert mistakes(tiny(study=goals, export={"recipes": ["svd"]})) == []

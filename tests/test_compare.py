@@ -881,10 +881,10 @@ def test_the_page_says_in_what_precision_and_how_many_processes_models_trained()
     assert ", in bfloat16" in page()
 
 
-def make_exports(name: str, onnx: float, int8: float) -> None:
+def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) -> None:
     write(
         f"reports/onnx/{name}.json",
-        {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": 1000}},
+        {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
     )
     write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
 

@@ -17,8 +17,9 @@ from tasks import params_file
 from tasks.compare import compare
 from tasks.params import Goal, ParamsError, parse
 from tasks.report.goals import asked, closer, goal_rows
+from tasks.report.numbers import score, size, times
 from tasks.report.results import load_results
-from tests.test_compare import make_candidate, make_study, page
+from tests.test_compare import make_benchmark, make_candidate, make_exports, make_study, page
 from tests.workspace import REPOSITORY
 
 TARGETS = ["layer.0.query", "layer.0.key"]
@@ -106,6 +107,24 @@ def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
     assert found[0].candidate.name in next(iter(goal_rows(load_results()))).candidate
 
 
+def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
+    """Of the recipe that is exported alone: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
+    content = json.loads(Path("params.yaml").read_text())
+    Path("params.yaml").write_text(json.dumps(content | {"export": {"recipes": ["two"]}}))
+    for name, bytes_, speed in (("dense", 1000, 4.0), ("two-0.5", 800, 6.0), ("two-0.25", 500, 8.0)):
+        make_exports(name, 0.8, 0.75, int8_bytes=bytes_)
+        if name != "dense":
+            dense = {"torch": 1.0, "onnx": 2.0, "int8": 4.0}
+            make_benchmark(name, dense=dense, candidate=dense | {"int8": speed})
+    for goal in ({"speedup": 2.0}, {"bytes": 500}):
+        ask(**goal, runtime="int8")
+        assert [(one.candidate.name, one.met) for one in asked(load_results())] == [("two-0.25", True)]
+        (row,) = goal_rows(load_results())
+        assert (row.metric, row.bytes, row.speedup) == (score(0.75), size(500), times(2.0))
+    ask(speedup=2.0, runtime="onnx")
+    assert not any(one.met for one in asked(load_results()))
+
+
 def test_goals_are_on_the_page(workspace: Path) -> None:
     ask(bytes="1 MB")
     compare()
@@ -137,7 +156,17 @@ def test_nothing_runs_without_a_goal(workspace: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "goal", [{}, {"speedup": 2.0, "bytes": 5}, {"keep": 0.5}, {"bytes": "much"}, {"speedup": None}]
+    "goal",
+    [
+        {},
+        {"runtime": "int8"},
+        {"speedup": 2.0, "bytes": 5},
+        {"keep": 0.5},
+        {"bytes": "much"},
+        {"speedup": None},
+        {"largest_drop": 0.1, "runtime": "int8"},
+        {"bytes": 5, "runtime": "tflite"},
+    ],
 )
 def test_what_is_no_goal_is_refused(goal: dict[str, Any]) -> None:
     with pytest.raises(ParamsError):

@@ -1,8 +1,9 @@
 """Goals in a user's own units: which candidate of each recipe meets one, and at which keep to look next.
 
 A candidate meets `largest_drop` if its metric on the validation rows is no further below the dense model's; `speedup`
-if the benchmark found it so many times as fast as the dense model in torch; `bytes` if its weights as saved are no
-larger. Of those that meet a largest drop the smallest is chosen, of the others the best on the validation rows.
+if the benchmark found it so many times as fast as the dense model; `bytes` if its weights as saved are no larger. Speed
+and bytes are those in torch, or by the goal's `runtime`, for the recipes that are exported for it. Of those that meet a
+largest drop the smallest is chosen, of the others the best on the validation rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from tasks.params import Goal
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
+from tasks.report.runtimes import TITLES, Way, way
 
 _ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
 _SMALLEST = 0.02  # keep; below it little is left of any model
@@ -44,7 +46,7 @@ class GoalRow:
     found: str
     """What the candidate has of what was asked."""
     metric: str
-    """On the test rows."""
+    """On the test rows; like the bytes and the speed by the goal's runtime."""
     difference: str
     """The interval of that less the dense model's: validation rows, by which it was chosen, flatter it."""
     bytes: str
@@ -52,8 +54,14 @@ class GoalRow:
 
 
 def asked(results: Results) -> list[Asked]:
-    """Every goal of the study for every recipe."""
-    return [_asked(results, goal, recipe) for goal in results.goals for recipe in results.recipes]
+    """Every goal of the study for every recipe; of another runtime for those that are exported."""
+    exported = {one.recipe for one in results.candidates if one.name in results.exports}
+    return [
+        _asked(results, goal, recipe)
+        for goal in results.goals
+        for recipe in results.recipes
+        if goal.runtime == "torch" or recipe in exported
+    ]
 
 
 def _asked(results: Results, goal: Goal, recipe: str) -> Asked:
@@ -89,13 +97,19 @@ def _amount(results: Results, goal: Goal, one: CandidateResults) -> float:
     """What the goal limits: the metric that is lost, time ÷ the dense model's, or bytes."""
     if goal.largest_drop is not None:
         return results.metric.worse_by(one.evaluation.validation.metric, results.dense.validation.metric)
-    return 1 / one.benchmark.speedup.median if goal.speedup is not None else one.evaluation.size.bytes
+    run = way(results, one.name, goal.runtime)
+    return 1 / _speedup(run) if goal.speedup is not None else run.bytes
 
 
 def _dense_amount(results: Results, goal: Goal) -> float:
     if goal.largest_drop is not None:
         return 0.0
-    return 1.0 if goal.speedup is not None else results.dense.size.bytes
+    return 1.0 if goal.speedup is not None else way(results, "dense", goal.runtime).bytes
+
+
+def _speedup(run: Way) -> float:
+    """At the first shape of the benchmark, over the dense model by the same runtime."""
+    return next(iter(run.latencies.values())).of_same.median
 
 
 def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float | None:
@@ -143,27 +157,25 @@ def _close(low: float, high: float) -> bool:
 def goal_rows(results: Results) -> Iterator[GoalRow]:
     """What the page and the terminal show."""
     for one in asked(results):
-        small = one.candidate
+        name = one.candidate.name
+        run = way(results, name, one.goal.runtime)
+        interval = results.difference(run.scored, DENSE)
         yield GoalRow(
             goal=_words(one.goal),
-            candidate=small.name if one.met else f"none of {one.recipe}; nearest {small.name}",
+            candidate=name if one.met else f"none of {one.recipe}; nearest {name}",
             found=_found(results, one),
-            metric=score(small.recovered),
-            difference=_difference(results, small),
-            bytes=size(small.evaluation.size.bytes),
-            speedup=times(small.benchmark.speedup.median),
+            metric=score(run.metric),
+            difference=between(interval.low, interval.high, run.metric),
+            bytes=size(run.bytes),
+            speedup=times(_speedup(run)),
         )
-
-
-def _difference(results: Results, one: CandidateResults) -> str:
-    found = results.difference(one.after, DENSE)
-    return between(found.low, found.high, one.recovered)
 
 
 def _words(goal: Goal) -> str:
     if goal.largest_drop is not None:
         return f"drop at most {score(goal.largest_drop)}"
-    return f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"
+    asked = f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"
+    return asked if goal.runtime == "torch" else f"{asked} by {TITLES[goal.runtime]}"
 
 
 def _found(results: Results, one: Asked) -> str:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from tasks.candidate_files import exported_name
-from tasks.records import Latency, Runtime
+from tasks.records import ExportedFile, Latency, Runtime
 from tasks.report.numbers import between, score, size, times, times_between
-from tasks.report.results import DENSE, Results, ScoredModel
+from tasks.report.results import DENSE, CandidateResults, Results, ScoredModel
 
-TITLES = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
+TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8": "onnxruntime, int8"}
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,28 @@ class RuntimeRow:
 
 def ways(results: Results) -> list[Way]:
     """The dense model and each exported candidate, by each runtime; none, where none was exported."""
-    return [Way(*one, _latencies(results, *one[:2])) for one in _scored(results)]
+    return [way(results, name, runtime) for name in results.exports for runtime in TITLES]
 
 
-def _latencies(results: Results, name: str, runtime: Runtime) -> Mapping[str, Latency]:
-    exported = [one for one in results.candidates if one.name in results.exports]
-    own = [one.benchmark.latency["candidate"] for one in exported if one.name == name]
-    return (own or [exported[0].benchmark.latency["dense"]])[0][runtime]
+def way(results: Results, name: str, runtime: Runtime) -> Way:
+    """A candidate, or `dense`, by torch or a runtime that it is exported for."""
+    own = next((one for one in results.candidates if one.name == name), None)
+    found: tuple[ScoredModel, float, int]
+    if runtime != "torch":
+        file: ExportedFile = getattr(results.exports[name], runtime)
+        found = (exported_name(name), runtime), file.score.metric, file.bytes
+    elif own:
+        found = own.after, own.recovered, own.evaluation.size.bytes
+    else:
+        found = DENSE, results.dense.score.metric, results.dense.size.bytes
+    return Way(name, runtime, *found, _latencies(results, own, runtime))
 
 
-def _scored(results: Results) -> Iterator[tuple[str, Runtime, ScoredModel, float, int]]:
-    candidates = {one.name: one for one in results.candidates}
-    for name, files in results.exports.items():
-        if one := candidates.get(name):
-            yield name, "torch", one.after, one.recovered, one.evaluation.size.bytes
-        else:
-            yield name, "torch", DENSE, results.dense.score.metric, results.dense.size.bytes
-        yield name, "onnx", (exported_name(name), "onnx"), files.onnx.score.metric, files.onnx.bytes
-        yield name, "int8", (exported_name(name), "int8"), files.int8.score.metric, files.int8.bytes
+def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime) -> Mapping[str, Latency]:
+    if own:
+        return own.benchmark.latency["candidate"][runtime]
+    beside = [one for one in results.candidates if one.name in results.exports] or results.candidates
+    return beside[0].benchmark.latency["dense"][runtime]
 
 
 def shapes(results: Results) -> list[str]:
