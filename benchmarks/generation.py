@@ -34,9 +34,8 @@ Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
 """Inputs → logits `(rows, tokens, vocabulary)`, of all tokens or the last; and the cache, as further inputs."""
 
 BATCHES = (1, 8)
-PROMPT, WRITTEN = 128, 32
+PROMPT = 128
 """Tokens."""
-ROUNDS = 8
 
 
 def in_torch(model: PreTrainedModel, inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
@@ -56,24 +55,26 @@ def steps(name: str, model: PreTrainedModel, runtimes: Sequence[Runtime], thread
     return {"torch": partial(in_torch, model), **exported}
 
 
-def write(step: Step, prompt: Batch) -> tuple[float, float]:
+def write(step: Step, prompt: Batch, tokens: int) -> tuple[float, float]:
     """Seconds until the first token, and of each token after it."""
     mask = prompt["attention_mask"]
     start = time.perf_counter()
     logits, cache = step(prompt)
     first = time.perf_counter()
-    for _ in range(WRITTEN):
+    for _ in range(tokens):
         mask = torch.cat([mask, mask[:, :1]], 1)
         logits, cache = step({"input_ids": logits[:, -1:].argmax(-1), "attention_mask": mask, **cache})
-    return first - start, (time.perf_counter() - first) / WRITTEN
+    return first - start, (time.perf_counter() - first) / tokens
 
 
-def rows_of(name: str, dense: dict[Runtime, Step], small: dict[Runtime, Step], prompt: Batch) -> Iterator[str]:
+def rows_of(
+    name: str, dense: dict[Runtime, Step], small: dict[Runtime, Step], prompt: Batch, tokens: int, rounds: int
+) -> Iterator[str]:
     rows = len(prompt["input_ids"])
-    pairs = {runtime: [(write(dense[runtime], prompt), write(small[runtime], prompt))] for runtime in small}
-    for _ in range(ROUNDS):
+    pairs: dict[Runtime, list[tuple[tuple[float, float], tuple[float, float]]]] = {runtime: [] for runtime in small}
+    for _ in range(1 + rounds):  # the first to warm up
         for runtime, own in pairs.items():
-            own.append((write(dense[runtime], prompt), write(small[runtime], prompt)))
+            own.append((write(dense[runtime], prompt, tokens), write(small[runtime], prompt, tokens)))
     for runtime, (_, *timed) in pairs.items():
         cells = [name, TITLES[runtime], str(rows)]
         for place, unit in enumerate(("{:.0f} ms", "{:.1f}")):
@@ -88,8 +89,8 @@ def files_of(names: Sequence[str]) -> Iterator[str]:
     """A line for each file: its size, and how well it answers the test rows."""
     for name in names:
         exports = Exports.model_validate_json((EXPORTS / f"{name}.json").read_text())
-        for runtime, file in (("onnx", exports.onnx), ("int8", exports.int8)):
-            yield f"| {name} | {TITLES[runtime]} | {file.bytes / 1e6:.1f} | {file.score.metric:.2f} |"
+        for title, file in ((TITLES["onnx"], exports.onnx), (TITLES["int8"], exports.int8)):
+            yield f"| {name} | {title} | {file.bytes / 1e6:.1f} | {file.score.metric:.2f} |"
 
 
 def bytes_of_cache(model: PreTrainedModel) -> int:
@@ -102,6 +103,8 @@ def bytes_of_cache(model: PreTrainedModel) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    parser.add_argument("--written", type=int, default=32, help="tokens that each writes")
+    parser.add_argument("--rounds", type=int, default=8, help="in which each writes once; 6 at least")
     asked = parser.parse_args()
     task, threads = load_task(), section("threads", Threads).candidate
     if task.kind != "language_modeling":
@@ -109,7 +112,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     auto = kind_of(task).auto
     dense = load(TEACHER, auto)[0].eval()
-    check_length(dense, PROMPT + WRITTEN, "what is read and written")
+    check_length(dense, PROMPT + asked.written, "what is read and written")
     exported = [name for name in asked.candidates if (ONNX / name).exists()]
     own = steps("dense", dense, list(ONNX_FILES) if exported else [], threads)
     print(
@@ -121,12 +124,13 @@ def main() -> None:
         small = load(FINETUNED / name, auto)[0].eval()
         ways = steps(name, small, list(ONNX_FILES) if name in exported else [], threads)
         for rows in BATCHES:
-            for line in rows_of(name, own, ways, random_inputs(dense, rows, PROMPT)):
+            prompt = random_inputs(dense, rows, PROMPT)
+            for line in rows_of(name, own, ways, prompt, asked.written, asked.rounds):
                 print(line, flush=True)
     if exported:
         print("\n| model | runtime | MB | perplexity |\n|---|---|---|---|")
         print(*files_of(["dense", *exported]), sep="\n")
-    print(f"\n{PROMPT} tokens read, {WRITTEN} written; {threads} thread, torch {torch.__version__}")
+    print(f"\n{PROMPT} tokens read, {asked.written} written, {asked.rounds} rounds; {threads} thread")
     print(f"The dense model's cache has {bytes_of_cache(dense)} bytes for a token of a row.")
 
 
