@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tasks import params, params_file
 from tasks.params import PARAMS
-from tasks.report.goals import Asked, asked
+from tasks.report.goals import Asked, asked, words
 from tasks.report.results import load_results
 
 
@@ -35,4 +35,4 @@ def pursue(run: Callable[[], None], say: Callable[[str], None]) -> None:
 
 
 def _enumerated(wanted: Sequence[Asked]) -> str:
-    return ", ".join(f"{one.recipe} with {one.goal}" for one in wanted)
+    return "; ".join(f"{one.recipe}, {words(one.goal)}" for one in wanted)

@@ -71,15 +71,18 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
     """
     from flows import last_run  # a slow import
 
+    before, complete = last_run.load(), outcomes is not None
+    if not (before or complete):
+        return
     name = f"{run}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    before, now = last_run.load(), last_run.of(name, outcomes or stages.read_now(), complete=bool(outcomes))
+    now = last_run.of(name, stages.read_now() if outcomes is None else outcomes, complete)
     if before:
         found = last_run.changes(before, now)
         parts = [f"### {kind}\n\n{_changes(rows)}" for kind, rows in found.items()]
-        same = "parameters, data, code and metrics" if outcomes else "parameters, data and code"
+        same = "parameters, data, code and metrics" if complete else "parameters, data and code"
         text = "\n\n".join(parts) or f"Nothing: the same {same}."
         _markdown(f"## Since {before.name}\n\n{text}", f"changes-{_slug(study)}")
-    if outcomes:
+    if complete:
         last_run.keep(now)
 
 

@@ -77,7 +77,7 @@ def use_local_server() -> None:
 
 
 def answers(url: str, seconds: float = 5) -> bool:
-    """Whether a server answers in time; one that asks for a password does, too. At once where there is none."""
+    """Whether a server answers in time, one that asks for a password, too; False at once if it refuses connections."""
     try:
         with urlopen(secrets.shown(url), timeout=seconds) as response:
             return response.status == 200

@@ -175,13 +175,23 @@ def _tell_prefect(
     try:
         if isinstance(found, dict):
             run_page.failure(study, found, lines)
-            run_page.changes(study, str(flow_run.name), None)
+            _tell_changes(study)
         else:
             run_page.comparison(study, mirror)
             run_page.changes(study, str(flow_run.name), found)
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
+
+
+def _tell_changes(study: str) -> None:
+    """Since the last complete run, on the page of one that failed: whatever fails here does not hide why that did."""
+    try:
+        run_page.changes(study, str(flow_run.name), None)
+    except httpx.HTTPError:
+        raise
+    except Exception as error:  # a full disk, a file that is gone or cannot be read: DVC has an error for each
+        get_run_logger().warning("What changed since the last complete run cannot be said: %s", shown(str(error)))
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterat
 def _unexported(goals: Sequence[params.Goal]) -> Iterator[str]:
     for number, goal in enumerate(goals):
         if goal.runtime != "torch":
-            yield f"study.goals.{number}.runtime: nothing is exported for {goal.runtime}; fill export.recipes"
+            yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
 
 
 def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

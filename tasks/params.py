@@ -93,10 +93,6 @@ class Goal(Section):
             )
         return self
 
-    def __str__(self) -> str:
-        named = self.model_dump(exclude_unset=True)
-        return ", ".join(f"{name} {value:g}" if name != "runtime" else f"by {value}" for name, value in named.items())
-
 
 class Study(Section):
     name: Annotated[str, Field(pattern=r"^[\w-]+$")]

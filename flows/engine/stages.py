@@ -308,7 +308,7 @@ def check_workspace() -> None:
 
 
 def read_now() -> list[Reads]:
-    """What each stage would read now; of what another stage is to write first, nothing or what it was."""
+    """What each stage would read now, of what is there."""
     with repository() as repo, bookkeeping(repo):
         return [_reads(stage) for stage in repo.index.stages if stage.cmd]
 
@@ -317,7 +317,7 @@ def _reads(stage: PipelineStage) -> Reads:
     stage.save_deps(allow_missing=True)
     params = [dep for dep in stage.deps if isinstance(dep, ParamsDependency)]
     return Reads(
-        deps={str(dep): str(dep.hash_info.value) for dep in stage.deps if dep not in params},
+        deps={str(dep): str(dep.hash_info.value) for dep in stage.deps if dep not in params and dep.exists},
         params={key: value for dep in params for key, value in (dep.hash_info.value or {}).items()},
         outs={str(out): "" for out in stage.outs},
     )

@@ -2,8 +2,9 @@
 
 A candidate meets `largest_drop` if its metric on the validation rows is no further below the dense model's; `speedup`
 if the benchmark found it so many times as fast as the dense model; `bytes` if its weights as saved are no larger. Speed
-and bytes are those in torch, or by the goal's `runtime`, for the recipes that are exported for it. Of those that meet a
-largest drop the smallest is chosen, of the others the best on the validation rows.
+and bytes are those in torch, or by the goal's `runtime`, like the dense model's: such a goal is asked of the recipes
+that are exported. Of those that meet a largest drop the smallest is chosen, of the others the best on the validation
+rows, on which models are scored in torch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GoalRow:
     metric: str
     """On the test rows; like the bytes and the speed by the goal's runtime."""
     difference: str
-    """The interval of that less the dense model's: validation rows, by which it was chosen, flatter it."""
+    """The interval of that less the dense model's in torch: validation rows, by which it was chosen, flatter it."""
     bytes: str
     speedup: str
 
@@ -161,7 +162,7 @@ def goal_rows(results: Results) -> Iterator[GoalRow]:
         run = way(results, name, one.goal.runtime)
         interval = results.difference(run.scored, DENSE)
         yield GoalRow(
-            goal=_words(one.goal),
+            goal=words(one.goal),
             candidate=name if one.met else f"none of {one.recipe}; nearest {name}",
             found=_found(results, one),
             metric=score(run.metric),
@@ -171,7 +172,8 @@ def goal_rows(results: Results) -> Iterator[GoalRow]:
         )
 
 
-def _words(goal: Goal) -> str:
+def words(goal: Goal) -> str:
+    """The goal as people read it."""
     if goal.largest_drop is not None:
         return f"drop at most {score(goal.largest_drop)}"
     asked = f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"

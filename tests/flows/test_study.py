@@ -3,10 +3,12 @@
 import csv
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from contextlib import chdir
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import Result
@@ -166,13 +168,14 @@ class TestAfterTheFirstRun:
         assert kept
         assert kept.data
         assert last_run.changes(kept, now) == {}
-        raw = next((workspace / "data/raw").iterdir())
-        before = raw.read_bytes()
-        raw.write_bytes(before + before.splitlines()[-1] + b"\n")
-        with chdir(workspace):
-            changes = last_run.changes(kept, last_run.of("failed", read_now(), complete=False))
-        assert [(kind, [row[0] for row in rows]) for kind, rows in changes.items()] == [("data", ["data/raw"])]
-        raw.write_bytes(before)
+        raw, gone = workspace / "data/raw", workspace / "data/gone"
+        raw.rename(gone)
+        try:
+            with chdir(workspace):
+                missing = last_run.changes(kept, last_run.of("failed", read_now(), complete=False))
+        finally:
+            gone.rename(raw)
+        assert missing == {"data": [("data/raw", kept.data["data/raw"], None)]}
 
     def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
         before = (workspace / "params.yaml").read_text()
@@ -304,14 +307,18 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
 
 
 def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
-    study: Study, flows: Flows, tmp_path: Path
+    study: Study, flows: Flows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the limit is named, also where what changed cannot be read."""
+    unreadable = Mock(side_effect=sqlite3.OperationalError("disk I/O error"))
+    monkeypatch.setattr("flows.engine.stages.read_now", unreadable)
     root = study.copied(tmp_path / "workspace")
     before = digests(root / "models")
     change(root, teacher={"learning_rate": 2.0e-3}, check={"fewest_rows": 30})
     done = flows(root, "run")
     assert done.exit_code == 1
     assert re.search(r"^1 stages failed, .*\n  check: .*check\.fewest_rows", done.output, re.MULTILINE)
+    assert unreadable.called
     assert ">broken<" in (root / "reports/check.html").read_text()
     assert not (root / "data/checked.json").exists()
     assert digests(root / "models") == before
