@@ -135,6 +135,35 @@ def quantize(file: Path, quantized: Path) -> None:
             weight_type=QuantType.QInt8,
             use_external_data_format=_weights_of(file).exists(),
         )
+        _round_tied_heads(quantized)
+
+
+def _round_tied_heads(file: Path) -> None:
+    """Have a head with an embedding's weight multiply in int8: else that becomes float32 anew with each token."""
+    import onnx
+    from onnx.helper import make_node
+
+    model = onnx.load(str(file), load_external_data=False)
+    nodes = model.graph.node
+    made_by = {name: node for node in nodes for name in node.output}
+    for product in [node for node in nodes if node.op_type == "MatMul"]:
+        exact = made_by.get(product.input[1])
+        if exact is None or exact.op_type != "DequantizeLinear" or exact.input[0] not in made_by:
+            continue
+        weight, scale, zero = exact.input
+        (read, _), (written,) = product.input, product.output
+        rounded, steps, middle, sums, exact_sums, both = (f"{written}_{number}" for number in range(6))
+        for node in (
+            make_node("DynamicQuantizeLinear", [read], [rounded, steps, middle]),
+            make_node("MatMulInteger", [rounded, weight, middle, zero], [sums]),
+            make_node("Cast", [sums], [exact_sums], to=onnx.TensorProto.FLOAT),
+            make_node("Mul", [steps, scale], [both]),
+            make_node("Mul", [exact_sums, both], [written]),
+        ):
+            nodes.insert(list(nodes).index(product), node)
+        nodes.remove(product)
+        nodes.remove(exact)
+    onnx.save(model, str(file))
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:

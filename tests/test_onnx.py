@@ -260,14 +260,30 @@ def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
 
 
-def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])
+def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
+    family: str, stored: str, tmp_path: Path
+) -> None:
     """Nearly: how activations are rounded depends on what else is in the batch."""
-    model, file = compress(language(), "pivoted"), tmp_path / "int8.onnx"
+    model, file = compress(WRITERS[family](), stored), tmp_path / "int8.onnx"
     export(model, tiny.words(), file, int8=True)
     inputs = batch(3, 9)
     real, expected = inputs["attention_mask"] == 1, logits(model, inputs)
     found, _ = token_by_token(file, inputs, 4)
     assert 0 < float((found - expected)[real].norm()) < 0.1 * float(expected[real].norm())
+
+
+def test_a_head_with_an_embeddings_weight_is_in_the_file_once_and_multiplies_in_int8(tmp_path: Path) -> None:
+    """Else the whole weight became float32 with each token: only what is read of it does."""
+    model, file = gpt2_that_writes(), tmp_path / "int8.onnx"
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    export(model, tiny.words(), file, int8=True)
+    nodes = onnx.load(file).graph.node
+    makers = {name: node.op_type for node in nodes for name in node.output}
+    exact = [makers[node.input[0]] for node in nodes if node.op_type == "DequantizeLinear"]
+    assert set(exact) == {"Gather"}
+    assert makers["logits"] == "Mul"
+    assert numbers(file) < model.get_input_embeddings().weight.numel()
 
 
 def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
