@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import eager_mask
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch
@@ -38,6 +46,9 @@ _PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is be
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
+_GROUPED = "eckart_grouped"  # transformers' name of _grouped_attention
+_ATTENTION_OF_THEIR_OWN = ("softcap", "s_aux", "position_bias")  # what some models add to scores: their own code does
+_DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are eight and five nodes before it
 
 
 class ExportError(RuntimeError):
@@ -294,6 +305,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
+                opset_version=_DECODER_OPSET if any(name.startswith(_PAST) for name in sample) else None,
                 dynamic_shapes=(tuple(_sides(name, sample) for name in sample),),
                 verbose=False,
             )
@@ -321,11 +333,45 @@ def _sides(name: str, sample: Batch) -> dict[int, str]:
 def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
     """Attention as products and a softmax: torch's own adds nodes against rows without tokens, which cost time."""
     before = model.config._attn_implementation
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
     try:
-        model.set_attn_implementation("eager")
+        if getattr(config, "num_key_value_heads", heads) == heads:
+            model.set_attn_implementation("eager")
+        else:
+            AttentionInterface.register(_GROUPED, _grouped_attention)
+            AttentionMaskInterface.register(_GROUPED, eager_mask)
+            model.set_attn_implementation(_GROUPED)
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers' eager attention gives, with no key or value repeated for each head that shares it.
+
+    Queries `(batch, heads, tokens, size)` of heads with one key head are taken as more tokens of one head.
+    """
+    if any(others.get(name) is not None for name in _ATTENTION_OF_THEIR_OWN):
+        eager: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
+            type(module).__module__
+        ].eager_attention_forward
+        return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others)
+    rows, heads, tokens, _ = query.shape
+    as_rows = (rows, key.shape[1], heads // key.shape[1] * tokens, -1)
+    scores = ((query.reshape(as_rows) @ key.mT) * scaling).reshape(rows, heads, tokens, -1)
+    shares = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
+    found = (shares.reshape(as_rows) @ value).reshape(rows, heads, tokens, -1)
+    return found.transpose(1, 2), None
 
 
 @contextmanager
