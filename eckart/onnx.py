@@ -42,6 +42,9 @@ SLOW_FUSIONS = ["SkipLayerNormFusion"]
 replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
 
 _OUTPUTS = ("logits", "start_logits", "end_logits")
+KEPT = "num_logits_to_keep"
+"""What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
+
 _PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is before and after, as optimum calls it
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -84,7 +87,8 @@ def export(
     A causal language model's graph reads a text and writes on: it has the cache as inputs `past_key_values.N.key` and
     `.value`, `(batch, heads, past, size)`, with no past before the first token, and as outputs `present.N.key` and
     `.value`, `(batch, heads, past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`, and says where a
-    text begins: rows may be padded on either side. A cache of another kind (Mamba's states) is left out.
+    text begins: rows may be padded on either side. `num_logits_to_keep`, a number that may be left out, asks for logits
+    of so many last tokens; 0: of all. A cache of another kind (Mamba's states) is left out.
 
     The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
     rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
@@ -112,14 +116,15 @@ def export(
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
         written = Path(folder) / file.name
-        parameters = _write(model, _with_cache(model, first), written)
+        sample = _with_cache(model, first)
+        parameters = _write(model, sample, written)
         compared = [first, *others, *batches]
-        rows, difference = _compare(model, written, list(first), compared)
+        rows, difference = _compare(model, written, sample, compared)
         if int8:
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
             quantize(exact, written)
-            rows, difference = _compare(model, written, list(first), compared, same=False)
+            rows, difference = _compare(model, written, sample, compared, same=False)
         size = sum(part.stat().st_size for part in written.parent.iterdir())
         _put(written, file)
     return Exported(parameters, size, rows, difference)
@@ -188,6 +193,7 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
     """
     session = _session(file, threads)
     shapes = {value.name: value.shape for value in session.get_inputs()}
+    options = [value.name for value in session.get_overridable_initializers()]
     outputs = [value.name for value in session.get_outputs()]
 
     def answer(inputs: Batch) -> dict[str, Tensor]:
@@ -196,6 +202,7 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
             name: _no_past(rows, shape) if name.startswith(_PAST) and name not in inputs else inputs[name]
             for name, shape in shapes.items()
         }
+        given |= {name: inputs[name] for name in options if name in inputs}
         found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
         return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
 
@@ -305,7 +312,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                opset_version=_DECODER_OPSET if any(name.startswith(_PAST) for name in sample) else None,
+                opset_version=_DECODER_OPSET if _has_cache(sample) else None,
                 dynamic_shapes=(tuple(_sides(name, sample) for name in sample),),
                 verbose=False,
             )
@@ -316,9 +323,43 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
             ) from error
     assert program
     _strip(program.model)
+    if _has_cache(sample):
+        _ask_how_many_logits(program.model)
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
+
+
+def _has_cache(inputs: Batch) -> bool:
+    return any(name.startswith(_PAST) for name in inputs)
+
+
+def _ask_how_many_logits(model: Any) -> None:
+    """Give the graph an input that may be left out: of how many last tokens it gives logits, 0 of all.
+
+    A head is half of what a small language model computes of a prompt, of which a writer needs the last token's.
+    """
+    import onnx_ir as ir
+
+    (logits,) = (value for value in model.graph.outputs if value.name == "logits")
+    product = logits.producer()
+    while product.op_type != "MatMul":  # what bounds or scales logits
+        product = next(value.producer() for value in product.inputs if value.producer())
+    count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
+    count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)  # an initializer is an input's default
+    constants = {}
+    for name, number in (("one", [1]), ("end", [torch.iinfo(torch.int64).max]), ("shape", [1])):
+        constants[name] = ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor(number, name=f"{KEPT}.{name}"))
+    negative = ir.node("Neg", [count])
+    start = ir.node("Reshape", [negative.outputs[0], constants["shape"]])
+    last = ir.node("Slice", [product.inputs[0], start.outputs[0], constants["end"], constants["one"]])
+    model.graph.insert_before(product, [negative, start, last])
+    product.replace_input_with(0, last.outputs[0])
+    model.graph.inputs.append(count)
+    for value in (count, *constants.values()):
+        model.graph.register_initializer(value)
+    rows, _, classes = logits.shape
+    logits.shape = ir.Shape([rows, "kept", classes])
 
 
 def _sides(name: str, sample: Batch) -> dict[int, str]:
@@ -405,9 +446,10 @@ def _strip(model: Any) -> None:
 
 
 def _compare(
-    model: PreTrainedModel, file: Path, names: Sequence[str], batches: Iterable[Batch], same: bool = True
+    model: PreTrainedModel, file: Path, sample: Batch, batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
     """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
+    names = [name for name in sample if not name.startswith(_PAST)]
     answer = runner(file, torch.get_num_threads())
     rows, largest = 0, 0.0
     for batch in batches:
@@ -415,7 +457,7 @@ def _compare(
         with torch.no_grad():
             expected = _answers(model, inputs)
         with _explained():
-            found = _in_two(answer, inputs)
+            found = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
         for name, wanted in expected.items():
             pair = _compared(name, wanted.cpu(), found[name], inputs)
             if not pair[1].isfinite().all():
@@ -425,16 +467,19 @@ def _compare(
     return rows, largest
 
 
-def _in_two(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
-    """What a `runner` answers; where it has a cache, for half of the tokens, and then for the others behind these."""
-    found = answer(inputs)
+def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
+    """What a `runner` answers that has a cache: of half of the tokens, and then of the others behind these.
+
+    The last token's logits are those that it gives of all tokens at once, asked for one.
+    """
     half = inputs["input_ids"].shape[1] // 2
-    if not (half and cache_of(found)):
-        return found
+    last = answer({**inputs, KEPT: torch.tensor(1)})["logits"]
+    if not half:
+        return {"logits": last}
     first = answer({name: values[:, :half] for name, values in inputs.items()})
     others = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
     then = answer(others | cache_of(first))
-    return {"logits": torch.cat([first["logits"], then["logits"]], 1)}
+    return {"logits": torch.cat([first["logits"], then["logits"][:, :-1], last], 1)}
 
 
 def _session(file: Path, threads: int) -> Any:

@@ -16,6 +16,8 @@ import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertForQuestionAnswering,
     BertForTokenClassification,
@@ -33,6 +35,7 @@ from eckart.hub import save
 from eckart.layers import PivotedLinear, factorize_target
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.onnx import (
+    KEPT,
     TOLERANCE,
     ExportError,
     _compared,
@@ -258,6 +261,37 @@ def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
         real = inputs["attention_mask"] == 1
         torch.testing.assert_close(found[real], logits(model, inputs)[real], rtol=0, atol=1e-5)
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
+
+
+def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path: Path) -> None:
+    model, file = compress(language()), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    answer, inputs = runner(file), batch(3, 9)
+    whole = answer(inputs)["logits"]
+    for asked, given in ((0, 9), (1, 1), (4, 4), (9, 9)):
+        torch.testing.assert_close(answer({**inputs, KEPT: torch.tensor(asked)})["logits"], whole[:, 9 - given :])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_decoder_does_not_repeat_what_heads_share(architecture: str, tmp_path: Path) -> None:
+    """Else keys and values of the whole past are copied for each query head, with each token."""
+    file, copies = tmp_path / "model.onnx", {}
+    for heads in (2, 4):
+        config = AutoConfig.for_model(
+            architecture,
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=16,
+            head_dim=4,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=heads,
+            max_position_embeddings=32,
+            pad_token_id=tiny.PAD,
+        )
+        export(AutoModelForCausalLM.from_config(config), tiny.words(), file)
+        copies[heads] = sum(node.op_type == "Expand" for node in onnx.load(file).graph.node)
+    assert (copies[2] == copies[4]) == (architecture != "gemma2")  # which bounds scores in its own way
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])
