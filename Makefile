@@ -39,7 +39,7 @@ ui: $(READY)  ## Prefect's and MLflow's pages, on this machine alone
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
-	@echo 'Setting up $(VENV): a minute or some, once.'
+	@echo 'Setting up $(VENV): half a minute to three minutes, once.'
 	$(PYTHON) -m venv $(VENV)
 	@# Four at a time, 24 packages each: one pip for all takes seven times as long.
 	xargs -P 4 -n 24 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile < requirements.lock

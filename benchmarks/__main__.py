@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from tasks.dataset import load_task
 from tasks.params import exported
 from tasks.report.seeds_table import processor
 
@@ -66,6 +67,8 @@ def main() -> None:
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
+    if load_task().kind == "language_modeling":
+        print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
     print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}")
 
 

@@ -22,15 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import eager_mask
 from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.losses import Batch
 
@@ -49,7 +47,6 @@ _PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is be
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
-_GROUPED = "eckart_grouped"  # transformers' name of _grouped_attention
 _ATTENTION_OF_THEIR_OWN = ("softcap", "s_aux", "position_bias")  # what some models add to scores: their own code does
 _DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are eight and five nodes before it
 
@@ -88,7 +85,7 @@ def export(
     `.value`, `(batch, heads, past, size)`, with no past before the first token, and as outputs `present.N.key` and
     `.value`, `(batch, heads, past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`, and says where a
     text begins: rows may be padded on either side. `num_logits_to_keep`, a number that may be left out, asks for logits
-    of so many last tokens; 0: of all. A cache of another kind (Mamba's states) is left out.
+    of so many last tokens; 0: of all. A cache of another kind (Mamba's states) is left out, and then so is this.
 
     The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
     rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
@@ -312,7 +309,8 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                opset_version=_DECODER_OPSET if _has_cache(sample) else None,
+                # some know torch's own attention alone, which opset 23 has for as many keys as queries
+                opset_version=_DECODER_OPSET if _has_cache(sample) and _is_plain(model) else None,
                 dynamic_shapes=(tuple(_sides(name, sample) for name in sample),),
                 verbose=False,
             )
@@ -330,6 +328,10 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
 
 
+def _is_plain(model: PreTrainedModel) -> bool:
+    return model.config._attn_implementation == "eager"
+
+
 def _has_cache(inputs: Batch) -> bool:
     return any(name.startswith(_PAST) for name in inputs)
 
@@ -337,14 +339,19 @@ def _has_cache(inputs: Batch) -> bool:
 def _ask_how_many_logits(model: Any) -> None:
     """Give the graph an input that may be left out: of how many last tokens it gives logits, 0 of all.
 
-    A head is half of what a small language model computes of a prompt, of which a writer needs the last token's.
+    A head is half of what a small language model computes of a prompt, of which a writer needs the last token's. Where
+    logits are a sum of products, the graph stays as it is.
     """
     import onnx_ir as ir
 
     (logits,) = (value for value in model.graph.outputs if value.name == "logits")
     product = logits.producer()
     while product.op_type != "MatMul":  # what bounds or scales logits
-        product = next(value.producer() for value in product.inputs if value.producer())
+        makers = [value.producer() for value in product.inputs if value is not None]
+        computed = [maker for maker in makers if maker is not None and maker.op_type != "Constant"]
+        if len(computed) != 1:
+            return
+        (product,) = computed
     count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
     count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)  # an initializer is an input's default
     constants = {}
@@ -376,16 +383,16 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
+    shared = getattr(config, "num_key_value_heads", heads) != heads
     try:
-        if getattr(config, "num_key_value_heads", heads) == heads:
-            model.set_attn_implementation("eager")
-        else:
-            AttentionInterface.register(_GROUPED, _grouped_attention)
-            AttentionMaskInterface.register(_GROUPED, eager_mask)
-            model.set_attn_implementation(_GROUPED)
+        if shared:
+            ALL_ATTENTION_FUNCTIONS["eager"] = _grouped_attention
+        model.set_attn_implementation("eager")
         yield
     finally:
         model.set_attn_implementation(before)
+        if shared:
+            del ALL_ATTENTION_FUNCTIONS["eager"]
 
 
 def _grouped_attention(
@@ -394,15 +401,15 @@ def _grouped_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float,
+    scaling: float | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers' eager attention gives, with no key or value repeated for each head that shares it.
+    """What a model's own eager attention gives, with no key or value repeated for each head that shares it.
 
     Queries `(batch, heads, tokens, size)` of heads with one key head are taken as more tokens of one head.
     """
-    if any(others.get(name) is not None for name in _ATTENTION_OF_THEIR_OWN):
+    if scaling is None or any(others.get(name) is not None for name in _ATTENTION_OF_THEIR_OWN):
         eager: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
             type(module).__module__
         ].eager_attention_forward
@@ -412,7 +419,7 @@ def _grouped_attention(
     scores = ((query.reshape(as_rows) @ key.mT) * scaling).reshape(rows, heads, tokens, -1)
     shares = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
     found = (shares.reshape(as_rows) @ value).reshape(rows, heads, tokens, -1)
-    return found.transpose(1, 2), None
+    return found.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
@@ -470,16 +477,17 @@ def _compare(
 def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
     """What a `runner` answers that has a cache: of half of the tokens, and then of the others behind these.
 
-    The last token's logits are those that it gives of all tokens at once, asked for one.
+    The last token's logits are those that it gives where it is asked for one.
     """
-    half = inputs["input_ids"].shape[1] // 2
-    last = answer({**inputs, KEPT: torch.tensor(1)})["logits"]
+    length = inputs["input_ids"].shape[1]
+    half, one = length // 2, {KEPT: torch.tensor(1)}
     if not half:
-        return {"logits": last}
+        return {"logits": answer({**inputs, **one})["logits"]}
     first = answer({name: values[:, :half] for name, values in inputs.items()})
     others = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
-    then = answer(others | cache_of(first))
-    return {"logits": torch.cat([first["logits"], then["logits"][:, :-1], last], 1)}
+    others |= cache_of(first)
+    then, last = answer(others)["logits"], answer({**others, **one})["logits"]
+    return {"logits": torch.cat([first["logits"], then[:, :-1], last[:, -1:]], 1)}
 
 
 def _session(file: Path, threads: int) -> Any:

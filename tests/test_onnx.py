@@ -273,7 +273,7 @@ def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_decoder_does_not_repeat_what_heads_share(architecture: str, tmp_path: Path) -> None:
+def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(architecture: str, tmp_path: Path) -> None:
     """Else keys and values of the whole past are copied for each query head, with each token."""
     file, copies = tmp_path / "model.onnx", {}
     for heads in (2, 4):
@@ -291,7 +291,7 @@ def test_a_decoder_does_not_repeat_what_heads_share(architecture: str, tmp_path:
         )
         export(AutoModelForCausalLM.from_config(config), tiny.words(), file)
         copies[heads] = sum(node.op_type == "Expand" for node in onnx.load(file).graph.node)
-    assert (copies[2] == copies[4]) == (architecture != "gemma2")  # which bounds scores in its own way
+    assert (copies[2] == copies[4]) == (architecture != "gemma2")
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])

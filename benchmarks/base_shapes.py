@@ -1,0 +1,158 @@
+"""What evidence and decompositions cost on BERT-base's shapes, beside what a first implementation would do.
+
+    python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
+
+Evidence of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers nothing (gradients
+of weights included, as in training). `naive`: hooks that add XᵀX, DᵀD and each sample's squared gradient by themselves.
+Decompositions beside a whitening of both sides by Cholesky with an SVD of what is whitened, and the plain SVD.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
+
+from eckart.evidence import EVIDENCE_KINDS, EvidenceKind, collect
+from eckart.losses import Batch
+from eckart.svd import decompose, spectrum, weighted_loss
+from eckart.targets import Target, find_targets
+from eckart.weighting import ErrorNorm
+
+ROWS, TOKENS, LAYERS, RUNS = 16, 128, 4, 5
+"""Four layers of twelve: what each costs is the same."""
+
+KFAC: tuple[EvidenceKind, ...] = ("inputs", "output_gradients")
+SHAPES = ((768, 768), (768, 3072))
+
+
+def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
+    """Of each job, in rounds in which each runs once; the first round warms up."""
+    taken: list[list[float]] = [[] for _ in jobs]
+    for _ in range(1 + RUNS):
+        for job, times in zip(jobs, taken, strict=True):
+            began = time.perf_counter()
+            job()
+            times.append(time.perf_counter() - began)
+    return [times[1:] for times in taken]
+
+
+def trained(model: PreTrainedModel, batch: Batch) -> None:
+    model(**batch).loss.backward()
+    model.zero_grad()
+
+
+def naively(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], squares: bool) -> None:
+    """The same sums by hooks, as whole products and one gradient of a sample after the other."""
+    sums: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = sums[name] + value if name in sums else value
+
+    def before(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs[name] = given[0].detach()
+            flat = inputs[name].flatten(0, -2)
+            add(f"{name}.inputs", flat.T @ flat)
+
+        return hook
+
+    def after(name: str) -> Callable[[nn.Module, object, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, __: object, deltas: tuple[Tensor, ...]) -> None:
+            flat = deltas[0].flatten(0, -2)
+            add(f"{name}.gradients", flat.T @ flat)
+            if squares:
+                for x, delta in zip(inputs[name], deltas[0], strict=False):
+                    add(f"{name}.fisher", (delta.mT @ x).square())
+
+        return hook
+
+    model.requires_grad_(False)
+    model.get_input_embeddings().requires_grad_(True)
+    hooks = []
+    for target in targets:
+        module = model.get_submodule(target.name)
+        hooks.append(module.register_forward_pre_hook(before(target.name)))
+        hooks.append(module.register_full_backward_hook(after(target.name)))
+    model(**batch).loss.backward()
+    for one in hooks:
+        one.remove()
+    model.zero_grad()
+    model.requires_grad_(True)
+
+
+def evidence() -> None:
+    config = BertConfig(num_hidden_layers=LAYERS, vocab_size=1000)
+    model = BertForSequenceClassification(config).eval()
+    words = torch.randint(1000, (ROWS, TOKENS))
+    batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(ROWS) % 2}
+    targets = find_targets(model, batch, include=["*.encoder.*"]).targets
+    jobs: dict[str, Callable[[], object]] = {
+        "forward and backward": lambda: trained(model, batch),
+        "what kfac reads": lambda: collect(model, [batch], targets, KFAC),
+        "what kfac reads, naive": lambda: naively(model, batch, targets, squares=False),
+        "all kinds": lambda: collect(model, [batch], targets, EVIDENCE_KINDS),
+        "inputs, gradients and Fisher, naive": lambda: naively(model, batch, targets, squares=True),
+    }
+    base, *others = seconds(*jobs.values())
+    print("| evidence | × forward and backward | fastest to slowest |\n|---|---|---|")
+    for name, times in zip(list(jobs)[1:], others, strict=True):
+        ratios = sorted(one / two for one, two in zip(times, base, strict=True))
+        print(f"| {name} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |")
+
+
+def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
+    """The best of a rank by Cholesky roots of both sides and an SVD between them."""
+    assert norm.left is not None
+    assert norm.right is not None
+    outer, inner = torch.linalg.cholesky(norm.left), torch.linalg.cholesky(norm.right)
+    u, s, v = torch.linalg.svd(outer.T @ weight @ inner, full_matrices=False)
+    left = torch.linalg.solve_triangular(outer.T, u * s, upper=True)
+    right = torch.linalg.solve_triangular(inner, v, upper=False, left=False)
+    return lambda rank: left[:, :rank] @ right[:rank]
+
+
+def moments(size: int) -> Tensor:
+    """Second moments of features of very different sizes that depend on each other."""
+    values = torch.randn(4 * size, size, dtype=torch.float64) @ torch.randn(size, size, dtype=torch.float64)
+    values *= torch.rand(size, dtype=torch.float64) ** 3 + 1e-3
+    return values.T @ values / len(values)
+
+
+def decompositions() -> None:
+    print(
+        "\n| map | decompose, ms | spectrum alone | Cholesky and SVD | plain SVD | loss at rank 192, ÷ Cholesky's - 1 |"
+    )
+    print("|---|---|---|---|---|---|")
+    for out, in_ in SHAPES:
+        weight = torch.randn(out, in_, dtype=torch.float64) / in_**0.5
+        norm = ErrorNorm(left=moments(out), right=moments(in_))
+        times = seconds(
+            lambda weight=weight, norm=norm: decompose(weight, norm),
+            lambda weight=weight, norm=norm: spectrum(weight, norm),
+            lambda weight=weight, norm=norm: whitened(weight, norm),
+            lambda weight=weight: torch.linalg.svd(weight, full_matrices=False),
+        )
+        left, right = decompose(weight, norm).truncate(192)
+        lost, theirs = (
+            float(weighted_loss(weight - found, norm)) for found in (left @ right, whitened(weight, norm)(192))
+        )
+        cells = [f"{1e3 * statistics.median(each):.0f}" for each in times]
+        print(f"| {out} × {in_} | {' | '.join(cells)} | {lost / theirs - 1:.1e} |")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    evidence()
+    decompositions()
+    print(f"\n1 thread, {ROWS} rows of {TOKENS} tokens, medians of {RUNS} rounds, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
