@@ -67,7 +67,7 @@ def naively(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], squ
             flat = deltas[0].flatten(0, -2)
             add(f"{name}.gradients", flat.T @ flat)
             if squares:
-                for x, delta in zip(inputs[name], deltas[0], strict=False):
+                for x, delta in zip(inputs[name], deltas[0], strict=True):
                     add(f"{name}.fisher", (delta.mT @ x).square())
 
         return hook

@@ -21,11 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,16 +35,16 @@ SLOW_FUSIONS = ["SkipLayerNormFusion"]
 """What `runner` leaves out of onnxruntime's optimizations: this kernel takes longer than the sum and the norm that it
 replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
 
-_OUTPUTS = ("logits", "start_logits", "end_logits")
 KEPT = "num_logits_to_keep"
 """What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
 
+_OUTPUTS = ("logits", "start_logits", "end_logits")
 _PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is before and after, as optimum calls it
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
 _ATTENTION_OF_THEIR_OWN = ("softcap", "s_aux", "position_bias")  # what some models add to scores: their own code does
-_DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are eight and five nodes before it
+_DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are seven nodes each before it
 
 
 class ExportError(RuntimeError):
@@ -354,16 +350,17 @@ def _ask_how_many_logits(model: Any) -> None:
         (product,) = computed
     count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
     count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)  # an initializer is an input's default
-    constants = {}
-    for name, number in (("one", [1]), ("end", [torch.iinfo(torch.int64).max]), ("shape", [1])):
-        constants[name] = ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor(number, name=f"{KEPT}.{name}"))
+    one, end = (
+        ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor([number], name=f"{KEPT}.{name}"))
+        for name, number in (("one", 1), ("end", torch.iinfo(torch.int64).max))
+    )
     negative = ir.node("Neg", [count])
-    start = ir.node("Reshape", [negative.outputs[0], constants["shape"]])
-    last = ir.node("Slice", [product.inputs[0], start.outputs[0], constants["end"], constants["one"]])
+    start = ir.node("Reshape", [negative.outputs[0], one])
+    last = ir.node("Slice", [product.inputs[0], start.outputs[0], end, one])
     model.graph.insert_before(product, [negative, start, last])
     product.replace_input_with(0, last.outputs[0])
     model.graph.inputs.append(count)
-    for value in (count, *constants.values()):
+    for value in (count, one, end):
         model.graph.register_initializer(value)
     rows, _, classes = logits.shape
     logits.shape = ir.Shape([rows, "kept", classes])
@@ -479,8 +476,7 @@ def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> di
 
     The last token's logits are those that it gives where it is asked for one.
     """
-    length = inputs["input_ids"].shape[1]
-    half, one = length // 2, {KEPT: torch.tensor(1)}
+    half, one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
     if not half:
         return {"logits": answer({**inputs, **one})["logits"]}
     first = answer({name: values[:, :half] for name, values in inputs.items()})

@@ -21,7 +21,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertForQuestionAnswering,
     BertForTokenClassification,
+    FalconConfig,
     GPT2LMHeadModel,
+    JetMoeConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -270,6 +272,45 @@ def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path
     whole = answer(inputs)["logits"]
     for asked, given in ((0, 9), (1, 1), (4, 4), (9, 9)):
         torch.testing.assert_close(answer({**inputs, KEPT: torch.tensor(asked)})["logits"], whole[:, 9 - given :])
+
+
+_DECODERS = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": tiny.VOCABULARY, "pad_token_id": tiny.PAD}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FalconConfig(**_DECODERS, num_attention_heads=4, multi_query=True, alibi=False),
+        JetMoeConfig(
+            **_DECODERS,
+            num_key_value_heads=2,
+            kv_channels=4,
+            intermediate_size=24,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            max_position_embeddings=64,
+        ),
+    ],
+    ids=["torch's attention alone", "views of what attention gives"],
+)
+def test_a_decoder_whose_attention_is_not_as_others_is_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
+    export(AutoModelForCausalLM.from_config(config), tiny.words(), tmp_path / "model.onnx")
+
+
+def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) -> None:
+    """Factors and rows beside them: the file answers as torch does, and is not asked how many."""
+    model, file = language(), tmp_path / "model.onnx"
+    model.config.tie_word_embeddings = False
+    weight = model.lm_head.weight.detach().clone()
+    model.lm_head.weight = nn.Parameter(weight)
+    left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(2))
+    layer = factorize_target(model, "lm_head", left, right, weight - left @ right)
+    assert layer.residual is not None
+    assert layer.rows is not None
+    layer.rows, layer.residual = layer.rows[::3], nn.Parameter(layer.residual.detach()[::3])
+    export(model, tiny.words(), file)
+    inputs = batch(3, 9)
+    assert runner(file)({**inputs, KEPT: torch.tensor(1)})["logits"].shape[1] == 9
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
