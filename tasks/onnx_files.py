@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -21,9 +21,10 @@ from tasks.records import ExportedFile, Exports, Runtime
 from tasks.scoring import score_on, write_rows
 from tasks.stage import StageError, output, quiet
 
-_ROWS = 256  # of the test split, at most
+_ROWS = 256  # of a split, at most
 _BATCH = 32  # rows
 _BLOCKS = 8  # of a language model instead, one at a time: each of its tokens has logits of the whole vocabulary
+_CALIBRATED = 16  # blocks of a language model by which activations are smoothed
 
 
 def export_and_score(name: str, folder: Path) -> None:
@@ -39,8 +40,9 @@ def export_and_score(name: str, folder: Path) -> None:
     rows: dict[str, pd.DataFrame] = {}
     with output(ONNX / name) as out:
         try:
-            onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _test_rows(model, tokenizer))
-            onnx.quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"])
+            onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _rows("test", model, tokenizer))
+            calibration = _rows("calibration", model, tokenizer)
+            onnx.quantize(out / ONNX_FILES["onnx"], out / ONNX_FILES["int8"], calibration)
             for runtime, file in ONNX_FILES.items():
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
@@ -74,9 +76,11 @@ def to_onnx(name: str, file: Path, int8: bool = False) -> str:
         raise StageError(f"{folder} cannot be loaded: {error}") from error
     if type(model).__name__ not in (model.config.architectures or ()):
         raise StageError(f"{folder} has no head that makes it a {type(model).__name__}: train it first")
-    rows = _test_rows(model, tokenizer) if folder.parent == FINETUNED else ()
+    test, calibration = (
+        _rows(split, model, tokenizer) if folder.parent == FINETUNED else () for split in ("test", "calibration")
+    )
     try:
-        made = onnx.export(model, tokenizer, file, rows, int8)
+        made = onnx.export(model, tokenizer, file, test, int8, calibration)
     except onnx.ExportError as error:
         raise StageError(str(error)) from error
     except OSError as error:
@@ -113,10 +117,14 @@ def folder_of(name: str) -> Path:
     raise StageError(f"{name} is no candidate and no Hugging Face folder: {known}")
 
 
-def _test_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[Batch]:
-    if (SPLITS / "test.parquet").exists():
-        task, data = load_task(), encoded("test", tokenizer)
-        rows, size = (_BLOCKS, 1) if task.kind == "language_modeling" else (_ROWS, _BATCH)
+def _rows(
+    split: Literal["test", "calibration"], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Batch]:
+    """Some of a split, where it is there, as a graph may be asked."""
+    if (SPLITS / f"{split}.parquet").exists():
+        task, data = load_task(), encoded(split, tokenizer)
+        blocks = _BLOCKS if split == "test" else _CALIBRATED
+        rows, size = (blocks, 1) if task.kind == "language_modeling" else (_ROWS, _BATCH)
         yield from batches(
             data.select(range(min(rows, len(data)))), kind_of(task).collate(tokenizer, model), size, "cpu"
         )

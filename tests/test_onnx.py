@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pandas as pd
 import pytest
@@ -32,22 +33,13 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-import eckart.onnx
+import eckart.onnx.exporting
 from eckart.hub import save
-from eckart.layers import PivotedLinear, factorize_target
+from eckart.layers import PivotedLinear, factorize_target, low_rank_layers
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.onnx import (
-    KEPT,
-    TOLERANCE,
-    ExportError,
-    _compared,
-    _difference,
-    _put,
-    answer_by,
-    cache_of,
-    export,
-    runner,
-)
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
+from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _put
+from eckart.onnx.smoothing import _activations, _maxima, smooth
 from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
@@ -158,6 +150,46 @@ def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
     assert made.difference < 0.1 * float(expected.abs().max())
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_much_larger(
+    family: str, embeddings: bool, tmp_path: Path
+) -> None:
+    """Of what products read some channels are large, and of components some are made a thousand times as large."""
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    if embeddings:
+        (name,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
+        left, right = (
+            part.float() for part in decompose(weight_of(model.get_input_embeddings()), ErrorNorm()).truncate(5)
+        )
+        factorize_target(model, name, left, right)
+    with torch.no_grad():
+        for layer in low_rank_layers(model).values():
+            layer.right[0] *= 1000
+            layer.left[:, 0] /= 1000
+    file, even = tmp_path / "model.onnx", tmp_path / "smooth.onnx"
+    export(model, tiny.words(), file)
+    rows = [batch(8, 16)]
+    smooth(file, even, rows)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        torch.testing.assert_close(answers(even, **inputs), answers(file, **inputs), rtol=1e-4, atol=1e-5)
+    assert [node.op_type for node in onnx.load(even).graph.node] == [
+        node.op_type for node in onnx.load(file).graph.node
+    ]
+    large, even_ones = (spread(each, rows, tmp_path) for each in (file, even))
+    assert len(large) >= len(low_rank_layers(model))
+    assert max(even_ones.values()) < 100 < max(large.values())
+
+
+def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path) -> dict[str, float]:
+    """Of each activation that can be smoothed the largest channel ÷ the median one."""
+    activations = _activations(onnx_ir.load(file).graph)
+    maxima = _maxima(file, folder / "maxima.onnx", activations, rows)
+    return {name: float(values.max() / values.median()) for name, values in maxima.items()}
+
+
 def test_a_model_can_be_scored_as_onnxruntime_runs_it(tmp_path: Path) -> None:
     model = classifier().eval()
     export(model, tiny_tokenizer(), tmp_path / "model.onnx")
@@ -226,8 +258,9 @@ def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: s
             torch.testing.assert_close(found[real], expected[name][real], rtol=0, atol=1e-5)
 
 
-def gpt2_that_writes() -> PreTrainedModel:
+def gpt2_that_writes(vocabulary: int = tiny.VOCABULARY) -> PreTrainedModel:
     config = tiny.gpt2().config
+    config.vocab_size = vocabulary
     config.use_cache = False  # as training leaves it
     return shallow(GPT2LMHeadModel, config)
 
@@ -349,22 +382,25 @@ def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
 
 
 def test_a_head_with_an_embeddings_weight_is_in_the_file_once_and_multiplies_in_int8(tmp_path: Path) -> None:
-    """Else the whole weight became float32 with each token: only what is read of it does."""
-    model, file = gpt2_that_writes(), tmp_path / "int8.onnx"
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    """Else the whole weight became float32 with each token. What is smaller than this is in a graph transposed, too."""
+    model, file = gpt2_that_writes(vocabulary=20_000), tmp_path / "int8.onnx"
+    table = model.get_input_embeddings().weight
+    assert table is model.get_output_embeddings().weight
     export(model, tiny.words(), file, int8=True)
-    nodes = onnx.load(file).graph.node
-    makers = {name: node.op_type for node in nodes for name in node.output}
-    exact = [makers[node.input[0]] for node in nodes if node.op_type == "DequantizeLinear"]
-    assert set(exact) == {"Gather"}
-    assert makers["logits"] == "Mul"
-    assert numbers(file) < model.get_input_embeddings().weight.numel()
+    graph = onnx.load(file).graph
+    of_integers = [list(part.dims) for part in graph.initializer if part.data_type == onnx.TensorProto.INT8]
+    assert of_integers.count(list(table.shape)) == 1
+    assert list(table.shape)[::-1] not in of_integers
+    makers = {name: node for node in graph.node for name in node.output}
+    assert not any(node.op_type == "DequantizeLinear" for node in graph.node)
+    assert makers["logits"].op_type == "Mul"
+    assert numbers(file) < table.numel()
 
 
 def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = eckart.onnx._cached
+    right = eckart.onnx.exporting._cached
     monkeypatch.setattr(
-        "eckart.onnx._cached", lambda *of: {name: values.flip(3) for name, values in right(*of).items()}
+        "eckart.onnx.exporting._cached", lambda *of: {name: values.flip(3) for name, values in right(*of).items()}
     )
     with pytest.raises(ExportError, match=r"model\.onnx"):
         export(language(), tiny.words(), tmp_path / "model.onnx")
@@ -448,9 +484,9 @@ def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, mon
     file, model = tmp_path / "model.onnx", classifier()
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
-    right = eckart.onnx._Logits.forward
+    right = eckart.onnx.exporting._Logits.forward
     monkeypatch.setattr(
-        eckart.onnx._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
+        eckart.onnx.exporting._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
     )
     with pytest.raises(ExportError, match=r"model\.onnx"):
         export(model, tiny_tokenizer(), file)
@@ -461,7 +497,7 @@ def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, mon
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
         export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
-    monkeypatch.setattr("eckart.onnx.find_spec", lambda name: name != "onnxscript")
+    monkeypatch.setattr("eckart.onnx.exporting.find_spec", lambda name: name != "onnxscript")
     with pytest.raises(ExportError, match=r"\bonnxscript\b.* pip install 'eckart\[onnx\]'"):
         export(classifier(), tiny_tokenizer(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())

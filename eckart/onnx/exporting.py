@@ -6,16 +6,12 @@ A low-rank layer stays two products, so the file has the parameters of factors o
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +19,31 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eckart.losses import Batch
+from eckart.onnx.int8 import quantize
+from eckart.onnx.running import (
+    KEPT,
+    OUTPUTS,
+    PAST,
+    PRESENT,
+    ExportError,
+    cache_of,
+    explained,
+    quiet,
+    runner,
+    weights_of,
+)
 
 TOLERANCE = 1e-4
 """Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""
 
-SLOW_FUSIONS = ["SkipLayerNormFusion"]
-"""What `runner` leaves out of onnxruntime's optimizations: this kernel takes longer than the sum and the norm that it
-replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
-
-KEPT = "num_logits_to_keep"
-"""What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
-
-_OUTPUTS = ("logits", "start_logits", "end_logits")
-_PAST, _PRESENT = "past_key_values.", "present."  # what a decoder's cache is before and after, as optimum calls it
 _TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of the rows that are made up
 _ATTENTION_OF_THEIR_OWN = ("softcap", "s_aux", "position_bias")  # what some models add to scores: their own code does
 _DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are seven nodes each before it
-
-
-class ExportError(RuntimeError):
-    """There is no ONNX file, or the one before; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,7 @@ def export(
     file: Path | str,
     batches: Iterable[Batch] = (),
     int8: bool = False,
+    calibration: Iterable[Batch] = (),
 ) -> Exported:
     """Write `model` as ONNX, from the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
 
@@ -90,6 +86,7 @@ def export(
         model: in float32, with a head that gives logits.
         batches: more inputs to compare on, each `(batch, tokens)`; names that are no input are ignored.
         int8: write what `quantize` makes of it, whose answers may differ.
+        calibration: rows that this is to be done by, like those that will come; none: texts that are made up.
 
     Raises:
         ExportError: a package is missing, the model cannot be exported, or the answers differ.
@@ -116,112 +113,11 @@ def export(
         if int8:
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
-            quantize(exact, written)
+            quantize(exact, written, list(calibration) or [first, *others])
             rows, difference = _compare(model, written, sample, compared, same=False)
         size = sum(part.stat().st_size for part in written.parent.iterdir())
         _put(written, file)
     return Exported(parameters, size, rows, difference)
-
-
-def quantize(file: Path, quantized: Path) -> None:
-    """Write what `export` wrote with weights in int8: of maps with a scale for each output, of embeddings with one.
-
-    Activations stay float32 between the maps and are rounded where one reads them, by the range that they have there.
-    Weights take seven of the eight bits: processors without VNNI sum two products in 16 bits, and what overflows there
-    is cut off. A dense model hardly notices; one in factors, whose first component is large, answers at chance.
-
-    Raises:
-        ExportError: onnxruntime cannot do it.
-    """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    with _explained("cannot quantize what torch exported"), _quiet():
-        quantize_dynamic(
-            file,
-            quantized,
-            per_channel=True,
-            reduce_range=True,
-            weight_type=QuantType.QInt8,
-            use_external_data_format=_weights_of(file).exists(),
-        )
-        _round_tied_heads(quantized)
-
-
-def _round_tied_heads(file: Path) -> None:
-    """Have a head with an embedding's weight multiply in int8: else that becomes float32 anew with each token."""
-    import onnx
-    from onnx.helper import make_node
-
-    model = onnx.load(str(file), load_external_data=False)
-    nodes = model.graph.node
-    made_by = {name: node for node in nodes for name in node.output}
-    for product in [node for node in nodes if node.op_type == "MatMul"]:
-        exact = made_by.get(product.input[1])
-        if exact is None or exact.op_type != "DequantizeLinear" or exact.input[0] not in made_by:
-            continue
-        weight, scale, zero = exact.input
-        (read, _), (written,) = product.input, product.output
-        rounded, steps, middle, sums, exact_sums, both = (f"{written}_{number}" for number in range(6))
-        for node in (
-            make_node("DynamicQuantizeLinear", [read], [rounded, steps, middle]),
-            make_node("MatMulInteger", [rounded, weight, middle, zero], [sums]),
-            make_node("Cast", [sums], [exact_sums], to=onnx.TensorProto.FLOAT),
-            make_node("Mul", [steps, scale], [both]),
-            make_node("Mul", [exact_sums, both], [written]),
-        ):
-            nodes.insert(list(nodes).index(product), node)
-        nodes.remove(product)
-        nodes.remove(exact)
-    onnx.save(model, str(file))
-
-
-def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
-    """What answers inputs as onnxruntime runs `file` on the CPU; where a cache is not given, none is taken to be there.
-
-    Args:
-        threads: of a product; 0: as many as there are cores.
-
-    Raises:
-        ExportError: onnxruntime cannot run it.
-    """
-    session = _session(file, threads)
-    shapes = {value.name: value.shape for value in session.get_inputs()}
-    options = [value.name for value in session.get_overridable_initializers()]
-    outputs = [value.name for value in session.get_outputs()]
-
-    def answer(inputs: Batch) -> dict[str, Tensor]:
-        rows = len(inputs["input_ids"])
-        given = {
-            name: _no_past(rows, shape) if name.startswith(_PAST) and name not in inputs else inputs[name]
-            for name, shape in shapes.items()
-        }
-        given |= {name: inputs[name] for name in options if name in inputs}
-        found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
-        return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
-
-    return answer
-
-
-def _no_past(rows: int, shape: Sequence[Any]) -> Tensor:
-    """Keys or values of no tokens, for an input `(batch, heads, past, size)`."""
-    _, heads, _, size = shape
-    return torch.zeros(rows, heads, 0, size)
-
-
-def cache_of(found: Batch) -> dict[str, Tensor]:
-    """The cache that a `runner` of a causal language model answered, as inputs of the tokens that come next."""
-    return {name.replace(_PRESENT, _PAST, 1): values for name, values in found.items() if name.startswith(_PRESENT)}
-
-
-def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
-    """Have `model` give the logits of a `runner`: so it can be scored, but not trained."""
-
-    @wraps(model.forward)
-    def forward(**inputs: Any) -> ModelOutput:
-        logits = {name: values.to(model.device) for name, values in answer(inputs).items() if name in _OUTPUTS}
-        return ModelOutput({"loss": torch.zeros(()), **logits})  # a loss, since the Trainer asks for one
-
-    model.forward = forward
 
 
 class _Logits(nn.Module):
@@ -237,16 +133,16 @@ class _Logits(nn.Module):
 
 
 def _answers(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Those of _OUTPUTS that the model has and, where the inputs hold a cache, what it is then."""
-    past = [values for name, values in inputs.items() if name.startswith(_PAST)]
-    given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(_PAST)}
+    """Those of OUTPUTS that the model has and, where the inputs hold a cache, what it is then."""
+    past = [values for name, values in inputs.items() if name.startswith(PAST)]
+    given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(PAST)}
     if _counts_positions(model, given):  # from where each row's text begins, as `generate` does
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
     outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
-    found = {name: outputs[name] for name in _OUTPUTS if name in outputs}
-    return found | (_cached(cache, _PRESENT) if cache else {})
+    found = {name: outputs[name] for name in OUTPUTS if name in outputs}
+    return found | (_cached(cache, PRESENT) if cache else {})
 
 
 def _counts_positions(model: PreTrainedModel, inputs: Batch) -> bool:
@@ -271,7 +167,7 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
         cache = model(**inputs, use_cache=True).past_key_values  # training leaves it off in the config
     if not isinstance(cache, DynamicCache) or not all(type(layer) is DynamicLayer for layer in cache.layers):
         return dict(inputs)
-    past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, _PAST).items()}
+    past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, PAST).items()}
     mask = inputs["attention_mask"]
     seen = mask.new_ones(len(mask), next(iter(past.values())).shape[2])
     return {**inputs, "attention_mask": torch.cat([seen, mask], 1), **past}
@@ -297,7 +193,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         outputs = list(_answers(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with _quiet(), _plain_attention(model), torch.no_grad():  # what follows a backward pass takes longer
+    with quiet(), _plain_attention(model), torch.no_grad():  # what follows a backward pass takes longer
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),
@@ -329,7 +225,7 @@ def _is_plain(model: PreTrainedModel) -> bool:
 
 
 def _has_cache(inputs: Batch) -> bool:
-    return any(name.startswith(_PAST) for name in inputs)
+    return any(name.startswith(PAST) for name in inputs)
 
 
 def _ask_how_many_logits(model: Any) -> None:
@@ -368,9 +264,9 @@ def _ask_how_many_logits(model: Any) -> None:
 
 def _sides(name: str, sample: Batch) -> dict[int, str]:
     """Those of an input that are of any size."""
-    if name.startswith(_PAST):
+    if name.startswith(PAST):
         return {0: "batch", 2: "past"}
-    cached = any(other.startswith(_PAST) for other in sample)
+    cached = any(other.startswith(PAST) for other in sample)
     return {0: "batch", 1: "past_and_tokens" if cached and name == "attention_mask" else "tokens"}
 
 
@@ -419,21 +315,6 @@ def _grouped_attention(
     return found.transpose(1, 2).contiguous(), None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Exporter and quantizer warn of what is no concern of their user, and print what could not be traced."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "torch.fx"))}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
-
-
 def _strip(model: Any) -> None:
     """Take out what the exporter notes of its work: stack traces with paths of this machine, larger than the graph.
 
@@ -453,14 +334,14 @@ def _compare(
     model: PreTrainedModel, file: Path, sample: Batch, batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
     """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
-    names = [name for name in sample if not name.startswith(_PAST)]
+    names = [name for name in sample if not name.startswith(PAST)]
     answer = runner(file, torch.get_num_threads())
     rows, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
             expected = _answers(model, inputs)
-        with _explained():
+        with explained():
             found = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
         for name, wanted in expected.items():
             pair = _compared(name, wanted.cpu(), found[name], inputs)
@@ -484,27 +365,6 @@ def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> di
     others |= cache_of(first)
     then, last = answer(others)["logits"], answer({**others, **one})["logits"]
     return {"logits": torch.cat([first["logits"], then[:, :-1], last[:, -1:]], 1)}
-
-
-def _session(file: Path, threads: int) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on the time of what runs next
-    with _explained():
-        return onnxruntime.InferenceSession(
-            str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
-        )
-
-
-@contextmanager
-def _explained(what: str = "cannot run what torch exported") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # onnxruntime's errors have no class in common
-        raise ExportError(f"onnxruntime {what}: {error}") from error
 
 
 def _compared(name: str, expected: Tensor, found: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
@@ -534,15 +394,10 @@ def _put(written: Path, file: Path) -> None:
 
     Two files cannot be replaced at once: in between there is none, rather than one with the weights of another.
     """
-    weights, old = _weights_of(written), _weights_of(file)
+    weights, old = weights_of(written), weights_of(file)
     if weights.exists() or old.exists():
         file.unlink(missing_ok=True)
         old.unlink(missing_ok=True)
     if weights.exists():
         weights.replace(old)
     written.replace(file)
-
-
-def _weights_of(file: Path) -> Path:
-    """Where the weights of a file are that is too large to hold them."""
-    return file.with_name(f"{file.name}.data")

@@ -1,0 +1,127 @@
+"""A graph of ONNX as onnxruntime runs it on the CPU: by itself, with its cache, or in a model's place."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from functools import wraps
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.losses import Batch
+
+KEPT = "num_logits_to_keep"
+"""What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
+
+OUTPUTS = ("logits", "start_logits", "end_logits")
+"""What a head answers."""
+
+PAST, PRESENT = "past_key_values.", "present."
+"""How names begin of what a decoder's cache is before and after, as optimum calls it."""
+
+SLOW_FUSIONS = ["SkipLayerNormFusion"]
+"""What `runner` leaves out of onnxruntime's optimizations: this kernel takes longer than the sum and the norm that it
+replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
+
+
+class ExportError(RuntimeError):
+    """There is no ONNX file, or the one before; the message says why."""
+
+
+def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
+    """What answers inputs as onnxruntime runs `file` on the CPU; where a cache is not given, none is taken to be there.
+
+    Args:
+        threads: of a product; 0: as many as there are cores.
+
+    Raises:
+        ExportError: onnxruntime cannot run it.
+    """
+    session = _session(file, threads)
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    options = [value.name for value in session.get_overridable_initializers()]
+    outputs = [value.name for value in session.get_outputs()]
+
+    def answer(inputs: Batch) -> dict[str, Tensor]:
+        rows = len(inputs["input_ids"])
+        given = {
+            name: _no_past(rows, shape) if name.startswith(PAST) and name not in inputs else inputs[name]
+            for name, shape in shapes.items()
+        }
+        given |= {name: inputs[name] for name in options if name in inputs}
+        found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
+        return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
+
+    return answer
+
+
+def _session(file: Path, threads: int) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on the time of what runs next
+    with explained():
+        return onnxruntime.InferenceSession(
+            str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
+        )
+
+
+def _no_past(rows: int, shape: Sequence[Any]) -> Tensor:
+    """Keys or values of no tokens, for an input `(batch, heads, past, size)`."""
+    _, heads, _, size = shape
+    return torch.zeros(rows, heads, 0, size)
+
+
+def cache_of(found: Batch) -> dict[str, Tensor]:
+    """The cache that a `runner` of a causal language model answered, as inputs of the tokens that come next."""
+    return {name.replace(PRESENT, PAST, 1): values for name, values in found.items() if name.startswith(PRESENT)}
+
+
+def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
+    """Have `model` give the logits of a `runner`: so it can be scored, but not trained."""
+
+    @wraps(model.forward)
+    def forward(**inputs: Any) -> ModelOutput:
+        logits = {name: values.to(model.device) for name, values in answer(inputs).items() if name in OUTPUTS}
+        return ModelOutput({"loss": torch.zeros(()), **logits})  # a loss, since the Trainer asks for one
+
+    model.forward = forward
+
+
+@contextmanager
+def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
+    """What onnxruntime raises, as an ExportError."""
+    try:
+        yield
+    except Exception as error:  # they have no class in common
+        raise ExportError(f"onnxruntime {what}: {error}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Exporter and quantizer warn of what is no concern of their user, and print what could not be traced."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "torch.fx"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+def weights_of(file: Path) -> Path:
+    """Where the weights of a file are that is too large to hold them."""
+    return file.with_name(f"{file.name}.data")
