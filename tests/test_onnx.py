@@ -150,6 +150,14 @@ def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
     assert made.difference < 0.1 * float(expected.abs().max())
 
 
+def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_path: Path) -> None:
+    """A dense BERT's are read by sums, too, or come out of a GELU."""
+    model, file = tiny.bert().eval(), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    smooth(file, tmp_path / "smooth.onnx", [batch(8, 16)])
+    torch.testing.assert_close(answers(tmp_path / "smooth.onnx", **batch(3, 9)), answers(file, **batch(3, 9)))
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("embeddings", [False, True])
 def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_much_larger(

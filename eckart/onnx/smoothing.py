@@ -81,7 +81,7 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
 
     model = ir.load(file)
     activations = _activations(model.graph)
-    maxima = _maxima(file, smoothed.with_name("maxima.onnx"), activations, batches)
+    maxima = _maxima(file, smoothed.with_name("maxima.onnx"), activations, batches) if activations else {}
     for activation in activations if maxima else ():
         weights = torch.stack([weight.read().abs().flatten(0, -2).amax(0) for weight in activation.read_by]).amax(0)
         values = maxima[f"{_MAXIMUM}{activation.value.name}"]
