@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from eckart.targets import Product, Storage, Target
+from eckart.targets import Storage, Target
 
 Rank = int | None
 """The rank of a target, or None where it stays dense."""
@@ -21,9 +21,12 @@ class NoRank(ValueError):
 
 
 def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
-    """`targets` as a recipe of this storage counts them. A product has no factors: its maps lose rows in any case."""
+    """`targets` as a recipe of this storage counts them.
+
+    A product has no factors: its maps lose rows in any case. What an embedding and its head share stays factors.
+    """
     return tuple(
-        target if isinstance(target, Product) else target.model_copy(update={"storage": storage}) for target in targets
+        target if len(target.maps) > 1 else target.model_copy(update={"storage": storage}) for target in targets
     )
 
 

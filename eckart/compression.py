@@ -158,6 +158,7 @@ def compress(
     include: str | Sequence[str] = ("*",),
     exclude: str | Sequence[str] = (),
     embeddings: bool = False,
+    tied: bool = False,
     loss: Loss | None = None,
     seed: int = 0,
 ) -> Compressed:
@@ -178,6 +179,7 @@ def compress(
         score: model, in eval mode → how good it is on rows that are not the test's; more is better.
         include, exclude: shell patterns over names of linear maps, such as `*.attention.*`.
         embeddings: whether embeddings are targets, too.
+        tied: whether an embedding and the head that has its weight are one, too.
         loss: model, batch → the sum over the batch's samples of each sample's loss; None: by the model's head.
         seed: of what a search of ranks draws.
 
@@ -201,7 +203,9 @@ def compress(
             "class for a task, such as AutoModelForSequenceClassification, or take the recipe drone"
         )
     data = checked(model, batches, need)
-    found = find_targets(model, _first_row(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings)
+    found = find_targets(
+        model, _first_row(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
+    )
     targets = stored(found.targets, wanted.storage)
     objective = _objective(model, loss)
     evidence = _evidence(model, data, targets, wanted, objective.loss)

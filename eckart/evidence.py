@@ -50,7 +50,7 @@ The kinds, with the key and the shape of each::
     tokens            Target.input_of            ()         mean tokens per sample, gathered with inputs
     input_sums        Target.input_of            (in,)      (1/N) Σ of the inputs of a Product, gathered with inputs
     dense_inputs      Target.input_of            (in, in)   of a walk beside the dense model; of no embedding
-    output_gradients  Target.name                (out, out)
+    output_gradients  Target.name                (out, out)  (out,) for a head over a vocabulary: its diagonal, no more
     fisher, taylor    Target.name + ".input"     (in,)      summed over outputs
                       Target.name + ".output"    (out,)     summed over inputs
     movement          Target.name + ".output"    (out,)     from shaping (eckart/shaping/), not from this pass
@@ -268,7 +268,8 @@ class Collector:
     def _backward(self, target: Target, call: int, x: Tensor | None, real: Tensor | None, gradient: Tensor) -> None:
         delta = self._samples(gradient.detach(), real)
         if "output_gradients" in self.kinds:
-            self._add("output_gradients", target.name, gram(delta.flatten(0, 1)))
+            flat = delta.flatten(0, 1)
+            self._add("output_gradients", target.name, flat.square().sum(0) if target.of_vocabulary else gram(flat))
         if x is None:
             return
         if target.repeated:
@@ -352,8 +353,8 @@ class Collector:
             some = next(module.parameters())
             like = torch.empty(0, device="cpu" if some.is_meta else some.device, dtype=_summed(some))
             if "output_gradients" in self.kinds:
-                square = like.new_zeros(target.out_features, target.out_features)
-                self.sums["output_gradients"].setdefault(target.name, square)
+                sides = 1 if target.of_vocabulary else 2
+                self.sums["output_gradients"].setdefault(target.name, like.new_zeros([target.out_features] * sides))
             for kind in self.kinds & {"fisher", "taylor"}:
                 self.sums[kind].setdefault(f"{target.name}.input", like.new_zeros(target.in_features))
                 self.sums[kind].setdefault(f"{target.name}.output", like.new_zeros(target.out_features))

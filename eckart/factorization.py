@@ -33,9 +33,9 @@ from eckart.anchoring import DenseModules, anchor_targets
 from eckart.budget import Ranks
 from eckart.decomposition import decompose_target, factorize_product
 from eckart.evidence import Evidence
-from eckart.layers import factorize_target
+from eckart.layers import factorize_target, tie_head
 from eckart.losses import Batch
-from eckart.targets import Product, Target, weight_of
+from eckart.targets import Product, Target, Tied, weight_of
 from eckart.walk import walking
 from eckart.weighting import Weighting
 
@@ -81,6 +81,8 @@ def factorize_at_once(
             continue
         weight = weight_of(model.get_submodule(target.name))
         factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
+        if isinstance(target, Tied):
+            tie_head(model, target.other.name, target.name)
 
 
 def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A compressed model is an ordinary Hugging Face model.
 
-`config.json` carries `{"quant_method": "eckart", "ranks": {…}, "rows": {…}, "heads": {…}, "pivoted": […]}`.
+`config.json` carries `{"quant_method": "eckart", "ranks": {…}, …}`, the arguments of `EckartConfig`.
 transformers then asks the quantizer registered here to swap the modules before it loads the weights, so that after
 `import eckart`::
 
@@ -35,6 +35,8 @@ from eckart.layers import (
     pivoted_like,
     replace,
     residual_rows,
+    tie_head,
+    tied_heads,
 )
 
 NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
@@ -43,8 +45,8 @@ NEEDED = "factorized: install the Python package eckart, and `import eckart` bef
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
-    """The ranks of the factorized maps, the rows of their residuals, the heads of those whose rank is a head's, and the
-    names of those that are pivoted. What has no rank is dense.
+    """The ranks of the factorized maps, the rows of their residuals, the heads of those whose rank is a head's, the
+    names of those that are pivoted, and which heads are in which embeddings' factors. What has no rank is dense.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class EckartConfig(QuantizationConfigMixin):
         rows: dict[str, int] | None = None,
         heads: dict[str, int] | None = None,
         pivoted: list[str] | None = None,
+        tied: dict[str, str] | None = None,
         **_: Any,
     ) -> None:
         self.quant_method = "eckart"  # type: ignore[assignment]
@@ -60,6 +63,7 @@ class EckartConfig(QuantizationConfigMixin):
         self.rows = rows or {}
         self.heads = heads or {}
         self.pivoted = pivoted or []
+        self.tied = tied or {}
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """What takes the place of the dense `module`, unfilled."""
@@ -83,6 +87,9 @@ class EckartQuantizer(HfQuantizer):
         for name in self.quantization_config.ranks:
             if (place := _place(model, name, names)) is not None:
                 replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
+        for head, embedding in self.quantization_config.tied.items():
+            if head in names:
+                tie_head(model, head, _place(model, embedding, names) or embedding)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         return model
@@ -118,7 +125,9 @@ def _place(model: PreTrainedModel, name: str, names: Collection[str]) -> str | N
 def describe(model: PreTrainedModel) -> None:
     """Have the config of `model` say how it is stored, so that `save_pretrained` and `push_to_hub` write all of it."""
     if ranks := factorized(model):
-        model.config.quantization_config = EckartConfig(ranks, residual_rows(model), head_counts(model), pivoted(model))
+        model.config.quantization_config = EckartConfig(
+            ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
+        )
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
 

@@ -152,6 +152,35 @@ class PivotedEmbedding(_OfIds, PivotedLinear):
     """Pivots in place of an embedding."""
 
 
+class TiedHead(nn.Module):
+    """The head with the weight of an embedding, in that one's factors: x `(…, out)` → `(…, rank)` → `(…, in)`.
+
+    The factors are the embedding's parameters and no others, so nothing has to be tied.
+    """
+
+    transposed = False
+
+    def __init__(self, embedding: LowRankEmbedding, bias: bool) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, which hides it from parameters() and state_dict()
+        self.bias = nn.Parameter(embedding.right.new_empty(embedding.right.shape[1])) if bias else None
+
+    @property
+    def embedding(self) -> LowRankEmbedding:
+        return self._embedding[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """As that of a LowRankMap."""
+        out_features, in_features = self.embedding.shape
+        return self.embedding.right.new_empty(in_features, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right, gate = self.embedding.left, self.embedding.right, self.embedding.gate
+        components = linear(x, left.T)
+        return linear(components if gate is None else components * gate, right.T, self.bias)
+
+
 class HeadRows(nn.Module):
     """The first outputs of each head, and zeros at the others.
 
@@ -275,6 +304,20 @@ def factorize_target(
     return layer
 
 
+def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
+    """Replace the head `name` by one in the factors of `embedding`, which has factors already; its bias is kept."""
+    layer = model.get_submodule(embedding)
+    assert isinstance(layer, LowRankEmbedding)
+    bias = getattr(model.get_submodule(name), "bias", None)
+    head = TiedHead(layer, bias is not None)
+    if bias is not None and head.bias is not None and not bias.is_meta:
+        with torch.no_grad():
+            head.bias.copy_(bias)
+    replace(model, name, head)
+    model.config.get_text_config(decoder=True).tie_word_embeddings = False  # of weights there are none
+    return head
+
+
 def present(model: PreTrainedModel, name: str) -> nn.Module:
     """The module `name`, whose weight can be read and replaced.
 
@@ -312,8 +355,22 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
     if bias is not None:
         with torch.no_grad():
             module.get_parameter("bias").copy_(bias)
+    for head, owner in tied_heads(model).items():
+        if owner == name:
+            _untie(model, head, module)
     replace(model, name, module)
     return module
+
+
+def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
+    """Give the head `name` the weight of the dense `embedding`."""
+    weight, bias = embedding.get_parameter("weight"), model.get_submodule(name).bias
+    rows, columns = weight.shape
+    with torch.device("meta"):
+        head = nn.Linear(columns, rows, bias=bias is not None)
+    head.weight, head.bias = weight, bias  # type: ignore[assignment]
+    replace(model, name, head)
+    model.config.get_text_config(decoder=True).tie_word_embeddings = True
 
 
 def _dense(layer: LowRankMap | HeadRows) -> nn.Module:
@@ -344,6 +401,12 @@ def pivoted(model: nn.Module) -> list[str]:
 def head_counts(model: nn.Module) -> dict[str, int]:
     """Name → heads of every map of a factorized product in `model`."""
     return {name: layer.heads for name, layer in model.named_modules() if isinstance(layer, HeadRows)}
+
+
+def tied_heads(model: nn.Module) -> dict[str, str]:
+    """Name of each head in an embedding's factors → name of that embedding."""
+    names = {module: name for name, module in model.named_modules()}
+    return {name: names[head.embedding] for head, name in names.items() if isinstance(head, TiedHead)}
 
 
 def residual_rows(model: nn.Module) -> dict[str, int]:

@@ -62,8 +62,8 @@ class Method(BaseModel):
         return any(training.steps for training in self.trainings.values())
 
     @property
-    def products(self) -> bool:
-        """Whether it knows targets that are a product of two maps (eckart/products.py)."""
+    def pairs(self) -> bool:
+        """Whether it knows targets that are two maps: a product (eckart/products.py), an embedding with its head."""
         return False
 
     @property

@@ -20,18 +20,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.layers import low_rank_layers, pivoted_like, replace
+from eckart.layers import low_rank_layers, pivoted_like, replace, tied_heads
 
 _LARGEST = 1.05  # coefficient of a direction; the nearer to 1, the more exchanges
 
 
 def pivot(model: PreTrainedModel) -> None:
-    """Store every target of `model` that has factors as pivots. It computes the same, but for rounding.
+    """Store every target of `model` that has factors as pivots, but for those that a head shares.
+
+    It computes the same, but for rounding.
 
     Raises:
         ValueError: sparse rows stand beside factors, or factors are not finite.
     """
+    shared = tied_heads(model).values()
     for name, layer in low_rank_layers(model).items():
+        if name in shared:
+            continue
         if layer.residual is not None:
             raise ValueError(f"{name} has sparse rows, which stand beside factors: leave them as they are")
         left, right = (part.detach() for part in (layer.left, layer.right))

@@ -45,6 +45,8 @@ class Target(BaseModel):
     """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
     sampled: bool = True
     """Whether its rows can be told apart by sample and token; there is no evidence of one that is not."""
+    of_vocabulary: bool = False
+    """Whether its outputs are as many as a vocabulary, so that of their gradients the squares alone are evidence."""
     storage: Storage = Field(default="factors", exclude=True)
     """How a recipe stores it at a rank, which no probe finds: `stored` of eckart/budget.py tells it."""
 
@@ -88,12 +90,23 @@ class Product(Target):
         return (self, self.other)
 
 
+class Tied(Target):
+    """An embedding and the head that has its weight. What stands here of a target is the embedding's."""
+
+    other: Target
+    """The head, `(vocabulary, in)`."""
+
+    @property
+    def maps(self) -> tuple[Target, ...]:
+        return (self, self.other)
+
+
 class Targets(BaseModel):
     """What probing found: the targets in order of execution, and why each other linear map is none."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    targets: tuple[Product | Target, ...]
+    targets: tuple[Product | Tied | Target, ...]
     excluded: dict[str, str]
 
 
@@ -125,6 +138,7 @@ def find_targets(
     heads: bool = False,
     embeddings: bool = False,
     unsampled: bool = False,
+    tied: bool = False,
 ) -> Targets:
     """Find the targets of `model`.
 
@@ -138,20 +152,22 @@ def find_targets(
         include, exclude: shell patterns over module names, such as `*.attention.*`.
         embeddings: whether embeddings may be targets.
         unsampled: whether maps may be that read what belongs to no sample of the batch, and so have no evidence.
+        tied: whether an embedding and the head that has its weight may be, as one target.
 
     Raises:
-        ValueError: no linear map is a target (the message gives the reason for each), or the batch does not say which
-            tokens of a decoder are padding.
+        ValueError: no linear map is a target (the message gives the reason for each), the batch does not say which
+            tokens of a decoder are padding, or there is no head with an embedding's weight and there must be.
     """
     _check(model, batch)
+    pair = _tied_pair(model) if tied else ()
     maps = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) or (embeddings and is_embedding(module))
+        if is_linear(module) or ((embeddings or name in pair) and is_embedding(module))
     }
     with eval_mode(model), torch.no_grad():
         probe = _Probe(model, maps, batch)
-        reasons = _unseen_reasons(model, maps, include, exclude, heads)
+        reasons = _unseen_reasons(model, maps, include, exclude, heads, pair)
         reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.unusable(name))}
         mixed = {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
         reasons |= {} if unsampled else mixed
@@ -171,8 +187,10 @@ def find_targets(
                 repeated=probe.repeated(name),
                 mask=probe.mask(name),
                 sampled=name not in mixed,
+                of_vocabulary=maps[name] is model.get_output_embeddings(),
             )
         )
+    targets = _with_pair(targets, pair, reasons)
     excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
     if not targets:
         raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
@@ -204,19 +222,57 @@ def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
                 )
 
 
+# --- an embedding and its head ---------------------------------------------------------------------------------------
+
+
+def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
+    """Names of the embedding and of the head that has its weight.
+
+    Raises:
+        ValueError: there are none, or others have that weight, too.
+    """
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
+    if all(names) and is_embedding(ends[0]) and is_linear(ends[1]):
+        owners = _weight_owners(model)[f"{names[0]}.weight"]
+        if sorted(owners) == sorted(names):
+            return names[0], names[1]
+    raise ValueError(
+        "the model has no embedding whose weight is a head's and no one else's: write targets.tied: false, and "
+        "targets.embeddings: true for an embedding by itself"
+    )
+
+
+def _with_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
+    """`targets` with those of `pair` as one, or without either, which then is said in `reasons`."""
+    both = {target.name: target for target in targets if target.name in pair}
+    if len(both) < len(pair):
+        reasons |= {name: f"shares its weight with what is no target, of {' and '.join(pair)}" for name in both}
+        return [target for target in targets if target.name not in both]
+    if not both:
+        return targets
+    embedding, head = pair
+    one = Tied(**both[embedding].model_dump(), other=both[head])
+    return [one if target.name == embedding else target for target in targets if target.name != head]
+
+
 # --- reasons that a name or a weight gives ---------------------------------------------------------------------------
 
 
 def _unseen_reasons(
-    model: PreTrainedModel, maps: Mapping[str, nn.Module], include: Sequence[str], exclude: Sequence[str], heads: bool
+    model: PreTrainedModel,
+    maps: Mapping[str, nn.Module],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    heads: bool,
+    pair: Sequence[str],
 ) -> dict[str, str]:
-    """Why maps are no targets, whatever they do when the model runs."""
+    """Why maps are no targets, whatever they do when the model runs; those of `pair` share a weight and may."""
     owners = _weight_owners(model)
     every = {
         name: _unwanted(name, include, exclude)
         or _patched(module)
-        or _head(model, name, heads)
-        or _tied(name, owners.get(f"{name}.weight"))
+        or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
         for name, module in maps.items()
     }
     return {name: reason for name, reason in every.items() if reason}

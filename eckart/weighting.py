@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eckart.evidence import Axis, Evidence, EvidenceKind
 from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.targets import Target
+from eckart.targets import Target, Tied
 
 Side = Tensor | None
 """LᵀL or R Rᵀ, positive semidefinite: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
@@ -42,7 +42,7 @@ class _Weighting(Method):
         return ()
 
     @property
-    def products(self) -> bool:
+    def pairs(self) -> bool:
         return not self.reads_shaping
 
 
@@ -137,6 +137,8 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
     """(1 − share) M + share · tr(M) ÷ n · I, of the same trace (Ledoit and Wolf 2004)."""
     if not share:
         return moment
+    if moment.dim() == 1:
+        return torch.lerp(moment, moment.mean(), share)
     even = torch.eye(len(moment), dtype=moment.dtype, device=moment.device) * moment.diagonal().mean()
     return torch.lerp(moment, even, share)
 
@@ -170,4 +172,38 @@ def weigh(weighting: Weighting, target: Target, evidence: Evidence) -> ErrorNorm
             f"weighting {weighting.kind} reads evidence, and there is none of what reads more than samples: set "
             "targets.unsampled to false"
         )
+    if isinstance(target, Tied):
+        head = weighting.norm(target.other, evidence)
+        return _nearest(weighting.norm(target, evidence), ErrorNorm(left=head.right, right=head.left), target)
     return weighting.norm(target, evidence)
+
+
+def _nearest(one: ErrorNorm, other: ErrorNorm, target: Target) -> ErrorNorm:
+    """A and B whose Kronecker product is nearest to A₁ ⊗ B₁ + A₂ ⊗ B₂: one norm for an error that two maps make.
+
+    A = Σ xᵢ Aᵢ and B = Σ yᵢ Bᵢ, as of a matrix of rank 2 the nearest one of rank 1 (Van Loan and Pitsianis 1993). No xᵢ
+    or yᵢ is negative, so A and B are second moments as well.
+    """
+    lefts = _alike((one.left, other.left), target.out_features)
+    rights = _alike((one.right, other.right), target.in_features)
+    inner, outer = (torch.stack([torch.stack([(a * b).sum() for a in side]) for b in side]) for side in (lefts, rights))
+    values, vectors = torch.linalg.eig(outer @ inner)
+    x = vectors[:, values.real.argmax()].real.abs()
+    y = inner @ x
+    length = x @ y
+    if not length > 0:
+        return ErrorNorm(left=lefts[0], right=rights[0])
+    return ErrorNorm(left=x[0] * lefts[0] + x[1] * lefts[1], right=(y[0] * rights[0] + y[1] * rights[1]) / length)
+
+
+def _alike(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:
+    """Both as matrices `(size, size)` where one is, else both as diagonals `(size,)`."""
+    some = [side for side in sides if side is not None]
+    like = some[0] if some else torch.empty(0)
+    exact = torch.float32 if like.device.type == "mps" else torch.float64
+    diagonals = all(side.dim() == 1 for side in some)
+    ones = torch.ones(size, dtype=exact, device=like.device)
+    one, other = (ones if side is None else side.to(exact) for side in sides)
+    if diagonals:
+        return one, other
+    return one if one.dim() == 2 else one.diag(), other if other.dim() == 2 else other.diag()

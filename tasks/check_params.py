@@ -200,8 +200,9 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     if typed["trainer"] and typed["trainer"].processes > 1:
         training = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
         yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in training}, content)
-    if typed["targets"] and typed["targets"].products:
-        yield from _without_products({name: recipes.get(name) for name in used})
+    for option in ("products", "tied"):
+        if typed["targets"] and getattr(typed["targets"], option):
+            yield from _without_pairs(option, {name: recipes.get(name) for name in used})
     if typed["importance"]:
         yield from _lacking(typed["importance"].evidence, {name: recipes.get(name) for name in used})
 
@@ -283,11 +284,14 @@ def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
         yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
 
 
-def _without_products(recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+def _without_pairs(option: str, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
     for name, recipe in recipes.items():
         for method in recipe.methods if recipe else ():
-            if not method.products:
-                yield f"targets.products: is true, and {method.kind} of recipes.{name} knows no products; write false"
+            if not method.pairs:
+                yield (
+                    f"targets.{option}: is true, and {method.kind} of recipes.{name} knows no targets of two maps; "
+                    "write false"
+                )
 
 
 def _lacking(evidence: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:

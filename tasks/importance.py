@@ -30,8 +30,8 @@ def importance() -> None:
         found = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
         if patterns.products:
             found = find_products(model, batch, found)
-        products = sum(len(target.maps) > 1 for target in found.targets)
-        say(f"{len(found.targets)} targets, {products} of them products, {len(found.excluded)} linear maps excluded")
+        pairs = sum(len(target.maps) > 1 for target in found.targets)
+        say(f"{len(found.targets)} targets, {pairs} of them of two maps, {len(found.excluded)} linear maps excluded")
         todo = passes([target for target in found.targets if target.sampled], params.layers_at_once)
         for number, each in enumerate(todo, 1):
             every = _progress(batches(data, collate, params.batch_size, device), len(data), f"{number}/{len(todo)}")

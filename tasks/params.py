@@ -193,6 +193,7 @@ class TargetPatterns(Section):
     exclude: tuple[str, ...]
     heads: bool
     embeddings: bool
+    tied: bool
     unsampled: bool
     products: bool
 

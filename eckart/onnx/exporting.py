@@ -212,6 +212,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
             ) from error
     assert program
+    _look_up_in_rows(program.model.graph)
     _strip(program.model)
     if _has_cache(sample):
         _ask_how_many_logits(program.model)
@@ -260,6 +261,29 @@ def _ask_how_many_logits(model: Any) -> None:
         model.graph.register_initializer(value)
     rows, _, classes = logits.shape
     logits.shape = ir.Shape([rows, "kept", classes])
+
+
+def _look_up_in_rows(graph: Any) -> None:
+    """Have each weight whose transpose rows are looked up in be stored as that, for those who multiply by it, too."""
+    import onnx_ir as ir
+
+    for value in list(graph.initializers.values()):
+        turned = [node for node in value.consumers() if node.op_type == "Transpose"]
+        lookups = [user for node in turned for user in node.outputs[0].consumers()]
+        others = [(user, place) for user, place in value.uses() if user not in turned]
+        if not lookups or any(node.op_type != "Gather" for node in lookups):
+            continue
+        rows = value.const_value.numpy().T.copy()
+        table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
+        graph.register_initializer(table)
+        for node in turned:
+            node.outputs[0].replace_all_uses_with(table)
+            graph.remove(node, safe=True)
+        for user, place in others:
+            back = ir.node("Transpose", [table], {"perm": [1, 0]})
+            graph.insert_before(user, back)
+            user.replace_input_with(place, back.outputs[0])
+        del graph.initializers[value.name]
 
 
 def _sides(name: str, sample: Batch) -> dict[int, str]:

@@ -49,8 +49,8 @@ class Borrowed(Method):
         return self.ranks.asks_frozen
 
     @property
-    def products(self) -> bool:
-        return self.weighting.products and self.ranks.products
+    def pairs(self) -> bool:
+        return self.weighting.pairs and self.ranks.pairs
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         lender = _Lender(recipe.shaping, self.weighting, self.ranks, recipe.residual, recipe.storage, recipe.recovery)

@@ -103,7 +103,7 @@ class ByFormula(Method):
     """A search that needs nothing but spectra."""
 
     @property
-    def products(self) -> bool:
+    def pairs(self) -> bool:
         return True
 
     def search(self, problem: SearchProblem) -> Found:

@@ -68,7 +68,7 @@ class Tolerance(Method):
         return True
 
     @property
-    def products(self) -> bool:
+    def pairs(self) -> bool:
         return True
 
     @property

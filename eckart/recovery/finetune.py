@@ -26,7 +26,7 @@ class Finetune(Optimization, Method):
     distillation: Distillation | None
 
     @property
-    def products(self) -> bool:
+    def pairs(self) -> bool:
         return True
 
     def rules(self, problem: RecoveryProblem) -> Iterator[Rule]:
