@@ -511,14 +511,15 @@ def test_the_parameters_know_every_kind_of_evidence() -> None:
     assert get_args(kinds) == EVIDENCE_KINDS
 
 
-def test_products_are_refused_with_what_knows_none() -> None:
+@pytest.mark.parametrize("option", ["products", "tied"])
+def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> None:
     ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
-    ours["targets"]["products"] = True
+    ours["targets"][option] = True
     ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "kfac", "drone_tolerance"], []
     assert mistakes(ours) == []
     for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
         ours["study"]["recipes"] = [name]
-        assert re.search(rf"{kind} .*recipes\.{name}\b", only(ours, "targets.products"))
+        assert re.search(rf"{kind} .*recipes\.{name}\b", only(ours, f"targets.{option}"))
 
 
 class TestProcesses:

@@ -26,9 +26,11 @@ from transformers import (
 )
 
 import eckart as eckart  # teaches transformers to load the candidates
+from eckart.targets import Tied
 from tasks.base_model import load_base
 from tasks.batches import encoded
 from tasks.dataset import Task, load_split, load_task
+from tasks.importance_files import load_targets
 from tasks.kinds import language
 from tasks.kinds.language import encode, score
 from tasks.params import Model
@@ -54,7 +56,7 @@ def model(seed: int = 0) -> PreTrainedModel:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=END + 1, max_position_embeddings=64, initializer_range=0.5, **sizes)
     config.pad_token_id = config.eos_token_id = END
-    config.num_key_value_heads = 1
+    config.num_key_value_heads, config.tie_word_embeddings = 1, True
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config).eval()
@@ -198,11 +200,22 @@ class TestStages:
             run_stage("extract")
 
     def test_from_text_to_a_comparison(self, workspace: Path) -> None:
+        """With the weight that embedding and head share, by each kind of search that knows it."""
+        settings = params()
+        settings["targets"]["tied"] = True
+        walk = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
+        settings["recipes"]["walk"] = settings["recipes"]["svd"] | {"weighting": {"kind": "inputs"}, "ranks": walk}
+        settings["study"]["recipes"] = ["svd", "kfac", "walk"]
+        write_params(workspace, settings)
         for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
             run_stage(stage)
-        for stage in ("search", "factorize", "finetune", "evaluate"):
-            for recipe in ("svd", "kfac"):
+        (tied,) = (target for target in load_targets().targets if isinstance(target, Tied))
+        for recipe in ("svd", "kfac", "walk"):
+            for stage in ("search", "factorize", "finetune", "evaluate"):
                 run_stage(stage, recipe, "0.5")
+            found = json.loads(Path(f"reports/evaluate/{recipe}-0.5.json").read_text())
+            assert found["targets"][tied.name]["parameters"] <= tied.parameters
+            assert found["target_parameters"] == sum(each["parameters"] for each in found["targets"].values())
         run_stage("benchmark")
         run_stage("compare")
         found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
