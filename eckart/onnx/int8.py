@@ -94,16 +94,15 @@ def _round_table(graph: ir.Graph, table: ir.Value, lookups: list[ir.Node], heads
     weight = torch.from_numpy(table.const_value.numpy().copy())
     steps = weight.abs().amax(1).clamp(min=torch.finfo(weight.dtype).tiny) / _LARGEST
     rounded = (weight / steps.unsqueeze(1)).round().to(torch.int8)
-    integers, of_columns, of_rows = (
-        _initializer(graph, f"{table.name}.{name}", values)
-        for name, values in (("int8", rounded), ("steps", steps), ("steps_of_rows", steps.unsqueeze(1)))
-    )
+    integers = _initializer(graph, f"{table.name}.int8", rounded)
+    of_rows = _initializer(graph, f"{table.name}.steps_of_rows", steps.unsqueeze(1))
     for lookup in lookups:
         ids = lookup.inputs[1]
         row, step = ir.node("Gather", [integers, ids]), ir.node("Gather", [of_rows, ids])
         exact = ir.node("Cast", row.outputs, {"to": ir.DataType.FLOAT})
         _put(graph, lookup, row, step, exact, ir.node("Mul", [exact.outputs[0], step.outputs[0]]))
     for head in heads:
+        of_columns = _initializer(graph, f"{head.outputs[0].name}.steps", steps)
         columns = ir.node("Transpose", [integers], dict(head.attributes))
         graph.insert_before(head, columns)
         for product in head.outputs[0].consumers():
