@@ -271,7 +271,7 @@ def _look_up_in_rows(graph: Any) -> None:
         turned = [node for node in value.consumers() if node.op_type == "Transpose"]
         lookups = [user for node in turned for user in node.outputs[0].consumers()]
         others = [(user, place) for user, place in value.uses() if user not in turned]
-        if not lookups or any(node.op_type != "Gather" for node in lookups):
+        if not lookups or any(node.op_type != "Gather" for node in lookups) or len(value.const_value.shape) != 2:
             continue
         rows = value.const_value.numpy().T.copy()
         table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
