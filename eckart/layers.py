@@ -314,7 +314,7 @@ def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
         with torch.no_grad():
             head.bias.copy_(bias)
     replace(model, name, head)
-    model.config.get_text_config(decoder=True).tie_word_embeddings = False  # of weights there are none
+    _say_tied(model, False)  # of weights there are none
     return head
 
 
@@ -370,7 +370,13 @@ def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
         head = nn.Linear(columns, rows, bias=bias is not None)
     head.weight, head.bias = weight, bias  # type: ignore[assignment]
     replace(model, name, head)
-    model.config.get_text_config(decoder=True).tie_word_embeddings = True
+    _say_tied(model, True)
+
+
+def _say_tied(model: PreTrainedModel, tied: bool) -> None:
+    """In the config, and where that has one of the text in it, in both."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = tied
 
 
 def _dense(layer: LowRankMap | HeadRows) -> nn.Module:

@@ -238,8 +238,8 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
         if sorted(owners) == sorted(names):
             return names[0], names[1]
     raise ValueError(
-        "the model has no embedding whose weight is a head's and no one else's: write targets.tied: false, and "
-        "targets.embeddings: true for an embedding by itself"
+        "the model has no plain embedding whose weight is a plain head's and no one else's: leave out tied "
+        "(targets.tied of params.yaml)"
     )
 
 

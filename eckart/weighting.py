@@ -186,14 +186,18 @@ def _nearest(one: ErrorNorm, other: ErrorNorm, target: Target) -> ErrorNorm:
     """
     lefts = _alike((one.left, other.left), target.out_features)
     rights = _alike((one.right, other.right), target.in_features)
-    inner, outer = (torch.stack([torch.stack([(a * b).sum() for a in side]) for b in side]) for side in (lefts, rights))
+    inner, outer = (
+        torch.tensor([[float((a * b).sum()) for a in side] for b in side], dtype=torch.float64)
+        for side in (lefts, rights)
+    )
     values, vectors = torch.linalg.eig(outer @ inner)
     x = vectors[:, values.real.argmax()].real.abs()
     y = inner @ x
-    length = x @ y
+    length = float(x @ y)
     if not length > 0:
         return ErrorNorm(left=lefts[0], right=rights[0])
-    return ErrorNorm(left=x[0] * lefts[0] + x[1] * lefts[1], right=(y[0] * rights[0] + y[1] * rights[1]) / length)
+    (x0, x1), (y0, y1) = x.tolist(), (y / length).tolist()
+    return ErrorNorm(left=x0 * lefts[0] + x1 * lefts[1], right=y0 * rights[0] + y1 * rights[1])
 
 
 def _alike(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ import eckart.onnx.exporting
 from eckart.hub import save
 from eckart.layers import PivotedLinear, factorize_target, low_rank_layers
 from eckart.lstm import LSTMConfig, LSTMForCausalLM
-from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, runner
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
 from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _put
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from eckart.pivots import pivot
@@ -156,6 +156,33 @@ def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_pat
     export(model, tiny.words(), file)
     smooth(file, tmp_path / "smooth.onnx", [batch(8, 16)])
     torch.testing.assert_close(answers(tmp_path / "smooth.onnx", **batch(3, 9)), answers(file, **batch(3, 9)))
+
+
+def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp_path: Path) -> None:
+    """A channel behind a Relu that was 0 in all rows: divided by next to nothing it would leave the others no steps."""
+    draw = np.random.default_rng(0)
+    first, second = np.eye(8, dtype=np.float32), draw.standard_normal((8, 6), dtype=np.float32)
+    float32, ids = onnx.TensorProto.FLOAT, "input_ids"  # as a runner asks for
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("MatMul", [ids, "first"], ["made"]),
+            onnx.helper.make_node("Relu", ["made"], ["read"]),
+            onnx.helper.make_node("MatMul", ["read", "second"], ["logits"]),
+        ],
+        "relu",
+        [onnx.helper.make_tensor_value_info(ids, float32, ["rows", 8])],
+        [onnx.helper.make_tensor_value_info("logits", float32, ["rows", 6])],
+        [onnx.numpy_helper.from_array(first, "first"), onnx.numpy_helper.from_array(second, "second")],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "model.onnx",
+    )
+    seen, new = (torch.from_numpy(draw.random((50, 8), dtype=np.float32)) for _ in range(2))
+    seen[:, 0] *= -1
+    quantize(tmp_path / "model.onnx", tmp_path / "int8.onnx", [{ids: seen}])
+    expected, found = (runner(tmp_path / f"{name}.onnx")({ids: new})["logits"] for name in ("model", "int8"))
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])

@@ -269,9 +269,11 @@ def _look_up_in_rows(graph: Any) -> None:
 
     for value in list(graph.initializers.values()):
         turned = [node for node in value.consumers() if node.op_type == "Transpose"]
-        lookups = [user for node in turned for user in node.outputs[0].consumers()]
+        lookups = [use for node in turned for use in node.outputs[0].uses()]
         others = [(user, place) for user, place in value.uses() if user not in turned]
-        if not lookups or any(node.op_type != "Gather" for node in lookups) or len(value.const_value.shape) != 2:
+        if not lookups or any(user.op_type != "Gather" or place for user, place in lookups):
+            continue
+        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in turned):
             continue
         rows = value.const_value.numpy().T.copy()
         table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))

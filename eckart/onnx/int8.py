@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,8 @@ def _round_tables(file: Path, rounded: Path, apart: bool) -> None:
     model = ir.load(file)
     for table in list(model.graph.initializers.values()):
         lookups, heads = _readers(table)
-        if lookups and len(lookups) + len(heads) == len(table.uses()):
+        every = len(lookups) + len(heads) == len(table.uses())
+        if lookups and every and np.isfinite(table.const_value.numpy()).all():  # type: ignore[union-attr]
             _round_table(model.graph, table, lookups, heads)
     ir.save(model, rounded, external_data=weights_of(rounded).name if apart else None)
 
@@ -74,7 +76,7 @@ def _round_tables(file: Path, rounded: Path, apart: bool) -> None:
 def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
     """Nodes that look rows of a weight up, and those that transpose it for a product with all of them."""
     nodes, weight = table.consumers(), table.const_value
-    if weight is None or len(weight.shape) != 2 or not weight.dtype.is_floating_point():
+    if weight is None or len(weight.shape) != 2 or weight.numpy().dtype != np.float32:
         return [], []
     lookups = [node for node in nodes if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0]
     heads = [

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _SHARE = 0.65  # α (choice)
-_LEAST = 1e-5  # of a maximum, ÷ the largest beside it: what is never used stays finite
+_LEAST = 0.1  # of a maximum, ÷ the median one: what calibration never saw must not fill the range where it is seen
 _OF_CHANNELS = ("Relu", "Reshape", "Slice")  # of as many channels before as behind, each by itself
+_WITHOUT_STEPS = 4  # inputs of a Slice, which could turn channels around by the fifth
 _MAXIMUM = "maximum."  # how the names of outputs begin that tell them
 
 
@@ -97,8 +98,8 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
 
 def _positive(maxima: Tensor) -> Tensor:
     """`(channels,)`; ones where all are zero."""
-    largest = maxima.max()
-    return maxima.clamp(min=_LEAST * largest) if largest > 0 else torch.ones_like(maxima)
+    used = maxima[maxima > 0]
+    return maxima.clamp(min=_LEAST * float(used.median())) if len(used) else torch.ones_like(maxima)
 
 
 def _activations(graph: ir.Graph) -> list[_Activation]:
@@ -126,7 +127,7 @@ def _weight(product: ir.Node, place: int) -> _Weight | None:
 def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
     """What divides `value` where it is divided; None where nothing does."""
     node = value.producer()
-    if node is None:
+    if node is None or not node.inputs:
         return None
     first, *others = node.inputs
     parts: list[_Weight | None]
@@ -143,8 +144,8 @@ def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
         return _all([_part(each, channels) for each in node.inputs])
     elif node.op_type == "Mul":
         return next((found for each in node.inputs if (found := _part(each, channels))), None)
-    elif node.op_type in _OF_CHANNELS:
-        return _part(first, channels)
+    elif node.op_type in _OF_CHANNELS and len(node.inputs) <= _WITHOUT_STEPS:
+        return _of_node(first, channels)
     else:
         return None
     return _all([[part] if part else None for part in parts])
@@ -154,6 +155,10 @@ def _part(value: ir.Value | None, channels: int) -> list[_Weight] | None:
     """As `_makers`, of what one node reads, which is divided with it."""
     if own := _own(value, -1, channels):
         return [own]
+    return _of_node(value, channels)
+
+
+def _of_node(value: ir.Value | None, channels: int) -> list[_Weight] | None:
     if value is None or len(value.uses()) > 1 or value.is_graph_output():
         return None
     return _makers(value, channels)
