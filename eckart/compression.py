@@ -190,8 +190,8 @@ def compress(
     Raises:
         ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, no tensors in
             them, or no labels where gradients are read; the model has no head where these are, or no linear map that is
-            a target; `keep` leaves one no rank; a largest drop comes with a keep, without a score that gives numbers,
-            or is out of reach.
+            a target, or no pair that is `tied`; `keep` leaves one no rank; a largest drop comes with a keep, without a
+            score that gives numbers, or is out of reach.
     """
     _check_model(model)
     _check_goal(keep, largest_drop, score)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, Literal
@@ -174,10 +174,22 @@ def find_targets(
         wanted = [name for name in probe.order if name not in reasons]
         reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in wanted})
 
+    targets = _described(model, {name: maps[name] for name in wanted if name not in reasons}, probe, mixed)
+    targets = _with_pair(targets, pair, reasons)
+    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
+    if not targets:
+        raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
+    return Targets(targets=tuple(targets), excluded=excluded)
+
+
+def _described(
+    model: PreTrainedModel, maps: Mapping[str, nn.Module], probe: _Probe, mixed: Collection[str]
+) -> list[Target]:
+    """What the probe knows of `maps`, in order of execution; of those in `mixed` no rows can be told apart."""
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
-    for name in (name for name in wanted if name not in reasons):
-        rows, columns = weight_of(maps[name]).shape
+    for name, module in maps.items():
+        rows, columns = weight_of(module).shape
         targets.append(
             Target(
                 name=name,
@@ -187,14 +199,10 @@ def find_targets(
                 repeated=probe.repeated(name),
                 mask=probe.mask(name),
                 sampled=name not in mixed,
-                of_vocabulary=maps[name] is model.get_output_embeddings(),
+                of_vocabulary=module is model.get_output_embeddings(),
             )
         )
-    targets = _with_pair(targets, pair, reasons)
-    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
-    if not targets:
-        raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
-    return Targets(targets=tuple(targets), excluded=excluded)
+    return targets
 
 
 def _grouped(excluded: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -73,7 +74,7 @@ def in_factors(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_they_are_one_target_where_that_is_asked_for(make: type[PreTrainedModel]) -> None:
+def test_they_are_one_target_where_that_is_asked_for(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     found = find_targets(model, rows(), tied=True)
     (target,) = (each for each in found.targets if isinstance(each, Tied))
@@ -156,7 +157,7 @@ def test_a_norm_of_nothing_is_one_of_both() -> None:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_at_full_rank_the_model_answers_the_same(make: type[PreTrainedModel]) -> None:
+def test_at_full_rank_the_model_answers_the_same(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     expected = logits(model)
     torch.testing.assert_close(logits(in_factors(model, 16)), expected, rtol=1e-4, atol=1e-5)
@@ -191,7 +192,9 @@ def test_training_moves_both_and_copies_are_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_a_saved_model_loads_as_it_was_and_without_its_head(make: type[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_saved_model_loads_as_it_was_and_without_its_head(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
     model = in_factors(make(), 3)
     save(model, tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
@@ -218,7 +221,7 @@ def test_a_config_with_one_of_the_text_in_it_says_of_both_that_nothing_is_tied(t
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_merged_they_share_a_dense_weight_again(make: type[PreTrainedModel], tmp_path: Path) -> None:
+def test_merged_they_share_a_dense_weight_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = in_factors(make(), 3)
     expected = logits(model)
     for name in factorized(model):

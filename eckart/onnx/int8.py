@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eckart.losses import Batch
-from eckart.onnx.running import explained, quiet, weights_of
+from eckart.onnx.running import explained, quiet, save_graph, weights_of
 from eckart.onnx.smoothing import smooth
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
     ):
         smoothed, rounded = Path(folder) / "smooth.onnx", Path(folder) / "rounded.onnx"
         smooth(file, smoothed, calibration)
-        apart = weights_of(file).exists()
         quantize_dynamic(
             smoothed,
             rounded,
@@ -52,12 +51,12 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
             per_channel=True,
             reduce_range=True,
             weight_type=QuantType.QInt8,
-            use_external_data_format=apart,
+            use_external_data_format=weights_of(file).exists(),
         )
-        _round_tables(rounded, quantized, apart)
+        _round_tables(rounded, quantized)
 
 
-def _round_tables(file: Path, rounded: Path, apart: bool) -> None:
+def _round_tables(file: Path, rounded: Path) -> None:
     """Round what rows are looked up in, and heads that have such a table for their weight, which then multiply in int8.
 
     `quantize_dynamic` has one scale for all rows, and makes the weight of such a head float32 anew with each token.
@@ -70,13 +69,15 @@ def _round_tables(file: Path, rounded: Path, apart: bool) -> None:
         every = len(lookups) + len(heads) == len(table.uses())
         if lookups and every and np.isfinite(table.const_value.numpy()).all():  # type: ignore[union-attr]
             _round_table(model.graph, table, lookups, heads)
-    ir.save(model, rounded, external_data=weights_of(rounded).name if apart else None)
+    save_graph(model, rounded, like=file)
 
 
 def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
     """Nodes that look rows of a weight up, and those that transpose it for a product with all of them."""
+    import onnx_ir as ir
+
     nodes, weight = table.consumers(), table.const_value
-    if weight is None or len(weight.shape) != 2 or weight.numpy().dtype != np.float32:
+    if weight is None or len(weight.shape) != 2 or weight.dtype != ir.DataType.FLOAT:
         return [], []
     lookups = [node for node in nodes if node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0]
     heads = [

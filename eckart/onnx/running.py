@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stderr
 from functools import wraps
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.losses import Batch
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 KEPT = "num_logits_to_keep"
 """What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
@@ -125,3 +128,10 @@ def quiet() -> Iterator[None]:
 def weights_of(file: Path) -> Path:
     """Where the weights of a file are that is too large to hold them."""
     return file.with_name(f"{file.name}.data")
+
+
+def save_graph(model: ir.Model, file: Path, like: Path) -> None:
+    """Write a graph with its weights beside it where those of `like` are."""
+    import onnx_ir as ir
+
+    ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eckart.losses import Batch
-from eckart.onnx.running import runner, weights_of
+from eckart.onnx.running import runner, save_graph
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -93,7 +93,7 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
             weight.scale(factors)
     for value in model.graph.initializers.values():
         value.shape = value.type = None  # a tool that transposes a weight refuses the file for the shape that is noted
-    ir.save(model, smoothed, external_data=weights_of(smoothed).name if weights_of(file).exists() else None)
+    save_graph(model, smoothed, like=file)
 
 
 def _positive(maxima: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def _maxima(
         (output,) = largest.outputs
         output.name, output.type, output.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([activation.channels])
         graph.outputs.append(output)
-    ir.save(model, measured, external_data=weights_of(measured).name if weights_of(file).exists() else None)
+    save_graph(model, measured, like=file)
     answer = runner(measured, torch.get_num_threads())
     found: dict[str, Tensor] = {}
     for batch in batches:
