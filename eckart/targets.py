@@ -45,6 +45,8 @@ class Target(BaseModel):
     """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
     sampled: bool = True
     """Whether its rows can be told apart by sample and token; there is no evidence of one that is not."""
+    looks_up: bool = False
+    """Whether it is an embedding alone, whose columns are looked up: they take bytes, and hardly any time."""
     of_vocabulary: bool = False
     """Whether its outputs are as many as a vocabulary, so that of their gradients the squares alone are evidence."""
     storage: Storage = Field(default="factors", exclude=True)
@@ -199,6 +201,7 @@ def _described(
                 repeated=probe.repeated(name),
                 mask=probe.mask(name),
                 sampled=name not in mixed,
+                looks_up=is_embedding(module),
                 of_vocabulary=module is model.get_output_embeddings(),
             )
         )
@@ -260,7 +263,7 @@ def _with_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, st
     if not both:
         return targets
     embedding, head = pair
-    one = Tied(**both[embedding].model_dump(), other=both[head])
+    one = Tied(**both[embedding].model_dump(exclude={"looks_up"}), other=both[head])
     return [one if target.name == embedding else target for target in targets if target.name != head]
 
 

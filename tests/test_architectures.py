@@ -180,6 +180,7 @@ def test_embeddings_and_heads_can_be_included(case, tmp_path):
     more = {target.name for target in found.targets} - {target.name for target in case.targets}
     assert len(more) == case.family.more, more
     assert HEAD not in found.excluded.values()
+    assert all(each.looks_up == isinstance(model.get_submodule(each.name), nn.Embedding) for each in found.targets)
     assert_is_by_hand(copy.deepcopy(model), found.targets, case.family)
     evidence = collect(model, [case.batch], found.targets, loss=loss)
     for target in found.targets:
@@ -231,7 +232,7 @@ def assert_comes_back(model: PreTrainedModel, kind: Kind, batch: Batch, folder: 
 
 @pytest.mark.parametrize(
     "method",
-    [Uniform(kind="uniform", by="share"), Waterfill(kind="waterfill", multiple=1)],
+    [Uniform(kind="uniform", by="share"), Waterfill(kind="waterfill", multiple=1, embedding_price=1.0)],
     ids=lambda method: method.kind,
 )
 @pytest.mark.parametrize("weighting", WEIGHTINGS.values(), ids=WEIGHTINGS)

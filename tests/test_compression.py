@@ -154,7 +154,7 @@ def test_a_goal_is_a_keep_or_a_drop_and_its_score(goal: dict[str, Any]) -> None:
 
 def test_an_own_recipe_is_written_as_in_params_yaml() -> None:
     values = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]["kfac"]
-    own = {**values, "ranks": {"kind": "waterfill", "multiple": 4}}
+    own = {**values, "ranks": {"kind": "waterfill", "multiple": 4, "embedding_price": 1.0}}
     _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, own)
     assert {one.rank % 4 for one in report.targets.values() if one.rank and one.rank > 1} == {0}
 

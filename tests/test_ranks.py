@@ -15,12 +15,13 @@ from torch import Tensor
 from eckart.budget import NoRank, Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, total
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import ByFormula
+from eckart.ranks.waterfill import Waterfill
 from eckart.targets import Storage, Target
 
 UNIFORM: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "share"})
 ONE_RANK: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "uniform", "by": "rank"})
-WATERFILL: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill", "multiple": 1})
-BY_FOUR: ByFormula = TypeAdapter(RankSearch).validate_python({"kind": "waterfill", "multiple": 4})
+WATERFILL = Waterfill(kind="waterfill", multiple=1, embedding_price=1.0)
+BY_FOUR = Waterfill(kind="waterfill", multiple=4, embedding_price=1.0)
 METHODS = pytest.mark.parametrize(
     "method", [UNIFORM, ONE_RANK, WATERFILL, BY_FOUR], ids=["share", "rank", "waterfill", "by four"]
 )
@@ -153,7 +154,8 @@ def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep)
         {"kind": "unifrom", "by": "share"},
         {"kind": "uniform"},
         {"kind": "waterfill"},
-        {"kind": "waterfill", "multiple": 0},
+        {"kind": "waterfill", "multiple": 0, "embedding_price": 1.0},
+        {"kind": "waterfill", "multiple": 1, "embedding_price": 0.0},
         {},
     ],
 )
@@ -396,6 +398,14 @@ def test_waterfill_serves_the_target_that_loses_more():
     flat = torch.linspace(2, 1, 40)
     ranks = WATERFILL.ranks([target("a", 40, 40), target("b", 40, 40)], {"a": flat, "b": flat * 10**0.5}, 0.4)
     assert ranks["b"] is None or ranks["b"] > ranks["a"]
+
+
+@pytest.mark.parametrize(("price", "expected"), [(1.0, {"a": 1, "b": 2}), (0.5, {"a": 2, "b": 1})])
+def test_waterfill_weighs_savings_by_the_price_of_an_embedding(price, expected):
+    """A rank more saves 2/12 in the embedding a and 3/12 in the map b; at half the price a's is 2/6."""
+    targets = [TWO[0].model_copy(update={"looks_up": True}), TWO[1]]
+    method = Waterfill(kind="waterfill", multiple=1, embedding_price=price)
+    assert method.ranks(targets, {"a": six(100, 2), "b": six(9, 3)}, 36 / 72) == expected
 
 
 def test_a_target_that_no_factorization_makes_smaller_stays_dense_under_waterfill():

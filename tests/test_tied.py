@@ -82,6 +82,7 @@ def test_they_are_one_target_where_that_is_asked_for(make: Callable[[], PreTrain
     assert model.get_submodule(target.other.name).weight is weight
     assert (target.out_features, target.in_features) == tuple(weight.T.shape)
     assert target.parameters == weight.numel()
+    assert not target.looks_up  # alone: its head multiplies
     assert {target.name, target.other.name}.isdisjoint(found.excluded)
     others = find_targets(model, rows())
     assert {each.name for each in others.targets} == {each.name for each in found.targets} - {target.name}

@@ -11,7 +11,7 @@ from tasks.trials import Trials
 from tests.workspace import tiny_params
 
 FASTER = {"recovery": {"learning_rate": 1e-3}}
-SHORTER = {"recovery": {"steps": 1}, "ranks": {"kind": "waterfill", "multiple": 1}}
+SHORTER = {"recovery": {"steps": 1}, "ranks": {"kind": "waterfill", "multiple": 1, "embedding_price": 1.0}}
 ASKED = {"seed": 3, "keep": 0.25, "recipes": {"svd": [{}, FASTER, SHORTER], "kfac": [FASTER]}}
 
 
@@ -35,7 +35,7 @@ def test_each_trial_is_a_recipe_of_a_study_of_their_own() -> None:
     recipes = study["recipes"]
     assert recipes["svd"] == content["recipes"]["svd"]
     assert recipes["svd_trial2"]["recovery"] == {**content["recipes"]["svd"]["recovery"], "learning_rate": 1e-3}
-    assert recipes["svd_trial3"]["ranks"] == {"kind": "waterfill", "multiple": 1}
+    assert recipes["svd_trial3"]["ranks"] == {"kind": "waterfill", "multiple": 1, "embedding_price": 1.0}
     assert content == tiny_params(export={"recipes": ["kfac"]})
 
 

@@ -10,9 +10,13 @@ While every such move is affordable the loss is the least that the budget allows
 the best that is; the loss then exceeds the optimum by at most the saving of the move that was missed: little for a
 rank, but it can be much for a target of flat spectrum that just misses going dense. A larger budget never loses more:
 it takes the same moves until it can pay for one that the smaller cannot, and that saves more than all that the smaller
-still can, for from there on no move saves more per parameter and its price alone is more than the smaller has left.
+still can, for from there on no move saves more per parameter and its cost alone is more than the smaller has left.
 
 Sound only where S² is comparable across targets: under a weighting in units of loss, such as kfac.
+
+Parameters are bytes, and those of maps are time besides. So moves may be compared by prices that ask less for what an
+embedding looks up; within the budget, which counts parameters alone, maps then have smaller ranks and embeddings larger
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
@@ -37,12 +41,14 @@ class Waterfill(ByFormula):
     kind: Literal["waterfill"]
     multiple: PositiveInt
     """Of which each rank is one, but for rank 1: processors multiply some sizes faster than others."""
+    embedding_price: PositiveFloat
+    """Of a parameter of an embedding where moves are compared, in those of a map; a tied head's is that of a map."""
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Every target gets rank 1 at least."""
         left = ranked_allowance(targets, keep)
-        states = [_State.of(target, spectra[target.name], self.multiple) for target in targets]
-        left -= sum(state.price for state in states)
+        states = [_State.of(target, self._savings(target, spectra[target.name]), self.multiple) for target in targets]
+        left -= sum(state.cost for state in states)
         queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
         heapq.heapify(queue)
         while queue:
@@ -51,68 +57,72 @@ class Waterfill(ByFormula):
             if slope < 0:
                 continue
             if slope >= -promised:
-                left += states[number].price
+                left += states[number].cost
                 states[number].position = position
-                left -= states[number].price
+                left -= states[number].cost
             heapq.heappush(queue, (-states[number].best(left)[0], number))
         return {target.name: state.rank for target, state in zip(targets, states, strict=True)}
+
+    def _savings(self, target: Target, spectrum: Tensor) -> Tensor:
+        """What each component saves, `(components,)`, by the price of its parameters."""
+        return spectrum.double().square() / (self.embedding_price if target.looks_up else 1.0)
 
 
 @dataclass
 class _State:
     """Where a target stands among what it may be.
 
-    choices: rank 1 and the multiples, ascending, then None; prices: their parameters, ascending; losses: what each
+    choices: rank 1 and the multiples, ascending, then None; costs: their parameters, ascending; losses: what each
     leaves, descending.
     vertices: from each choice the next on the hull of those behind it.
     """
 
     choices: Sequence[Rank]
-    prices: Sequence[int]
+    costs: Sequence[int]
     losses: Sequence[float]
     vertices: Sequence[int]
     position: int = 0
 
     @classmethod
-    def of(cls, target: Target, spectrum: Tensor, multiple: int) -> _State:
+    def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
         largest = largest_rank(target)
         ranks = sorted({*range(1, min(largest, 1) + 1), *range(multiple, largest + 1, multiple)})
-        tails = spectrum.double().square().flip(0).cumsum(0).flip(0).tolist()
-        prices = [*(cost(target, rank) for rank in ranks), target.parameters]
+        tails = savings.flip(0).cumsum(0).flip(0).tolist()
+        costs = [*(cost(target, rank) for rank in ranks), target.parameters]
         losses = [*(tails[rank] for rank in ranks), 0.0]
-        return cls([*ranks, None], prices, losses, _vertices(prices, losses))
+        return cls([*ranks, None], costs, losses, _vertices(costs, losses))
 
     @property
     def rank(self) -> Rank:
         return self.choices[self.position]
 
     @property
-    def price(self) -> int:
-        return self.prices[self.position]
+    def cost(self) -> int:
+        return self.costs[self.position]
 
     def best(self, left: int) -> tuple[float, int]:
         """The most that a parameter can save of those that are `left`, and where that leads; below 0 if nowhere."""
         if self.position == len(self.choices) - 1:
             return -1.0, self.position
         vertex = self.vertices[self.position]
-        if self.prices[vertex] <= self.price + left:
-            return _slope(self.prices, self.losses, self.position, vertex), vertex
-        payable = range(self.position + 1, bisect_right(self.prices, self.price + left))
-        slopes = ((_slope(self.prices, self.losses, self.position, there), there) for there in payable)
+        if self.costs[vertex] <= self.cost + left:
+            return _slope(self.costs, self.losses, self.position, vertex), vertex
+        payable = range(self.position + 1, bisect_right(self.costs, self.cost + left))
+        slopes = ((_slope(self.costs, self.losses, self.position, there), there) for there in payable)
         return max(slopes, default=(-1.0, self.position))
 
 
-def _vertices(prices: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
+def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
     """From each point the one behind it with the steepest way down, of equals the furthest; the last has none."""
-    hull, vertices = [len(prices) - 1], [len(prices)] * len(prices)
-    for here in reversed(range(len(prices) - 1)):
-        while len(hull) > 1 and _slope(prices, losses, here, hull[-2]) >= _slope(prices, losses, here, hull[-1]):
+    hull, vertices = [len(costs) - 1], [len(costs)] * len(costs)
+    for here in reversed(range(len(costs) - 1)):
+        while len(hull) > 1 and _slope(costs, losses, here, hull[-2]) >= _slope(costs, losses, here, hull[-1]):
             hull.pop()
         vertices[here] = hull[-1]
         hull.append(here)
     return vertices
 
 
-def _slope(prices: Sequence[int], losses: Sequence[float], here: int, there: int) -> float:
+def _slope(costs: Sequence[int], losses: Sequence[float], here: int, there: int) -> float:
     """What a parameter saves on the way from one choice to another."""
-    return (losses[here] - losses[there]) / (prices[there] - prices[here])
+    return (losses[here] - losses[there]) / (costs[there] - costs[here])
