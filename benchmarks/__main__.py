@@ -67,6 +67,8 @@ def main() -> None:
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
+    print(f"## Ranks that this processor likes\n\n{output_of('multiples', 'kfac')}\n", flush=True)
+    print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
     if load_task().kind == "language_modeling":
         print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
     print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}")

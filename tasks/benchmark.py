@@ -7,11 +7,11 @@ rank them by noise. The stage must have the machine to itself: dvc.yaml marks it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -33,6 +33,7 @@ from tasks.stage import run, say
 Forward = Callable[[Batch], Any]
 Way = tuple[str, Runtime]
 """A candidate's name or _DENSE, and what runs it."""
+Key = TypeVar("Key", bound=Hashable)
 
 _DENSE = "dense"
 _WARMUP = 2  # rounds that are not counted
@@ -99,8 +100,8 @@ def _bytes(name: str) -> int:
 def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[str, Latencies]:
     """Of candidates and the dense model at each shape."""
     settings = params.section("benchmark", params.Benchmark)
-    forwards: dict[Way, Forward] = {(_DENSE, "torch"): partial(_in_torch, dense)}
-    forwards |= {(name, "torch"): partial(_in_torch, _load(FINETUNED / name)) for name in names}
+    forwards: dict[Way, Forward] = {(_DENSE, "torch"): partial(in_torch, dense)}
+    forwards |= {(name, "torch"): partial(in_torch, _load(FINETUNED / name)) for name in names}
     if shipped := [name for name in names if name in exported]:
         for runtime, file in ONNX_FILES.items():
             for name in (_DENSE, *shipped):
@@ -108,7 +109,7 @@ def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[
     found: dict[str, Latencies] = {name: {"dense": {}, "candidate": {}} for name in names}
     for rows, tokens in settings.shapes:
         inputs = random_inputs(dense, rows, tokens)
-        seconds = _rounds(forwards, inputs, settings.repetitions)
+        seconds = in_rounds(forwards, inputs, settings.repetitions)
         for (timed, runtime), own in seconds.items():
             latency = Latency(
                 seconds=median(own),
@@ -121,8 +122,9 @@ def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[
     return found
 
 
-def _rounds(forwards: dict[Way, Forward], inputs: Batch, rounds: int) -> dict[Way, list[float]]:
-    seconds: dict[Way, list[float]] = {way: [] for way in forwards}
+def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> dict[Key, list[float]]:
+    """Seconds of each forward, in rounds in which each runs once; the first rounds warm up."""
+    seconds: dict[Key, list[float]] = {way: [] for way in forwards}
     for _ in range(_WARMUP + rounds):
         for way, forward in forwards.items():
             seconds[way].append(_seconds(forward, inputs))
@@ -143,7 +145,7 @@ def _seconds(forward: Forward, inputs: Batch) -> float:
 
 
 @torch.inference_mode()
-def _in_torch(model: PreTrainedModel, inputs: Batch) -> None:
+def in_torch(model: PreTrainedModel, inputs: Batch) -> None:
     model(**inputs)
     if model.device.type == "cuda":
         torch.cuda.synchronize()

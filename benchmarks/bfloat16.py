@@ -1,0 +1,68 @@
+"""What bfloat16 gives in torch, on a processor that multiplies in it: candidates and the dense model, loaded so.
+
+    make run && python -m benchmarks.bfloat16 anchored-0.5 anchored-0.33    # a Markdown table for the study here
+
+No file is written for it: `from_pretrained(folder, dtype=torch.bfloat16)` loads any candidate. Scored on the test rows,
+and timed in turn with the dense model in both types, on the threads of `threads.candidate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from functools import partial
+from itertools import product
+
+import torch
+
+import eckart as eckart  # teaches transformers to load the candidates
+from tasks.benchmark import in_rounds, in_torch, ratio
+from tasks.candidate_files import FINETUNED
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
+from tasks.models import TEACHER, load, random_inputs
+from tasks.params import Benchmark, Threads, section
+from tasks.scoring import score_on
+from tasks.stage import quiet
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def multiplies_in_bfloat16() -> bool:
+    can = torch.cpu.get_capabilities()
+    return any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("candidates", nargs="+", help="of models/finetuned")
+    asked = parser.parse_args()
+    if not multiplies_in_bfloat16():
+        print("This processor has no products in bfloat16.")
+        return
+    quiet()
+    threads, settings = section("threads", Threads).candidate, section("benchmark", Benchmark)
+    torch.set_num_threads(threads)
+    names, models, scores = ["dense", *asked.candidates], {}, {}
+    for name, (kind, dtype) in product(names, TYPES.items()):
+        model, tokenizer = load(TEACHER if name == "dense" else FINETUNED / name, kind_of(load_task()).auto, dtype)
+        with redirect_stdout(sys.stderr):
+            scores[name, kind] = score_on("test", model, tokenizer, f"{name} in {kind}").score.metric
+        models[name, kind] = model.eval()
+    rows, tokens = settings.shapes[0]
+    inputs = random_inputs(models["dense", "float32"], rows, tokens)
+    taken = in_rounds({way: partial(in_torch, one) for way, one in models.items()}, inputs, settings.repetitions)
+    print("| model | metric in float32 | in bfloat16 | MB | × dense in float32 | × dense in bfloat16 |")
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        times = [ratio(taken["dense", kind], taken[name, "bfloat16"]) for kind in TYPES]
+        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
+        size = models[name, "bfloat16"].get_memory_footprint() / 1e6
+        found = [f"{scores[name, kind]:.4f}" for kind in TYPES]
+        print(f"| {name} | {' | '.join(found)} | {size:.1f} | {' | '.join(cells)} |")
+    print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
+
+
+if __name__ == "__main__":
+    main()
