@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pandas as pd
 
+from eckart.ranks import RankSearch
+from eckart.ranks.waterfill import Waterfill
 from tasks.dataset import load_task
-from tasks.params import exported
+from tasks.params import Export, exported, section
 from tasks.report.seeds_table import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -45,6 +47,12 @@ def files_to_ship() -> str:
     return "\n".join(lines)
 
 
+def with_multiples() -> list[str]:
+    """Of the recipes to ship those whose ranks may be held to multiples."""
+    recipes = section("export", Export).recipes
+    return [recipe for recipe in recipes if isinstance(section(f"recipes.{recipe}.ranks", RankSearch), Waterfill)]
+
+
 def dvc(*arguments: str) -> None:
     """With this environment's Python for the stages, as dvc.yaml says `python`."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -67,11 +75,13 @@ def main() -> None:
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
-    print(f"## Ranks that this processor likes\n\n{output_of('multiples', 'kfac')}\n", flush=True)
+    for recipe in with_multiples():
+        print(f"## Ranks that this processor likes\n\n{output_of('multiples', recipe)}\n", flush=True)
     print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
     if load_task().kind == "language_modeling":
         print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
-    print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}")
+    print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
+    print(f"## Evidence and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
 
 
 if __name__ == "__main__":

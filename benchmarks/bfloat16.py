@@ -47,20 +47,21 @@ def main() -> None:
     names, models, scores = ["dense", *asked.candidates], {}, {}
     for name, (kind, dtype) in product(names, TYPES.items()):
         model, tokenizer = load(TEACHER if name == "dense" else FINETUNED / name, kind_of(load_task()).auto, dtype)
-        with redirect_stdout(sys.stderr):
-            scores[name, kind] = score_on("test", model, tokenizer, f"{name} in {kind}").score.metric
         models[name, kind] = model.eval()
+    for name in names:
+        with redirect_stdout(sys.stderr):
+            scores[name] = score_on("test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16").score.metric
     rows, tokens = settings.shapes[0]
     inputs = random_inputs(models["dense", "float32"], rows, tokens)
     taken = in_rounds({way: partial(in_torch, one) for way, one in models.items()}, inputs, settings.repetitions)
-    print("| model | metric in float32 | in bfloat16 | MB | × dense in float32 | × dense in bfloat16 |")
+    print("| in bfloat16 | metric | MB in memory | × itself in float32 | × dense in float32 | × dense in bfloat16 |")
     print("|---|---|---|---|---|---|")
     for name in names:
-        times = [ratio(taken["dense", kind], taken[name, "bfloat16"]) for kind in TYPES]
+        others = [(name, "float32"), ("dense", "float32"), ("dense", "bfloat16")]
+        times = [ratio(taken[other], taken[name, "bfloat16"]) for other in others]
         cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
         size = models[name, "bfloat16"].get_memory_footprint() / 1e6
-        found = [f"{scores[name, kind]:.4f}" for kind in TYPES]
-        print(f"| {name} | {' | '.join(found)} | {size:.1f} | {' | '.join(cells)} |")
+        print(f"| {name} | {scores[name]:.4f} | {size:.1f} | {' | '.join(cells)} |")
     print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
 
 

@@ -1,10 +1,11 @@
 """Which `multiple` of ranks suits the machine that will serve: how much faster each makes a model, and what it costs.
 
-    make run && python -m benchmarks.multiples kfac    # a Markdown table for the study in this folder
+    make run && python -m benchmarks.multiples kfac --keep 0.33    # a Markdown table for the study in this folder
 
-`kfac` is a recipe of params.yaml whose ranks are of kind waterfill. What is timed is factorized at once and not
-recovered, which changes no shape: in torch and as the int8 file that would be shipped, both in turn with the dense
-model alike, on the threads of `threads.candidate`, at the first of `benchmark.shapes`.
+`kfac` is a recipe of params.yaml whose ranks are of kind waterfill. Its weighting, ranks and storage are what is looked
+at: models are factorized at once and not recovered, which changes no shape. They run in torch and as the int8 file
+that would be shipped, both in turn with the dense model alike, on the threads of `threads.candidate`, at the first of
+`benchmark.shapes`. The limit is that of benchmarks/limit.py.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import tempfile
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.limit import operations_of_products, share_of_products
 from eckart import onnx
 from eckart.budget import Ranks, stored
 from eckart.evidence import load_evidence
 from eckart.factorization import factorize_at_once
 from eckart.pivots import pivot
+from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
 from eckart.svd import spectrum
@@ -35,15 +39,19 @@ from tasks.importance_files import IMPORTANCE, load_targets
 from tasks.kinds import kind_of
 from tasks.models import TEACHER, load, random_inputs
 from tasks.params import Benchmark, Threads, section
+from tasks.stage import quiet
 
 MULTIPLES = (1, 8, 16, 32)
+_CALIBRATED = 16  # rows by which activations are smoothed
 
 
 def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[PreTrainedModel, float]]:
     """The model at each of MULTIPLES, and the loss that its ranks predict."""
     part = f"recipes.{recipe}"
-    weighting, search = section(f"{part}.weighting", Weighting), section(f"{part}.ranks", Waterfill)
+    weighting, search = section(f"{part}.weighting", Weighting), section(f"{part}.ranks", RankSearch)
     storage = section(f"{part}.storage", Storage)
+    if not isinstance(search, Waterfill):
+        raise SystemExit(f"{recipe} has ranks of kind {search.kind}, which know no multiple: name one with waterfill")
     targets, evidence = stored(load_targets().targets, storage), load_evidence(IMPORTANCE)
     spectra = {
         target.name: spectrum(weight_of(dense.get_submodule(target.name)), weigh(weighting, target, evidence))
@@ -68,8 +76,9 @@ def predicted(spectra: Spectra, ranks: Ranks) -> float:
 
 def in_int8(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, threads: int) -> Forward:
     """The file that would be shipped, smoothed by a batch of the calibration sample."""
-    data = encoded("calibration", tokenizer).select(range(16))
-    calibration = batches(data, kind_of(load_task()).collate(tokenizer, model), 16, "cpu")
+    data = encoded("calibration", tokenizer)
+    some = data.select(range(min(_CALIBRATED, len(data))))
+    calibration = batches(some, kind_of(load_task()).collate(tokenizer, model), _CALIBRATED, "cpu")
     onnx.export(model, tokenizer, folder / "model.onnx", int8=True, calibration=calibration)
     return onnx.runner(folder / "model.onnx", threads)
 
@@ -79,6 +88,7 @@ def main() -> None:
     parser.add_argument("recipe", help="of params.yaml, with ranks of kind waterfill")
     parser.add_argument("--keep", type=float, default=0.33)
     asked = parser.parse_args()
+    quiet()
     threads, settings = section("threads", Threads).candidate, section("benchmark", Benchmark)
     torch.set_num_threads(threads)
     dense, tokenizer = load(TEACHER, kind_of(load_task()).auto)
@@ -86,18 +96,21 @@ def main() -> None:
     models = [dense, *(model.eval() for model, _ in found)]
     rows, tokens = settings.shapes[0]
     inputs = random_inputs(dense, rows, tokens)
-    columns = [in_rounds(dict(enumerate(partial(in_torch, one) for one in models)), inputs, settings.repetitions)]
+    by_torch = in_rounds(dict(enumerate(partial(in_torch, one) for one in models)), inputs, settings.repetitions)
     with tempfile.TemporaryDirectory() as folder:
         files = {place: in_int8(one, tokenizer, Path(folder) / str(place), threads) for place, one in enumerate(models)}
-        columns.append(in_rounds(files, inputs, settings.repetitions))
-    print(
-        f"| {asked.recipe}, keep {asked.keep:g}: multiple | predicted loss | × dense in torch | × dense int8 in int8 |"
-    )
-    print("|---|---|---|---|")
+        by_int8 = in_rounds(files, inputs, settings.repetitions)
+    with torch.inference_mode():
+        share = median(share_of_products(dense, inputs))
+        products = [operations_of_products(one, inputs) for one in models]
+    title = f"{asked.recipe}, keep {asked.keep:g}: multiple"
+    print(f"| {title} | predicted loss | × dense in torch | of the limit | × dense int8 in int8 |")
+    print("|---|---|---|---|---|")
     for place, (multiple, (_, lost)) in enumerate(zip(MULTIPLES, found, strict=True), start=1):
-        times = [ratio(column[0], column[place]) for column in columns]
-        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
-        print(f"| {multiple} | {lost:.5f} | {' | '.join(cells)} |")
+        torchs, int8 = (ratio(times[0], times[place]) for times in (by_torch, by_int8))
+        of_limit = torchs.median * (1 - share + share * products[place] / products[0])
+        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in (torchs, int8)]
+        print(f"| {multiple} | {lost:.5f} | {cells[0]} | {100 * of_limit:.0f} % | {cells[1]} |")
     print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")
 
 
