@@ -73,6 +73,7 @@ def main() -> None:
     dvc("repro", "--force", "--single-item", "benchmark")  # of this machine, whichever timed them before
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
+    print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
     for recipe in with_multiples():

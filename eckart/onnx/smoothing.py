@@ -6,9 +6,9 @@ share α of what is hard to round left to the weights::
 
     s_j = max |X_j|^α ÷ max |W_j|^(1 − α).
 
-Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, with their α = 1/2. They divide what norms
-give. Here it is all that some node makes which can as well make it smaller: a norm by its scale; a product by the
-columns of its weight, so the components between two factors, and what a gate lets through by what it multiplies.
+Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, where α is 1/2. They divide what norms give. Here it is
+all that some node makes which can as well make it smaller: a norm by its scale; a product by the columns of its weight,
+so the components between two factors, and what a gate lets through by what it multiplies.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""The files to ship beside what a user has without us: the dense model by one line of onnxruntime's quantizer.
+
+    make run && python -m benchmarks.one_line anchored-0.33    # a Markdown table for the study in this folder
+
+That line is `quantize_dynamic(model, quantized)`, with its defaults, of the dense model's export, run by a session with
+its defaults; our int8 files run as the stages run them. In turn, on the threads of `threads.candidate`, at each of
+`benchmark.shapes`; scored on the test rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import onnxruntime
+from onnxruntime.quantization import quantize_dynamic
+
+from eckart import onnx
+from eckart.losses import Batch
+from tasks.benchmark import Forward, in_rounds, ratio
+from tasks.candidate_files import ONNX, ONNX_FILES
+from tasks.dataset import load_task
+from tasks.kinds import kind_of
+from tasks.models import TEACHER, load, random_inputs
+from tasks.params import Benchmark, Threads, section
+from tasks.scoring import score_on
+from tasks.stage import quiet
+
+ONE_LINE = "dense, one line"
+
+
+def by_default(file: Path, threads: int) -> Forward:
+    """A session as onnxruntime makes it, but for its threads."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    return lambda inputs: session.run(None, {name: inputs[name].numpy() for name in names})
+
+
+def metric(file: Path, threads: int) -> float:
+    model, tokenizer = load(TEACHER, kind_of(load_task()).auto)
+    onnx.answer_by(model, onnx.runner(file, threads))
+    with redirect_stdout(sys.stderr):
+        return score_on("test", model, tokenizer, str(file)).score.metric
+
+
+def rows(files: dict[str, Path], forwards: dict[str, Forward], cases: dict[str, Batch], threads: int) -> Iterator[str]:
+    rounds = section("benchmark", Benchmark).repetitions
+    taken = {shape: in_rounds(forwards, inputs, rounds) for shape, inputs in cases.items()}
+    for name, file in files.items():
+        times = [ratio(seconds[ONE_LINE], seconds[name]) for seconds in taken.values()]
+        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
+        yield f"| {name} | {file.stat().st_size / 1e6:.1f} | {metric(file, threads):.4f} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("candidates", nargs="+", help="of models/onnx")
+    asked = parser.parse_args()
+    quiet()
+    threads, shapes = section("threads", Threads).candidate, section("benchmark", Benchmark).shapes
+    model, _ = load(TEACHER, kind_of(load_task()).auto)
+    cases: dict[str, Batch] = {f"{count} × {tokens}": random_inputs(model, count, tokens) for count, tokens in shapes}
+    with tempfile.TemporaryDirectory() as folder:
+        line = Path(folder) / "one_line.onnx"
+        quantize_dynamic(ONNX / "dense" / ONNX_FILES["onnx"], line)
+        ours = {name: ONNX / name / ONNX_FILES["int8"] for name in ("dense", *asked.candidates)}
+        forwards = {ONE_LINE: by_default(line, threads)} | {
+            name: onnx.runner(file, threads) for name, file in ours.items()
+        }
+        print(f"| int8 | MB | metric | {' | '.join(f'{shape}, × that line' for shape in cases)} |")
+        print("|---" * (3 + len(cases)) + "|")
+        for row in rows({ONE_LINE: line, **ours}, forwards, cases, threads):
+            print(row, flush=True)
+    print(f"\n{threads} thread, rows × tokens, medians of {section('benchmark', Benchmark).repetitions} rounds")
+
+
+if __name__ == "__main__":
+    main()
