@@ -20,6 +20,7 @@ TOPIC = "eckart"
 """Of Dask's events that tell what a stage prints: its key, the line, and its training curves (path → text) so far."""
 
 _POLL = 0.5  # seconds between two looks at whether the scheduler is still there
+_GOODBYE = 5.0  # seconds for a usual end
 
 
 def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Exception:
@@ -55,9 +56,15 @@ def work(scheduler: str, side_by_side: int) -> None:
     """
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
+    asyncio.run(_work_and_end(scheduler, side_by_side))
+
+
+async def _work_and_end(scheduler: str, side_by_side: int) -> None:
     with stage_processes.reaping():
-        asyncio.run(_work(scheduler, side_by_side))
-    os._exit(0)  # the thread of a stage that was just killed would report it as failed
+        await _work(scheduler, side_by_side)
+    # Not by a return: what Dask has not finished could hold the process open for ever, and the thread of a stage that
+    # was just killed would report it as failed.
+    os._exit(0)
 
 
 async def _work(scheduler: str, side_by_side: int) -> None:
@@ -77,5 +84,6 @@ async def _work(scheduler: str, side_by_side: int) -> None:
         started.result()
     while not stopped.is_set() and worker.status in (Status.running, Status.paused):
         await asyncio.sleep(_POLL)
-    # Before its stages are killed: the scheduler is to give them to other workers.
-    await worker.close(timeout=_POLL, executor_wait=False)
+    # Before its stages are killed: the scheduler is to give them to other workers. Where it is gone, Dask has begun to
+    # end the worker by itself, and waits for stages, which end when they are killed.
+    await asyncio.wait([asyncio.ensure_future(worker.close(timeout=_POLL, executor_wait=False))], timeout=_GOODBYE)
