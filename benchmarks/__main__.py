@@ -73,13 +73,15 @@ def main() -> None:
     dvc("repro", "--force", "--single-item", "benchmark")  # of this machine, whichever timed them before
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
-    print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
+    writes = load_task().kind == "language_modeling"
+    if not writes:  # whose graph asks for a cache besides
+        print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)
     for recipe in with_multiples():
         print(f"## Ranks that this processor likes\n\n{output_of('multiples', recipe)}\n", flush=True)
     print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
-    if load_task().kind == "language_modeling":
+    if writes:
         print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
     print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
     print(f"## Evidence and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")

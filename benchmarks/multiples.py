@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.limit import operations_of_products, share_of_products
+from benchmarks.parts import spectra
 from eckart import onnx
 from eckart.budget import Ranks, stored
 from eckart.evidence import load_evidence
@@ -29,9 +30,8 @@ from eckart.pivots import pivot
 from eckart.ranks import RankSearch
 from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
-from eckart.svd import spectrum
-from eckart.targets import Storage, weight_of
-from eckart.weighting import Weighting, weigh
+from eckart.targets import Storage
+from eckart.weighting import Weighting
 from tasks.batches import batches, encoded
 from tasks.benchmark import Forward, in_rounds, in_torch, ratio
 from tasks.dataset import load_task
@@ -53,24 +53,20 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
     if not isinstance(search, Waterfill):
         raise SystemExit(f"{recipe} has ranks of kind {search.kind}, which know no multiple: name one with waterfill")
     targets, evidence = stored(load_targets().targets, storage), load_evidence(IMPORTANCE)
-    spectra = {
-        target.name: spectrum(weight_of(dense.get_submodule(target.name)), weigh(weighting, target, evidence))
-        for target in targets
-    }
-    found = []
+    known, found = spectra(targets, dense, weighting, evidence), []
     for multiple in MULTIPLES:
-        ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, spectra, keep)
+        ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, known, keep)
         small = deepcopy(dense)
         factorize_at_once(small, targets, ranks, weighting, evidence)
         if storage == "pivoted":
             pivot(small)
-        found.append((small, predicted(spectra, ranks)))
+        found.append((small, predicted(known, ranks)))
     return found
 
 
-def predicted(spectra: Spectra, ranks: Ranks) -> float:
+def predicted(known: Spectra, ranks: Ranks) -> float:
     """½ Σ S² of all that is cut."""
-    cut = (spectra[name][rank:] for name, rank in ranks.items() if rank is not None)
+    cut = (known[name][rank:] for name, rank in ranks.items() if rank is not None)
     return sum(float(values.double().square().sum()) for values in cut) / 2
 
 

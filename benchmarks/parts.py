@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 
 import torch
@@ -22,11 +22,11 @@ from eckart.evidence import Evidence, collect
 from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.losses import Batch
 from eckart.ranks import RankSearch
-from eckart.ranks.search_problem import ByFormula
+from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.svd import spectrum
-from eckart.targets import Storage, weight_of
+from eckart.targets import Storage, Target, weight_of
 from eckart.weighting import Weighting, weigh
 from tasks.batches import batches, encoded
 from tasks.dataset import load_task
@@ -36,6 +36,13 @@ from tasks.models import TEACHER, load
 from tasks.params import Importance, Threads, section
 
 RUNS = 3
+
+
+def spectra(targets: Iterable[Target], model: PreTrainedModel, weighting: Weighting, evidence: Evidence) -> Spectra:
+    return {
+        target.name: spectrum(weight_of(model.get_submodule(target.name)), weigh(weighting, target, evidence))
+        for target in targets
+    }
 
 
 def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch]) -> Iterator[float]:
@@ -53,11 +60,7 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     if weighting.evidence:
         evidence = collect(model, data, targets, weighting.evidence, evidence_loss(load_task(), importance.labels))
     yield (gathered := time.perf_counter()) - began
-    spectra = {
-        target.name: spectrum(weight_of(model.get_submodule(target.name)), weigh(weighting, target, evidence))
-        for target in ([] if ranks.by_size else targets)
-    }
-    found = ranks.ranks(targets, spectra, keep)
+    found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, evidence), keep)
     yield (decided := time.perf_counter()) - gathered
     if order:
         factorize_in_order(model, targets, found, weighting, evidence, data, order)
