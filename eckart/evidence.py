@@ -20,7 +20,7 @@ what it reads by now, X̂_n, for anchoring (eckart/anchoring.py)::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -293,15 +293,11 @@ class Collector:
             self.calls[target] = [None] * len(calls)
 
     def _add_squares(self, target: Target, x: Tensor, delta: Tensor) -> None:
-        module = self.modules[target]
-        for kind in self.kinds & {"fisher", "taylor"}:
-            weight = weight_of(module)
-            if is_embedding(module):
-                sums = lookup_sums(x, delta, weight, taylor=kind == "taylor")
-            else:
-                sums = fisher_sums(x, delta) if kind == "fisher" else taylor_sums(x, delta, weight)
-            self._add(kind, f"{target.name}.input", sums[0])
-            self._add(kind, f"{target.name}.output", sums[1])
+        module, kinds = self.modules[target], self.kinds & {"fisher", "taylor"}
+        sums = (lookup_sums if is_embedding(module) else square_sums)(x, delta, weight_of(module), kinds)
+        for kind, (by_input, by_output) in sums.items():
+            self._add(kind, f"{target.name}.input", by_input)
+            self._add(kind, f"{target.name}.output", by_output)
 
     def _real(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
         """Which tokens of this call are no padding, `(batch, tokens)` of 0 and 1; None where all are.
@@ -370,46 +366,47 @@ class Collector:
         return self.sums
 
 
-def fisher_sums(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_n G_n ⊙ G_n summed over outputs `(in,)` and over inputs `(out,)`.
+SquareSums = dict[str, tuple[Tensor, Tensor]]
+"""fisher or taylor → its squares summed over outputs `(in,)` and over inputs `(out,)`."""
+
+
+def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
+    """Fisher's Σ_n G_n ⊙ G_n and Taylor's Σ_n (G_n ⊙ W) ⊙ (G_n ⊙ W), those of them that are in `kinds`.
 
     Args:
         x: `(batch, tokens, in)`.
         delta: `(batch, tokens, out)`.
-
-    Where tokens are few, without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis.
+        weight: `(out, in)`.
     """
     tokens, columns, rows = x.shape[1], x.shape[2], delta.shape[2]
-    if 2 * tokens * (rows + columns) <= rows * columns:
-        by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
-        by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
-        return by_input.clamp(min=0), by_output.clamp(min=0)  # sums of squares, but for cancellation
-    squares = _squared_gradients(x, delta)
-    return squares.sum(0), squares.sum(1)
+    if "taylor" not in kinds and 2 * tokens * (rows + columns) <= rows * columns:
+        return {"fisher": _fisher_of_few_tokens(x, delta)}
+    squares, sums = _squared_gradients(x, delta), {}
+    if "fisher" in kinds:
+        sums["fisher"] = squares.sum(0), squares.sum(1)
+    if "taylor" in kinds:
+        squares.mul_(weight.to(x.dtype).square())  # W² is the same for all samples
+        sums["taylor"] = squares.sum(0), squares.sum(1)
+    return sums
 
 
-def taylor_sums(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_n (G_n ⊙ W)² summed over outputs `(in,)` and over inputs `(out,)`; shapes as in `fisher_sums`."""
-    squares = _squared_gradients(x, delta).mul_(weight.to(x.dtype).square())  # W² is the same for all samples
-    return squares.sum(0), squares.sum(1)
-
-
-def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, taylor: bool) -> tuple[Tensor, Tensor]:
-    """`fisher_sums` or, if `taylor`, `taylor_sums` of an embedding: only columns that a sample looks up have gradients.
+def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
+    """`square_sums` of an embedding: only columns that a sample looks up have gradients.
 
     Args:
         ids: `(batch, tokens, 1)`.
         delta: `(batch, tokens, out)`, zero where the token is padding.
         weight: `(out, in)`.
     """
-    by_input, by_output = delta.new_zeros(weight.shape[1]), delta.new_zeros(weight.shape[0])
+    sums = {kind: (delta.new_zeros(weight.shape[1]), delta.new_zeros(weight.shape[0])) for kind in kinds}
     for one_ids, one_delta in zip(ids.squeeze(-1), delta, strict=True):
         seen, places = one_ids.unique(return_inverse=True)
-        gradient = delta.new_zeros(len(seen), len(by_output)).index_add_(0, places, one_delta)
-        squares = (gradient * weight.T[seen] if taylor else gradient).square()
-        by_input[seen] += squares.sum(1)
-        by_output += squares.sum(0)
-    return by_input, by_output
+        gradient = delta.new_zeros(len(seen), weight.shape[0]).index_add_(0, places, one_delta)
+        for kind, (by_input, by_output) in sums.items():
+            squares = (gradient * weight.T[seen] if kind == "taylor" else gradient).square()
+            by_input[seen] += squares.sum(1)
+            by_output += squares.sum(0)
+    return sums
 
 
 def gram(x: Tensor, panel: int = 128) -> Tensor:
@@ -432,12 +429,21 @@ def _counts(ids: Tensor, real: Tensor | None, size: int) -> Tensor:
     return torch.bincount(flat, minlength=size)
 
 
-def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
-    """Σ_n G_n ⊙ G_n `(out, in)`; one sample's gradient at a time, so that it stays in the processor's cache."""
+def _fisher_of_few_tokens(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Fisher's sums without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis."""
+    by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
+    by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
+    return by_input.clamp(min=0), by_output.clamp(min=0)  # sums of squares, but for cancellation
+
+
+def _squared_gradients(x: Tensor, delta: Tensor, panel: int = 256) -> Tensor:
+    """Σ_n G_n ⊙ G_n `(out, in)`; `panel` rows of one sample's at a time, which stay in the processor's cache."""
     squares = x.new_zeros(delta.shape[2], x.shape[2])
-    for one_x, one_delta in zip(x, delta, strict=True):
-        gradient = one_delta.T @ one_x
-        squares.addcmul_(gradient, gradient)
+    for start in range(0, len(squares), panel):
+        some = squares[start : start + panel]
+        for one_x, one_delta in zip(x, delta[:, :, start : start + panel], strict=True):
+            gradient = one_delta.T @ one_x
+            some.addcmul_(gradient, gradient)
     return squares
 
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from eckart.evidence import (
     EVIDENCE_KINDS,
     collect,
-    fisher_sums,
     gram,
     load_evidence,
     mean_loss_times_batch,
     passes,
     save_evidence,
-    taylor_sums,
+    square_sums,
 )
 from eckart.targets import Target, find_targets, weight_of
 from tests import tiny
@@ -261,7 +260,9 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples():
 # --- the sums of squares ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 9, 8), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)])
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 9, 8), (2, 3, 300, 2), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)]
+)
 def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
     """Few tokens and many, on either side of where the cheaper form changes."""
     batch, tokens, rows, columns = shape
@@ -271,12 +272,13 @@ def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
         for size in ((batch, tokens, columns), (batch, tokens, rows), (rows, columns))
     )
     gradients = torch.einsum("nto,nti->noi", delta, x)
-    for got, squares in (
-        (fisher_sums(x, delta), gradients**2),
-        (taylor_sums(x, delta, weight), (gradients * weight) ** 2),
-    ):
-        torch.testing.assert_close(got[0], squares.sum((0, 1)), **CLOSE)
-        torch.testing.assert_close(got[1], squares.sum((0, 2)), **CLOSE)
+    squares = {"fisher": gradients**2, "taylor": (gradients * weight) ** 2}
+    for kinds in (["fisher"], ["taylor"], ["fisher", "taylor"]):
+        got = square_sums(x, delta, weight, kinds)
+        assert list(got) == kinds
+        for kind, (by_input, by_output) in got.items():
+            torch.testing.assert_close(by_input, squares[kind].sum((0, 1)), **CLOSE)
+            torch.testing.assert_close(by_output, squares[kind].sum((0, 2)), **CLOSE)
 
 
 @pytest.mark.parametrize(("tokens", "features", "panel"), [(5, 9, 4), (5, 8, 4), (3, 3, 4), (40, 7, 1)])
@@ -764,7 +766,7 @@ def test_a_target_that_no_gradient_reaches_weighs_nothing():
 def test_sums_of_squares_are_never_negative():
     """A channel that is constant over tokens whose gradients cancel: all that the Gram form has left is rounding."""
     torch.manual_seed(0)
-    x, delta = torch.randn(1, 16, 64), torch.randn(1, 16, 64)
+    x, delta, weight = torch.randn(1, 16, 64), torch.randn(1, 16, 64), torch.empty(64, 64)
     x[..., 0] = 30.0
     delta -= delta.mean(1, keepdim=True)
-    assert all((sums >= 0).all() for sums in fisher_sums(x, delta))
+    assert all((sums >= 0).all() for sums in square_sums(x, delta, weight, ["fisher"])["fisher"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from eckart.evidence import collect, fisher_sums
+from eckart.evidence import collect, square_sums
 from eckart.svd import decompose, weighted_loss
 from eckart.targets import Target, find_targets, weight_of
 from eckart.weighting import ErrorNorm, Weighting, weigh
@@ -39,7 +39,8 @@ def token_evidence(x: torch.Tensor, delta: torch.Tensor):
     """The evidence of `KEY` from inputs `(samples, tokens, in)` and output gradients `(samples, tokens, out)`."""
     count = len(x)
     flat_x, flat_delta = x.flatten(0, 1), delta.flatten(0, 1)
-    by_input, by_output = fisher_sums(x, delta)
+    weight = x.new_zeros(delta.shape[-1], x.shape[-1])
+    by_input, by_output = square_sums(x, delta, weight, ["fisher"])["fisher"]
     return {
         "inputs": {"query": flat_x.T @ flat_x / count},
         "tokens": {"query": torch.tensor(float(x.shape[1]), dtype=x.dtype)},
