@@ -2,8 +2,9 @@
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
-Evidence of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers nothing (gradients
-of weights included, as in training). `naive`: hooks that add XᵀX, DᵀD and each sample's squared gradient by themselves.
+Evidence of two batches of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers
+nothing (gradients of weights included, as in training). `naive`: hooks that add XᵀX, DᵀD and each sample's squared
+gradient by themselves.
 Decompositions beside a whitening of both sides by Cholesky with an SVD of what is whitened, and the plain SVD.
 """
 
@@ -23,7 +24,7 @@ from eckart.svd import decompose, spectrum, weighted_loss
 from eckart.targets import Target, find_targets
 from eckart.weighting import ErrorNorm
 
-ROWS, TOKENS, LAYERS, RUNS = 16, 128, 4, 5
+BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four layers of twelve: what each costs is the same."""
 
 KFAC: tuple[EvidenceKind, ...] = ("inputs", "output_gradients")
@@ -41,12 +42,13 @@ def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
     return [times[1:] for times in taken]
 
 
-def trained(model: PreTrainedModel, batch: Batch) -> None:
-    model(**batch).loss.backward()
-    model.zero_grad()
+def trained(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    for batch in batches:
+        model(**batch).loss.backward()
+        model.zero_grad()
 
 
-def naively(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], squares: bool) -> None:
+def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[Target], squares: bool) -> None:
     """The same sums by hooks, as whole products and one gradient of a sample after the other."""
     sums: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
@@ -79,7 +81,8 @@ def naively(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], squ
         module = model.get_submodule(target.name)
         hooks.append(module.register_forward_pre_hook(before(target.name)))
         hooks.append(module.register_full_backward_hook(after(target.name)))
-    model(**batch).loss.backward()
+    for batch in batches:
+        model(**batch).loss.backward()
     for one in hooks:
         one.remove()
     model.zero_grad()
@@ -91,13 +94,14 @@ def evidence() -> None:
     model = BertForSequenceClassification(config).eval()
     words = torch.randint(1000, (ROWS, TOKENS))
     batch: Batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.arange(ROWS) % 2}
+    batches = [batch] * BATCHES
     targets = find_targets(model, batch, include=["*.encoder.*"]).targets
     jobs: dict[str, Callable[[], object]] = {
-        "forward and backward": lambda: trained(model, batch),
-        "what kfac reads": lambda: collect(model, [batch], targets, KFAC),
-        "what kfac reads, naive": lambda: naively(model, batch, targets, squares=False),
-        "all kinds": lambda: collect(model, [batch], targets, EVIDENCE_KINDS),
-        "inputs, gradients and Fisher, naive": lambda: naively(model, batch, targets, squares=True),
+        "forward and backward": lambda: trained(model, batches),
+        "what kfac reads": lambda: collect(model, batches, targets, KFAC),
+        "what kfac reads, naive": lambda: naively(model, batches, targets, squares=False),
+        "all kinds": lambda: collect(model, batches, targets, EVIDENCE_KINDS),
+        "inputs, gradients and Fisher, naive": lambda: naively(model, batches, targets, squares=True),
     }
     base, *others = seconds(*jobs.values())
     print("| evidence | × forward and backward | fastest to slowest |\n|---|---|---|")
@@ -151,7 +155,8 @@ def main() -> None:
     torch.set_num_threads(1)
     evidence()
     decompositions()
-    print(f"\n1 thread, {ROWS} rows of {TOKENS} tokens, medians of {RUNS} rounds, torch {torch.__version__}")
+    batches = f"{BATCHES} batches of {ROWS} rows of {TOKENS} tokens"
+    print(f"\n1 thread, {batches}, medians of {RUNS} rounds, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

@@ -243,9 +243,11 @@ class Collector:
         x = self._samples(reads.unsqueeze(-1) if ids else reads.detach(), real)
         if "inputs" in self.kinds and target.input_of == target.name:
             precision = _summed(module.get_parameter("weight"))
-            moment = _counts(x, real, target.in_features) if ids else gram(x.flatten(0, 1))
-            tokens = moment.new_tensor(x.shape[0] * x.shape[1]) if real is None else real.sum()
-            self._add("inputs", target.name, moment.to(precision))
+            if ids:
+                self._add("inputs", target.name, _counts(x, real, target.in_features).to(precision))
+            else:
+                self._add_gram("inputs", target.name, x.flatten(0, 1).to(precision))
+            tokens = torch.tensor(x.shape[0] * x.shape[1], device=x.device) if real is None else real.sum()
             self._add("tokens", target.name, tokens.to(precision))
             if dense is not None and not ids:
                 product = self._samples(dense, real).flatten(0, 1).T @ x.flatten(0, 1)
@@ -269,7 +271,10 @@ class Collector:
         delta = self._samples(gradient.detach(), real)
         if "output_gradients" in self.kinds:
             flat = delta.flatten(0, 1)
-            self._add("output_gradients", target.name, flat.square().sum(0) if target.of_vocabulary else gram(flat))
+            if target.of_vocabulary:
+                self._add("output_gradients", target.name, flat.square().sum(0))
+            else:
+                self._add_gram("output_gradients", target.name, flat)
         if x is None:
             return
         if target.repeated:
@@ -343,6 +348,13 @@ class Collector:
         sums = self.sums.setdefault(kind, {})
         sums[key] = sums[key].add_(value) if key in sums else value
 
+    def _add_gram(self, kind: str, key: str, rows: Tensor) -> None:
+        """Add Xᵀ X; its lower triangle waits for `finish`."""
+        sums = self.sums.setdefault(kind, {})
+        if key not in sums:
+            sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
+        add_gram(sums[key], rows)
+
     def _fill(self) -> None:
         """A target that no gradient reaches (a pooler beside an unpooled head) weighs nothing."""
         for target, module in self.modules.items():
@@ -361,6 +373,8 @@ class Collector:
         self._fill()
         for kind, sums in self.sums.items():
             for key, value in sums.items():
+                if kind in ("inputs", "output_gradients") and value.ndim == 2:
+                    mirror(value)
                 if not torch.isfinite(value.div_(self.samples)).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
         return self.sums
@@ -409,18 +423,24 @@ def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[st
     return sums
 
 
-def gram(x: Tensor, panel: int = 128) -> Tensor:
-    """Xᵀ X `(features, features)` of `(tokens, features)`, `panel` rows at a time from the diagonal on.
+_PANEL = 128  # rows of a symmetric matrix that are computed, or copied, at a time
 
-    What is left of the diagonal is their mirror image: one product of all would compute both halves, and takes up to
-    1.7 times as long.
+
+def add_gram(sums: Tensor, rows: Tensor) -> None:
+    """Add Xᵀ X of `rows` X `(tokens, features)` to `sums` `(features, features)`, as far as its upper triangle goes.
+
+    One product of all would compute both triangles, and takes up to 1.9 times as long.
     """
-    square = x.new_empty(x.shape[1], x.shape[1])
-    for start in range(0, len(square), panel):
-        rows = x[:, start : start + panel].T @ x[:, start:]
-        square[start : start + panel, start:] = rows
-        square[start:, start : start + panel] = rows.T
-    return square
+    for start in range(0, len(sums), _PANEL):
+        end = start + _PANEL
+        sums[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+
+
+def mirror(sums: Tensor) -> None:
+    """Fill what `add_gram` left of a matrix with its mirror image."""
+    for end in range(_PANEL, len(sums), _PANEL):
+        start = end - _PANEL
+        sums[end:, start:end] = sums[start:end, end:].T
 
 
 def _counts(ids: Tensor, real: Tensor | None, size: int) -> Tensor:
