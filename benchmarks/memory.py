@@ -80,8 +80,8 @@ class Point:
 
     @property
     def term(self) -> int:
-        """Bytes of the largest term of a sum, before it is added, with what it is made of in float32."""
-        return 4 * (self.mlp**2 + self.rows * self.tokens * self.mlp)
+        """Bytes of what the largest term of a sum is made of, in float32; the sum itself grows in place."""
+        return 4 * self.rows * self.tokens * self.mlp
 
     @property
     def decomposition(self) -> int:
