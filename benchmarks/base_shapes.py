@@ -25,7 +25,7 @@ from eckart.targets import Target, find_targets
 from eckart.weighting import ErrorNorm
 
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
-"""Four layers of twelve: what each costs is the same."""
+"""Four layers of twelve: what each costs is the same. Two batches, so that sums are added to, not begun alone."""
 
 KFAC: tuple[EvidenceKind, ...] = ("inputs", "output_gradients")
 SHAPES = ((768, 768), (768, 3072))

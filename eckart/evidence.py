@@ -375,7 +375,8 @@ class Collector:
             for key, value in sums.items():
                 if kind in ("inputs", "output_gradients") and value.ndim == 2:
                     mirror(value)
-                if not torch.isfinite(value.div_(self.samples)).all():
+                edges = torch.stack(value.div_(self.samples).aminmax())  # isfinite of all would copy it
+                if not torch.isfinite(edges).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
         return self.sums
 
@@ -393,7 +394,7 @@ def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]
         weight: `(out, in)`.
     """
     tokens, columns, rows = x.shape[1], x.shape[2], delta.shape[2]
-    if "taylor" not in kinds and 2 * tokens * (rows + columns) <= rows * columns:
+    if set(kinds) == {"fisher"} and 2 * tokens * (rows + columns) <= rows * columns:
         return {"fisher": _fisher_of_few_tokens(x, delta)}
     squares, sums = _squared_gradients(x, delta), {}
     if "fisher" in kinds:
@@ -423,24 +424,31 @@ def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[st
     return sums
 
 
-_PANEL = 128  # rows of a symmetric matrix that are computed, or copied, at a time
+_PANEL = 128  # rows, of a Gram matrix
+_STRIP = 256  # rows, of squared gradients: with a gradient's as many they stay in the cache
 
 
-def add_gram(sums: Tensor, rows: Tensor) -> None:
-    """Add Xᵀ X of `rows` X `(tokens, features)` to `sums` `(features, features)`, as far as its upper triangle goes.
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Add Xᵀ X of `x` `(tokens, features)` to the upper triangle of `total` `(features, features)`, in place.
 
-    One product of all would compute both triangles, and takes up to 1.9 times as long.
+    One product of all would compute both triangles, and takes up to 1.9 times as long. Blocks on the diagonal are
+    whole; what is below them is left to `mirror`.
     """
-    for start in range(0, len(sums), _PANEL):
-        end = start + _PANEL
-        sums[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
+    for rows in _parts(total, _PANEL):
+        total[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
 
 
-def mirror(sums: Tensor) -> None:
-    """Fill what `add_gram` left of a matrix with its mirror image."""
-    for end in range(_PANEL, len(sums), _PANEL):
-        start = end - _PANEL
-        sums[end:, start:end] = sums[start:end, end:].T
+def mirror(total: Tensor) -> None:
+    """Fill what `add_gram` left with the mirror image of what it added to."""
+    for end in range(_PANEL, len(total), _PANEL):
+        rows = slice(end - _PANEL, end)
+        total[end:, rows] = total[rows, end:].T
+
+
+def _parts(matrix: Tensor, size: int) -> Iterator[slice]:
+    """Its rows, `size` at a time; all at once on accelerators, which want few products, and mps no sums into parts."""
+    size = size if matrix.device.type == "cpu" else len(matrix)
+    return (slice(start, start + size) for start in range(0, len(matrix), size))
 
 
 def _counts(ids: Tensor, real: Tensor | None, size: int) -> Tensor:
@@ -456,14 +464,13 @@ def _fisher_of_few_tokens(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     return by_input.clamp(min=0), by_output.clamp(min=0)  # sums of squares, but for cancellation
 
 
-def _squared_gradients(x: Tensor, delta: Tensor, panel: int = 256) -> Tensor:
-    """Σ_n G_n ⊙ G_n `(out, in)`; `panel` rows of one sample's at a time, which stay in the processor's cache."""
+def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
+    """Σ_n G_n ⊙ G_n `(out, in)`; one sample's gradient at a time."""
     squares = x.new_zeros(delta.shape[2], x.shape[2])
-    for start in range(0, len(squares), panel):
-        some = squares[start : start + panel]
-        for one_x, one_delta in zip(x, delta[:, :, start : start + panel], strict=True):
-            gradient = one_delta.T @ one_x
-            some.addcmul_(gradient, gradient)
+    for rows in _parts(squares, _STRIP):
+        for one_x, one_delta in zip(x, delta, strict=True):
+            gradient = one_delta[:, rows].T @ one_x
+            squares[rows].addcmul_(gradient, gradient)
     return squares
 
 

@@ -265,7 +265,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples():
     "shape", [(5, 2, 9, 8), (2, 3, 300, 2), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)]
 )
 def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
-    """Few tokens and many, on either side of where the cheaper form changes."""
+    """Few tokens and many, on either side of where the cheaper form changes; more rows than are squared at a time."""
     batch, tokens, rows, columns = shape
     generator = torch.Generator().manual_seed(0)
     x, delta, weight = (
@@ -285,10 +285,29 @@ def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
 @pytest.mark.parametrize(("tokens", "features"), [(40, 7), (5, 128), (5, 129), (3, 300)])
 def test_a_gram_matrix_from_panels_is_the_product(tokens, features):
     x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sums = torch.ones(features, features, dtype=torch.float64)
-    add_gram(sums, x)
-    mirror(sums)
-    torch.testing.assert_close(sums, x.T @ x + 1, **CLOSE)
+    total = torch.ones(features, features, dtype=torch.float64)
+    add_gram(total, x)
+    mirror(total)
+    torch.testing.assert_close(total, x.T @ x + 1, **CLOSE)
+
+
+def test_wide_maps_have_whole_matrices():
+    """Wider than what is added at a time, in two batches."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(130, 300, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=self.map(x).square().sum() / len(x))
+
+    x = torch.randn(4, 3, 130, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model, target = Wide(), Target(name="map", out_features=300, in_features=130, input_of="map")
+    got = collect(model, [{"x": x[:2]}, {"x": x[2:]}], [target])
+    rows, deltas = x.flatten(0, 1), 2 * model.map(x).detach().flatten(0, 1)
+    torch.testing.assert_close(got["inputs"]["map"], rows.T @ rows / 4, **CLOSE)
+    torch.testing.assert_close(got["output_gradients"]["map"], deltas.T @ deltas / 4, **CLOSE)
 
 
 # --- a case solved by hand -------------------------------------------------------------------------------------------
