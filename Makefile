@@ -48,8 +48,8 @@ $(READY): requirements.lock pyproject.toml
 
 lock:  ## resolve pyproject.toml's ranges anew into requirements.lock
 	$(PYTHON) -m venv $(VENV)-lock
-	@# soupsieve's later versions want Python 3.11.5 or newer; Debian 12 has 3.11.2.
-	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 'soupsieve<3' '.[pipeline,onnx,cluster,team,lm-eval,docs,dev]'
+	@# Debian 12 has Python 3.11.2: soupsieve's later versions want 3.11.5, and redis wants async-timeout there.
+	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 'soupsieve<3' async-timeout '.[pipeline,onnx,cluster,team,lm-eval,docs,dev]'
 	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
 	rm -rf $(VENV)-lock
 
