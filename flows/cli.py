@@ -127,10 +127,12 @@ def _run(options: Options) -> None:
     installation.refresh()
     from flows import live, prefect_server, up_to_date  # slow imports, not for --help
     from flows.engine import torch_questions
+    from flows.tracking import database
 
     with _ended_with_words(), live.terminal():
         live.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
+        damage = database.set_aside_damaged()
         live.doing("finding what is up to date")
         told = prefect_server.require()  # a server that is there is told of the run in any case
         outcomes = None if told else up_to_date.outcomes()
@@ -140,6 +142,8 @@ def _run(options: Options) -> None:
             outcomes = _by_prefect(options)
     _print_comparison(Path("reports/comparison.txt"))
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
+    if damage:
+        print(f"WARNING: {damage}.")
     print("Read reports/comparison.html; `eckart ui` shows the runs; the models are in models/finetuned/.")
 
 
@@ -308,11 +312,14 @@ def _run_tasks(
 @app.command()
 def promote(
     again: Annotated[bool, typer.Option("--again", help="take the best even if it was rolled back")] = False,
+    first: Annotated[
+        bool, typer.Option("--first", help="begin a registry that knows no champion, though this workspace has had one")
+    ] = False,
     rollback: Annotated[bool, typer.Option("--rollback", help="go back to the version before")] = False,
 ) -> None:
     """Make the study's best candidate the champion of the model registry, if it passes the gates."""
-    if again and rollback:
-        raise EckartError("--again and --rollback contradict each other: give one of them")
+    if rollback and (again or first):
+        raise EckartError(f"--{'again' if again else 'first'} and --rollback contradict each other: give one of them")
     settings.use_local_server()
     from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
@@ -328,7 +335,7 @@ def promote(
     prefect_server.require()
     try:
         with _ended_with_words():
-            conclusion = flow.promotion(again=again)
+            conclusion = flow.promotion(again=again, first=first)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise
@@ -418,13 +425,17 @@ def push() -> None:
 
 @app.command()
 def pull() -> None:
-    """Take from the DVC remote what this workspace lacks, and run nothing."""
+    """Bring from the DVC remote what this workspace lacks; it runs nothing and leaves dvc.lock as it is."""
     from flows.engine import remote, stages  # slow imports, not for --help
 
     stages.check_workspace()
-    if lacking := remote.pull():
-        raise EckartError(f"Neither the cache nor the remote has {', '.join(lacking)}; the rest is up to date.")
-    print("Everything is up to date.")
+    pulled = remote.pull()
+    if pulled.stale:
+        print(f"Not as dvc.lock records: {', '.join(pulled.stale)}. `eckart run` brings them up to date.")
+    if pulled.lacking:
+        raise EckartError(f"Neither the cache nor the remote has {', '.join(pulled.lacking)}; the rest is here.")
+    if not pulled.stale:
+        print("Everything is up to date.")
 
 
 @app.command("reproduce")
@@ -445,6 +456,35 @@ def reproduce_candidate(
         reasons = "\n".join(f"  {reason}" for reason in found.reasons)
         raise EckartError(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
     print("All are the same, bit for bit.")
+
+
+@app.command()
+def verify(
+    again: Annotated[int, typer.Option(min=0, help="stages of the last commit to make again and compare")] = 0,
+) -> None:
+    """Find entries of dvc.lock and of the run cache, here and in the remote, that no run wrote."""
+    from flows import verify as module  # a slow import, not for --help
+    from flows.engine import stages
+
+    stages.check_workspace()
+    found = module.verify()
+    print(f"{len(found.agree)} entries agree with what their stages recorded; {len(found.unrecorded)} have no record.")
+    if found.doubtful:
+        print("Of these, entries of other inputs have the same outputs; one of each group may be false:")
+        print("\n".join(sorted(f"  {entry.place}: {entry.stage}" for entry in found.doubtful)))
+    differing = []
+    for recorded, made in module.sample(again, found):
+        print(f"{recorded.stage} was made again: {'the same bytes' if made.same else 'OTHER BYTES'}.", flush=True)
+        if not made.same:
+            differing.append(
+                f"{recorded.stage} has other bytes than recorded. Likely reasons: {'; '.join(made.reasons)}"
+            )
+    false = [f"  {what}\n" + "\n".join(f"    in {one.place}" for one in where) for what, where in found.false.items()]
+    if false:
+        false.insert(0, "No run wrote these entries:")
+        false.append("Remove such files of the run cache. For dvc.lock: dvc repro --force --single-item STAGE")
+    if false or differing:
+        raise EckartError("\n".join([*false, *differing]))
 
 
 @app.command()

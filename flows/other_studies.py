@@ -141,10 +141,11 @@ def _tracking(experiment: str) -> str:
         return users
     from mlflow import MlflowClient  # slow imports
 
-    from flows.tracking import mirror
+    from flows.tracking import database, mirror
 
+    database.set_aside_damaged()
     try:
-        mirror.experiment(MlflowClient(mirror.store()), experiment, local=True)
+        mirror.experiment(MlflowClient(database.address()), experiment, local=True)
     except Exception as error:  # a store may fail in any way; none of them is the study's
         log.warning("MLflow cannot be used: %s", error)
-    return mirror.store()
+    return database.address()

@@ -114,6 +114,16 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
         CannotReproduce: there is no such revision, no dvc.lock in it, or no such stage in that.
         WorkspaceError: the working directory is not the root of a git repository.
     """
+    commit, entries, pinned = _at(revision)
+    for stage in (stage_name("finetune", name), name):
+        if stage in entries:
+            return LockedStage(commit, stage, entries, pinned)
+    candidates = [candidate_of(stage) for stage in entries if stage.startswith(stage_name("finetune", ""))]
+    raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
+
+
+def _at(revision: str) -> tuple[str, dict[str, Any], str]:
+    """The commit of a revision, what its dvc.lock has, and the packages that it pins."""
     workspaces.check_root()
     nothing = CannotReproduce(f"{revision} has no dvc.lock: commit dvc.lock to record a result")
     try:
@@ -128,18 +138,24 @@ def record(name: str, revision: str = "HEAD") -> LockedStage:
         raise nothing from error
     if not entries:
         raise nothing
-    for stage in (stage_name("finetune", name), name):
-        if stage in entries:
-            return LockedStage(commit, stage, entries, pinned)
-    candidates = [candidate_of(stage) for stage in entries if stage.startswith(stage_name("finetune", ""))]
-    raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
+    return commit, entries, pinned
 
 
-def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
+def recorded(revision: str = "HEAD") -> list[str]:
+    """The names of the stages that dvc.lock of a revision records.
+
+    Raises:
+        CannotReproduce: there is no such revision, or no dvc.lock in it.
+    """
+    return list(_at(revision)[1])
+
+
+def reproduce(wanted: LockedStage, again: bool = False, alone: bool = False) -> Reproduction:
     """Get a stage's outputs back in a workspace of their own: from cache or remote, or else made again.
 
     Args:
         again: make it and all it follows from again, even if the recorded bytes are there.
+        alone: make it again, but take what it follows from where that is there.
 
     Raises:
         CannotReproduce: it could not be made; what went wrong is above, or in the message.
@@ -148,12 +164,12 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     folder, objects = wanted.folder, stages.cache_dir()
     with workspaces.held(folder), stage_processes.terminable():
         workspaces.check_out(folder, wanted.commit)
-        had = not again and _had(objects, wanted.outs.values())
+        had = not (again or alone) and _had(objects, wanted.outs.values())
         if had:
             for out, digest in wanted.outs.items():
                 cached_objects.copy(objects, digest, folder / out)
         else:
-            _make(objects, wanted, again)
+            _make(objects, wanted, again, alone)
         files = compare(folder, objects, wanted.outs)
         same = all(file.same for file in files)
         if same and not had:
@@ -200,7 +216,7 @@ def _had(objects: Path, digests: Collection[str]) -> bool:
             return False
 
 
-def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
+def _make(objects: Path, wanted: LockedStage, again: bool, alone: bool) -> None:
     """Run the stage, and before it all that it follows from (`again`), or only what is nowhere to be found."""
     _bring_inputs(wanted.folder, objects)
     if not again:
@@ -208,13 +224,20 @@ def _make(objects: Path, wanted: LockedStage, again: bool) -> None:
             _had(objects, _digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
+    if alone:  # what it reads comes first, and with it the stage's own outputs: they are made again
+        _repro(wanted)
+        _repro(wanted, "--force", "--single-item")
+    else:
+        _repro(wanted, *(["--force"] if again else []))
+
+
+def _repro(wanted: LockedStage, *flags: str) -> None:
     # Not committed to the cache, where a result that differs would be restored for the recorded one.
-    flags = ["--quiet", "--no-commit", *(["--force"] if again else [])]
     unset = [word for name in workspaces.PLACES for word in ("-u", name)]
-    command = ["env", *unset, sys.executable, "-m", "dvc", "repro", *flags, wanted.stage]
+    repro = [sys.executable, "-m", "dvc", "repro", "--quiet", "--no-commit", *flags, wanted.stage]
     try:
         with locks.machine():
-            stage_processes.run(shlex.join(command), wanted.folder, partial(print, flush=True), {})
+            stage_processes.run(shlex.join(["env", *unset, *repro]), wanted.folder, partial(print, flush=True), {})
     except stage_processes.CommandFailed as error:
         raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
 
@@ -236,15 +259,12 @@ def _bring_inputs(folder: Path, objects: Path) -> None:
 
 
 def _keep(objects: Path, wanted: LockedStage) -> None:
-    """Put into the cache what was made again to the same bytes and was not there."""
-    made = _made(wanted.folder)
+    """Put into the cache what was made again to the same bytes and was not there; objects alone, and no entry."""
     for name in wanted.chain:
-        outs = _digests(wanted.entries[name], "outs")
-        if (
-            any(cached_objects.missing(objects, digest) for digest in outs.values())
-            and _digests(made[name], "outs") == outs
-        ):
-            workspaces.dvc(wanted.folder, "commit", "--force", name)
+        for out, digest in _digests(wanted.entries[name], "outs").items():
+            made = wanted.folder / out
+            if cached_objects.missing(objects, digest) and made.exists():
+                cached_objects.add(made, digest)
 
 
 def _reasons(wanted: LockedStage) -> list[str]:

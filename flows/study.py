@@ -28,6 +28,7 @@ from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
 from flows.progress import Progress
 from flows.secrets import keep_out, shown
+from flows.tracking import database
 from flows.up_to_date import summary
 from tasks.errors import EckartError
 
@@ -108,13 +109,14 @@ def study(
             installation.refresh()
             stages.check_workspace()  # before anything is written
             with open_runs.noted(str(flow_run.id)):
+                damage = database.set_aside_damaged()
                 outcomes = _run(Options(workers, timeout, task_runner, scheduler))
                 name, said = _promoted() if promote else ("Completed", "")
         except Exception as error:  # a state, which Prefect raises to the caller
             if not isinstance(error, EckartError):  # of those no traceback in the log
                 get_run_logger().exception("the study failed")
             return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
-    message = f"{summary(outcomes).removesuffix('.')}. {said}".strip()
+    message = " ".join(filter(None, [f"{summary(outcomes).removesuffix('.')}.", said, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 

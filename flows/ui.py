@@ -14,6 +14,7 @@ from rich.console import Console
 from flows import secrets, settings
 from flows.engine.stage_processes import terminable
 from flows.prefect_server import command
+from flows.tracking import database
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def _prefect() -> Page:
 
 
 def _mlflow() -> Page:
-    store = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{Path.cwd() / 'mlflow.db'}")
+    database.set_aside_damaged()
+    store = os.environ.get("MLFLOW_TRACKING_URI", database.address())
     if store.startswith("http"):
         return Page(secrets.shown(store))
     port = settings.MLFLOW_ADDRESS.rpartition(":")[2]

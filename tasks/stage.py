@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 import transformers
 
+from tasks import inputs
 from tasks.candidate_names import candidate_name, stage_name
 from tasks.errors import EckartError
 from tasks.params import Threads, Trainer, section
@@ -130,7 +131,10 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         quiet()
+        found = inputs.found(stage)
         work()
+        if found and leads():
+            inputs.write(stage, found)
     except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:

@@ -22,8 +22,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from flows.collection import named
 from flows.collection.kind import CannotCollect, Kind, Size, size_of
-from flows.registry import versions
-from flows.tracking import candidate_models, mirror
+from flows.registry import champions, versions
+from flows.tracking import candidate_models, database, mirror
 from tasks import check_params
 from tasks.candidate_names import candidate_of
 
@@ -51,13 +51,17 @@ def look(recent: int) -> Iterator[Tracked]:
 
     Raises:
         RegistryError: it fails.
-        CannotCollect: a registered version has no files.
+        CannotCollect: a registered version has no files, or a damaged database may name some.
     """
     users = os.environ.get("MLFLOW_TRACKING_URI")
-    if not (users or os.environ.get("MLFLOW_REGISTRY_URI") or Path("mlflow.db").exists()):
+    model = check_params.typed_section("promotion").model
+    database.set_aside_damaged()
+    if damaged := sorted(Path().glob(f"{database.FILE}.damaged*")):
+        raise CannotCollect(f"what the versions in {damaged[0]} name is not known: repair it, or move it elsewhere")
+    if not (users or os.environ.get("MLFLOW_REGISTRY_URI") or database.FILE.exists() or champions.last(model)):
         yield Tracked(set(), [_registered(0)])
         return
-    with versions.connected(check_params.typed_section("promotion").model) as registry:
+    with versions.connected(model) as registry:
         yield _tracked(registry.client, recent, local=not users)
 
 
@@ -203,6 +207,6 @@ def _remove(client: MlflowClient, runs: Iterable[Run], models: Iterable[str]) ->
     if runs or models:
         from mlflow.cli import gc  # slow imports
 
-        store = mirror.store()
+        store = database.address()
         with contextlib.redirect_stdout(io.StringIO()):
             gc.main(["--backend-store-uri", store, "--tracking-uri", store], standalone_mode=False)

@@ -8,7 +8,7 @@ cloud.push/pull, stage_cache and Config.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,7 @@ from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 
-from flows.engine import cached_objects, lock_file
+from flows.engine import cached_objects
 from flows.engine.locks import bookkeeping, repository
 from flows.engine.stages import (
     Planned,
@@ -37,7 +37,6 @@ from flows.engine.stages import (
     restore,
 )
 from flows.secrets import shown
-from tasks.dataset import REFERENCE
 from tasks.errors import EckartError
 
 
@@ -123,6 +122,7 @@ def fetch(order: Order, entry: Entry) -> None:
     Raises:
         TransportFailed: the remote does not have it.
         StageChanged: the stage, or what it reads here, is not what was ordered any more.
+        NotTheSame: the worker made it from something else.
     """
     with _transport(f"pulling what {order.stage} wrote") as repo:
         stage = _stages(repo)[order.stage]
@@ -130,6 +130,8 @@ def fetch(order: Order, entry: Entry) -> None:
         if changed := _differences(stage, order):
             raise StageChanged(f"{', '.join(changed)} changed while {order.stage} ran; run again")
         StageLoader.fill_from_lock(stage, entry)
+        if other := _differences(stage, order):
+            raise NotTheSame(f"the worker made {order.stage} from another {', '.join(other)} than was ordered")
         for out in stage.outs:
             _pull(repo, out, out.fs_path)
 
@@ -167,18 +169,49 @@ def push() -> set[str]:
         return lacking
 
 
-def pull() -> list[str]:
-    """Take from cache and remote what the workspace lacks, and run nothing; what could not be had, upstream first.
+@dataclass(frozen=True)
+class Pulled:
+    """What `pull` could not bring, and what it left for a run. Both are names of stages and of .dvc files."""
 
-    With dvc.lock it is what that names; without, what the run cache has for these parameters, code and data.
+    lacking: list[str]
+    """Neither the cache nor the remote has it."""
+    stale: list[str]
+    """Not what dvc.lock or the .dvc file records: its parameters, code, inputs or outputs were edited."""
+
+
+def pull() -> Pulled:
+    """Bring from cache and remote the results that fit this workspace. It runs nothing and leaves dvc.lock as it is.
+
+    Of each stage that is what somebody made from its present parameters, code and data; where nobody did, what dvc.lock
+    records. What a person edited stays.
 
     Raises:
         TransportFailed: the remote cannot be used.
     """
     with _transport("pulling") as repo:
         repo.stage_cache.pull(None)
-        stages = reversed(list(networkx.topological_sort(repo.index.graph)))
-        return [stage.addressing for stage in stages if not _pulled(repo, stage)]
+        lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
+        repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
+        stale = [stage.addressing for stage in _upstream_first(repo) if stage.changed()]
+        return Pulled(lacking, [name for name in stale if name not in lacking])
+
+
+def run_entries() -> list[tuple[str, str]]:
+    """The run cache, here and in the remote: the place of each entry and its text. One that both have is given once.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with _transport("reading the run cache") as repo:
+        here = Path(repo.stage_cache.cache_dir)
+        found = {file.relative_to(here).as_posix(): (str(file), file.read_text()) for file in here.glob("*/*/*")}
+        if repo.config["core"].get("remote"):
+            odb = repo.cloud.get_remote_odb(None, "verify", hash_name="md5-dos2unix")
+            runs = odb.fs.join(odb.path, "runs")
+            for path in odb.fs.find(runs) if odb.fs.exists(runs) else ():
+                if (name := "/".join(odb.fs.parts(path)[-3:])) not in found:
+                    found[name] = (path, odb.fs.read_text(path))
+        return list(found.values())
 
 
 def fetch_objects(digests: Iterable[str]) -> None:
@@ -211,32 +244,32 @@ def own_cache(folder: Path) -> None:
         local["cache"]["dir"] = str(folder / ".dvc/cache")
 
 
-def _pulled(repo: Repo, stage: Stage) -> bool:
-    """Bring a stage up to date; whether it is. What a person edited stays as it is.
+def _upstream_first(repo: Repo) -> list[Stage]:
+    """Every stage and .dvc file."""
+    return list(reversed(list(networkx.topological_sort(repo.index.graph))))
 
-    What was checked against a champion's data, which git does not carry, comes as dvc.lock names it, so that what
-    follows is found; the next run checks again.
+
+def _pulled(repo: Repo, stage: Stage) -> bool:
+    """Put into the workspace what a stage wrote; False if nobody has it.
+
+    Only bytes: what was made from what is for a run to say, which alone writes entries into dvc.lock.
     """
     if not stage.changed():
         return True
-    if not all(dep.exists for dep in stage.deps):  # the stage that writes it could not be had
-        return False
     try:
         if not stage.cmd:
             return _pulled_input(repo, stage)
-        differing, _, edited = stage.changed_entries()
-        if differing == [str(REFERENCE)] and not edited:
-            for out in stage.outs:
-                _pull(repo, out, out.fs_path)
+        if all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=True):
             return True
-        # Where the cache's own bytes were corrupt and are gone, the remote's come at the second try.
-        if not any(restore(repo, stage, pull=True) for _ in range(2)):
+        if not all(out.hash_info for out in stage.outs):  # dvc.lock does not know it
             return False
-    except (CollectCacheError, ConfirmRemoveError, TransportFailed):
+        for out in stage.outs:
+            with suppress(ConfirmRemoveError):  # somebody edited it
+                _pull(repo, out, out.fs_path, force=False)
+    except ConfirmRemoveError:
+        return True
+    except (CollectCacheError, TransportFailed):
         return False
-    stage.save()
-    stage.commit()
-    lock_file.write(stage)
     return True
 
 
@@ -255,8 +288,12 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
     return not stage.changed()
 
 
-def _pull(repo: Repo, out: Output, part: str) -> None:
-    """Put an output, or what of it is at the path `part`, into the workspace, once its bytes have their digests."""
+def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
+    """Put an output, or what of it is at the path `part`, into the workspace, once its bytes have their digests.
+
+    Args:
+        force: whether it replaces what is there and in no cache.
+    """
     cache_dir = Path(repo.cache.local_cache_dir)
     for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
         for objects in out.get_used_objs(filter_info=part).values():
@@ -268,7 +305,7 @@ def _pull(repo: Repo, out: Output, part: str) -> None:
         raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
     if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
         raise TransportFailed("the DVC remote does not have it")
-    out.checkout(filter_info=part, force=True)
+    out.checkout(filter_info=part, force=force)
 
 
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:

@@ -202,15 +202,14 @@ def _up_to_date(stage: PipelineStage) -> bool:
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what it is about to read."""
+    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what the new ones are made from."""
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
-    try:
-        restored = restore(repo, stage)
-    finally:
-        stage.save_deps()
-    return "Restored" if restored or _take(stage, definition) else "Executed"
+    if restore(repo, stage):
+        return "Restored"
+    stage.save_deps()
+    return "Restored" if _take(stage, definition) else "Executed"
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
@@ -241,7 +240,11 @@ def _nameless(name: str, definition: str) -> str:
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
-    """Take the outputs from the run cache, if they are there and whole."""
+    """Take the outputs that dvc.lock or the run cache has for what the stage reads now, if they are there and whole.
+
+    What they were made from is noted in the stage. It must be as it was loaded: DVC takes the outputs of dvc.lock where
+    the inputs are those that are noted, so a second call would take them for any inputs.
+    """
     try:
         repo.stage_cache.restore(stage, pull=pull)
     except RunCacheNotFoundError:
@@ -324,8 +327,12 @@ def _reads(stage: PipelineStage) -> Reads:
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
-    """Path or parameter file → digest, as noted last."""
-    return {str(dep): str(dep.hash_info.value) for dep in stage.deps}
+    """Path or parameter file → digest, as noted last; of parameters their values."""
+    return {str(dep): _as_text(dep.hash_info.value) for dep in stage.deps}
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
 
 
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:

@@ -52,12 +52,13 @@ class Conclusion:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(root: str = ".", again: bool = False) -> Conclusion:
+def promotion(root: str = ".", again: bool = False, first: bool = False) -> Conclusion:
     """Promote the best candidate of the study that params.yaml describes.
 
     Args:
         root: the workspace: a folder with params.yaml, whose study is finished.
         again: take it even if someone went back from it.
+        first: make it the first champion of a registry that knows none, though the workspace has had one.
 
     Raises:
         Refused: nothing was promoted; the champion is the one before.
@@ -69,7 +70,7 @@ def promotion(root: str = ".", again: bool = False) -> Conclusion:
         try:
             stages.check_workspace()
             with open_runs.noted(str(flow_run.id)):
-                conclusion = _promoted(_terms(), again)
+                conclusion = _promoted(_terms(), again, first)
         except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
             name = "Refused" if isinstance(error, Refused) else "Failed"
             message = shown(str(error))
@@ -106,10 +107,10 @@ def _terms() -> Terms:
     )
 
 
-def _promoted(terms: Terms, again: bool) -> Conclusion:
+def _promoted(terms: Terms, again: bool, first: bool) -> Conclusion:
     """Promote the best candidate, and show its gates on the run's page."""
     try:
-        conclusion = _promote(terms, again)
+        conclusion = _promote(terms, again, first)
     except Refused as refusal:
         _show(terms, str(refusal), refusal.gates)
         raise
@@ -125,9 +126,9 @@ def _show(terms: Terms, decision: str, found: Sequence[Gate]) -> None:
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
-def _promote(terms: Terms, again: bool) -> Conclusion:
+def _promote(terms: Terms, again: bool, first: bool) -> Conclusion:
     log = get_run_logger()
-    with versions.connected(terms.wanted.model) as models:
+    with versions.connected(terms.wanted.model, first) as models:
         try:
             models.settle()
         except SmokeFailed as error:

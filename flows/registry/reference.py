@@ -15,8 +15,9 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from flows.engine import cached_objects, remote, stages
+from flows.registry import champions
 from flows.secrets import shown
-from flows.tracking import mirror
+from flows.tracking import database
 from tasks.dataset import REFERENCE, SPLITS
 from tasks.dataset import REFERENCE_PARTS as PARTS
 from tasks.errors import EckartError
@@ -49,11 +50,13 @@ def refresh(study: str, model: str) -> None:
 def _digests(study: str, model: str) -> dict[str, str]:
     """Part of the reference → DVC's digest of it; none where the study has no champion."""
     users = os.environ.get("MLFLOW_TRACKING_URI")
-    if not users and not Path("mlflow.db").exists():  # the first run here: MLflow needs seconds to make one
-        return {}
-    client = MlflowClient(users or mirror.store())
+    if not (users or database.FILE.exists() or champions.last(model)):
+        return {}  # the first run here: MLflow would need seconds to make a database
+    client = MlflowClient(users or database.address())
     found = [one.aliases.get("champion") for one in client.search_registered_models(f"name = '{model}'")]
     if not any(found):
+        if champions.last(model):
+            raise LookupError("the registry knows no champion, and this workspace has had one")
         return {}
     champion = client.get_model_version(model, str(found[0]))
     if champion.tags.get("eckart.study") != study:

@@ -22,11 +22,12 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.registry import package
+from flows.registry import champions, package
 from flows.registry.ask import SmokeFailed, ask
+from flows.registry.champions import Noted
 from flows.registry.turns import turn
 from flows.secrets import shown
-from flows.tracking import mirror
+from flows.tracking import database, mirror
 from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class RegistryError(EckartError):
     """The registry cannot be used; the message says why and what to do."""
 
 
+class RegistryLost(RegistryError):
+    """The registry knows no champion, and the workspace has had one; the message says which and what to do."""
+
+
 class NothingBefore(EckartError):
     """There is no version to go back to, or none to go back from."""
 
@@ -63,23 +68,28 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
     except kinds as error:
         cause = " ".join(shown(str(error)).split())
         raise RegistryError(
-            f"the model registry at {shown(mlflow.get_registry_uri())} failed: {cause}. Run again when it works: "
+            f"the model registry at {_place()} failed: {cause}. Run again when it works: "
             "what was begun is then finished or undone"
         ) from error
 
 
 @contextmanager
-def connected(name: str) -> Iterator[Registry]:
+def connected(name: str, first: bool = False) -> Iterator[Registry]:
     """The registry of model `name`: the user's, or that of the workspace, which is the working directory.
 
     One process at a time has it, others wait: on all machines where the registry is a PostgreSQL database, else of this
     user on this machine.
 
+    Args:
+        first: whether it may be without a champion though the workspace has had one.
+
     Raises:
         RegistryError: it fails, now or while it is used.
+        RegistryLost: it knows no champion, and the workspace has had one.
     """
+    database.set_aside_damaged()
     users = os.environ.get("MLFLOW_TRACKING_URI")
-    store = _absolute(users or mirror.store())
+    store = _absolute(users or database.address())
     registry = _absolute(os.environ.get("MLFLOW_REGISTRY_URI", store))
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
         mlflow.set_tracking_uri(store)  # the processes that ask versions inherit it
@@ -88,9 +98,16 @@ def connected(name: str) -> Iterator[Registry]:
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
-                yield Registry(name, client, not users, check)
+                models = Registry(name, client, not users, check)
+                models.look_for_champion(first)
+                yield models
         finally:
             mlflow.set_tracking_uri(users)  # type: ignore[arg-type]  # None unsets it
+
+
+def _place() -> str:
+    """Where the registry is, without a password."""
+    return shown(mlflow.get_registry_uri())
 
 
 def _absolute(address: str) -> str:
@@ -124,6 +141,28 @@ class Registry:
         """The version under the alias `champion`."""
         number = self.aliases().get(CHAMPION)
         return self.version(number) if number else None
+
+    def look_for_champion(self, first: bool) -> None:
+        """Note the champion in the workspace.
+
+        Args:
+            first: whether there may be none though the workspace has had one.
+
+        Raises:
+            RegistryLost: there is none, and there may not.
+        """
+        if champion := self.champion():
+            if champion.tags.get(SMOKE) != _PENDING:
+                self._note(str(champion.version))
+        elif (had := champions.last(self.name)) and not first:
+            raise RegistryLost(
+                f"the model registry at {_place()} knows no champion of {self.name}, and this workspace has had one: "
+                f"version {had.version} in {had.registry}. Bring that registry back, or begin anew with "
+                "`eckart promote --first`"
+            )
+
+    def _note(self, number: str) -> None:
+        champions.note(self.name, Noted(version=number, registry=_place()))
 
     def before(self, version: ModelVersion) -> str | None:
         """The champion before `version`; None if there was none, or if the alias was set by hand: then none is known.
@@ -284,6 +323,7 @@ class Registry:
         before = self.before(self.version(number))
         self._conclude(number, f"Promoted at {clock()}" + (f", in place of version {before}." if before else "."))
         self.mark(number, {PROMOTED_AT: timestamp(), SMOKE: f"passed {clock()}"})
+        self._note(number)
         self._follow()
         return True
 

@@ -38,7 +38,8 @@ from pydantic import BaseModel
 from flows.engine.stages import Outcome, Planned
 from flows.secrets import shown
 from flows.settings import MLFLOW_ADDRESS
-from flows.tracking import candidate_models
+from flows.tracking import candidate_models, database
+from tasks import inputs
 from tasks.candidate_names import candidate_of, recipe_and_keep, stage_name
 from tasks.metrics import METRICS, MetricName
 
@@ -110,7 +111,7 @@ class Mirror:
     def start(self, parameters: Mapping[str, Any]) -> None:
         """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
         users = os.environ.get("MLFLOW_TRACKING_URI")
-        self.client = MlflowClient(users or store())
+        self.client = MlflowClient(users or database.address())
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self._parameters = _params(parameters)
@@ -332,11 +333,6 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
     return [one.name for one in planned if one.name not in own]
 
 
-def store() -> str:
-    """The address of MLflow's database in the workspace, which is the working directory."""
-    return f"sqlite:///{Path('mlflow.db').resolve()}"
-
-
 def experiment(client: MlflowClient, study: str, local: bool) -> str:
     """The id of the study's experiment; a new one in a `local` store keeps its artifacts in the workspace, too."""
     if found := client.get_experiment_by_name(study):
@@ -408,7 +404,7 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
     numbers: dict[str, float] = {}
     for outcome in outcomes:
         for path in outcome.outs:
-            if path.startswith("reports/") and path.endswith(".json"):
+            if path.startswith("reports/") and path.endswith(".json") and not Path(path).is_relative_to(inputs.FOLDER):
                 report = json.loads(Path(path).read_text())
                 own = report[candidate] if outcome.stage == _TIMES else report
                 values = flatten({name: value for name, value in own.items() if name != "targets"})

@@ -25,7 +25,7 @@ from flows.promotion.flow import promotion
 from flows.registry import versions
 from flows.tracking import mirror
 from tests.flows.test_reproduce import MODEL, PARAMS, PIPELINE, commit, repository
-from tests.flows.toy import Flows, call, stale
+from tests.flows.toy import MLFLOW, Flows, call, stale
 from tests.workspace import digests
 
 PROMOTION = """\
@@ -196,7 +196,7 @@ def test_champions_stay_and_can_be_made_again(main: Path, database: Path) -> Non
         nights[night] = run(night, told=True)
         if night < 4:
             register(nights[night], run_known=night > 1)
-    client = MlflowClient(mirror.store())
+    client = MlflowClient(f"sqlite:///{main / MLFLOW}")
     client.delete_model_version("m", "3")
     before = digests(main / "mlruns")
     went = collected()
@@ -227,10 +227,19 @@ def test_champions_stay_and_can_be_made_again(main: Path, database: Path) -> Non
         client.get_model_version("m", "3")
 
 
+def test_a_registry_that_was_lost_stops_all(main: Path) -> None:
+    """Its versions may name anything."""
+    run(1)
+    (main / MLFLOW).write_text("no database")
+    for _ in range(2):  # the damaged file stays where it is
+        with pytest.raises(CannotCollect, match=rf"{MLFLOW}\.damaged"):
+            collected()
+
+
 def test_a_version_whose_model_was_deleted_stops_all(main: Path, database: Path) -> None:
     shutil.copy(database, main)
     register(run(1, told=True), run_known=True)
-    client = MlflowClient(mirror.store())
+    client = MlflowClient(f"sqlite:///{main / MLFLOW}")
     client.delete_logged_model(str(client.get_model_version("m", "1").source).removeprefix("models:/"))
     with pytest.raises(CannotCollect):
         collected()

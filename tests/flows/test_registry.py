@@ -31,6 +31,7 @@ from flows.registry.versions import (
     NothingBefore,
     Registry,
     RegistryError,
+    RegistryLost,
     connected,
 )
 from tasks.metrics import BY_KIND, TASK_KINDS, TaskKindName
@@ -272,9 +273,37 @@ def test_files_that_are_gone_are_no_failure_of_the_registry(models: Registry, tm
     assert not models.fetch("1", tmp_path).exists()
 
 
-def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path) -> None:
-    (tmp_path / "mlflow.db").write_text("no database")
-    with pytest.raises(RegistryError, match=r"mlflow\.db"), connected("m"):
+def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours.db").write_text("no database")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'ours.db'}")
+    with pytest.raises(RegistryError, match=r"ours\.db"), connected("m"):
+        pass
+
+
+def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(models: Registry, database: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mlflow.db"
+    promote(models, "1", "2")
+    damaged = file.read_bytes()[:100] + b"damaged" * 9999
+    file.write_bytes(damaged)
+    with pytest.raises(RegistryLost, match=r"\b2\b.*--first"), connected("m"):
+        pass
+    assert (tmp_path / "mlflow.db.damaged").read_bytes() == damaged
+    shutil.copy(database, file)  # whole, and without a champion
+    with pytest.raises(RegistryLost), connected("m"):
+        pass
+    with connected("m", first=True) as begun:
+        promote(begun, "3")
+    with connected("m") as found:
+        assert found.aliases() == {CHAMPION: "3"}
+
+
+def test_a_champion_that_has_yet_to_answer_is_none_that_was_had(models: Registry) -> None:
+    models.mark("1", {SMOKE: "pending"})
+    models.client.set_registered_model_alias("m", CHAMPION, "1")
+    with connected("m"):
+        pass
+    models.client.delete_registered_model_alias("m", CHAMPION)
+    with connected("m"):
         pass
 
 

@@ -117,7 +117,7 @@ def another(main: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     remote.push()
     commit(main)
     other = clone(folder / "other", monkeypatch)
-    assert remote.pull() == []
+    assert remote.pull().lacking == []
     return other
 
 
@@ -167,8 +167,8 @@ class TestClones:
     ) -> None:
         remote.push()
         other = clone(tmp_path / "other", monkeypatch, lock)
-        assert remote.pull() == []
-        assert set(run(other).values()) == {"Cached"}
+        assert remote.pull().lacking == []
+        assert set(run(other).values()) == {"Cached" if lock else "Restored"}
         assert ran(other) == []
         assert own_files(other).keys() == own_files(main).keys()
         assert call(other, "dvc", "status", "--json").strip() == "{}"
@@ -179,9 +179,11 @@ class TestClones:
         (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
         other = another(main, tmp_path, monkeypatch)
         (other / "params.yaml").write_text(PARAMS)
-        assert remote.pull() == []
+        pulled = remote.pull()
+        assert pulled.lacking == []
+        assert set(pulled.stale) == {"finetune@a-0.5", "finetune@b-0.5"}
         assert (other / CONFIGURATION).read_text() == "gain: 1\n"
-        assert set(run(other).values()) == {"Cached"}
+        assert run(other) == {"extract": "Cached", "finetune@a-0.5": "Restored", "finetune@b-0.5": "Restored"}
         assert ran(other) == []
 
     def test_what_was_checked_against_a_champion_comes_without_its_data(
@@ -251,13 +253,13 @@ class TestInputs:
         remote.push()
         newer = (main / "data/raw.dvc").read_bytes()
         call(main, "git", "checkout", "data/raw.dvc")
-        assert remote.pull() == []
+        assert remote.pull().lacking == []
         assert raw.read_text() == "rows\n"
         (main / "data/raw.dvc").write_bytes(newer)
-        assert "data/raw.dvc" not in remote.pull()
+        assert "data/raw.dvc" not in remote.pull().stale
         assert raw.read_text() == "newer\n"
         raw.write_text("edited\n")
-        assert "data/raw.dvc" in remote.pull()
+        assert "data/raw.dvc" in remote.pull().stale
         assert raw.read_text() == "edited\n"
 
 

@@ -110,5 +110,5 @@ def test_a_clone_pulls_from_an_object_store_what_another_pushed(
         monkeypatch.chdir(one)
         assert not remote.push()
         monkeypatch.chdir(two)
-        assert remote.pull() == []
+        assert remote.pull() == remote.Pulled([], [])
         assert (two / "total.txt").read_bytes() == (one / "total.txt").read_bytes()

@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from flows.engine.stages import Outcome, Planned
+from flows.tracking import database as database_file
 from flows.tracking.mirror import Mirror
 from tests.flows import forked
 from tests.flows.servers import until
@@ -337,6 +340,22 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
+def test_a_damaged_database_is_kept_and_said(root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture) -> None:
+    for number, name in enumerate(("mlflow.db.damaged", "mlflow.db.damaged-2"), start=1):
+        (root / "mlflow.db").write_text(f"no database {number}")
+        assert name in database_file.set_aside_damaged()
+        assert name in caplog.text
+        assert (root / name).read_text() == f"no database {number}"
+    assert not (root / "mlflow.db").exists()
+
+
+def test_a_database_that_another_process_writes_to_is_whole(root: Path) -> None:
+    with closing(sqlite3.connect(root / "mlflow.db")) as writer:
+        writer.execute("BEGIN EXCLUSIVE")
+        assert not database_file.set_aside_damaged()
+    assert not database_file.set_aside_damaged()
 
 
 def test_a_store_that_goes_in_the_middle_stops_nothing(

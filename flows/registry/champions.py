@@ -1,0 +1,50 @@
+"""The last champion of each model, noted in the workspace.
+
+Without it a registry that was lost would look like a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+_FILE = Path(".eckart/champions.json")
+
+
+class Noted(BaseModel):
+    """The last champion of a model that was seen here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    registry: str
+    """Its address, without a password."""
+
+
+_Champions = TypeAdapter(dict[str, Noted])
+
+
+def last(model: str) -> Noted | None:
+    """The last champion of the model, if this workspace has had one."""
+    return _read().get(model)
+
+
+def note(model: str, champion: Noted) -> None:
+    """Note that a version of the model is the champion."""
+    known = _read()
+    if known.get(model) == champion:
+        return
+    _FILE.parent.mkdir(exist_ok=True)
+    new = _FILE.with_name(f"{_FILE.name}.new")
+    new.write_bytes(_Champions.dump_json(known | {model: champion}, indent=1))
+    os.replace(new, _FILE)
+
+
+def _read() -> dict[str, Noted]:
+    try:
+        return _Champions.validate_python(json.loads(_FILE.read_text()))
+    except (OSError, ValueError, ValidationError):
+        return {}

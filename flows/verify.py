@@ -1,0 +1,174 @@
+"""Entries that no run wrote: those of dvc.lock and of the run cache, held against what their stages recorded.
+
+An entry says which inputs some outputs belong to. Among the outputs is the stage's own record of the parameters and the
+code that it was run with (tasks/inputs.py): where the two differ, the entry is false.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from flows import reproduce
+from flows.engine import cached_objects, remote, stages
+from flows.reproduce import LockedStage, Reproduction
+from flows.workspaces import LOCK
+from tasks import inputs
+from tasks.candidate_names import stage_name
+from tasks.code_folders import PIPELINE, is_code
+from tasks.errors import EckartError
+from tasks.inputs import Inputs
+
+_MISSING = "nothing"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What dvc.lock or the run cache says of a stage."""
+
+    place: str
+    """The file that it stands in."""
+    stage: str
+    """Its name; of an entry without a record its command."""
+    content: Mapping[str, Any]
+
+    @property
+    def outs(self) -> dict[str, str]:
+        """Path → digest."""
+        return {out["path"]: out.get("md5", "") for out in self.content.get("outs", [])}
+
+    @property
+    def record(self) -> str | None:
+        """Digest of the stage's record."""
+        return next((md5 for path, md5 in self.outs.items() if Path(path).is_relative_to(inputs.FOLDER)), None)
+
+    def differences(self, record: Inputs) -> list[str]:
+        """Where it says something else than the stage has recorded."""
+        of_all_files = [item for each in self.content.get("params", {}).values() for item in each.items()]
+        parameters = {inputs.nameless(path, self.stage): value for path, value in of_all_files}
+        code = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if is_code(dep["path"])}
+        return [*_differing(parameters, record.parameters), *_differing(code, record.code)]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What became of the entries that were looked at."""
+
+    agree: list[Entry]
+    false: dict[str, list[Entry]]
+    """What is false in an entry → where it stands."""
+    unrecorded: list[Entry]
+    """Their stage has recorded nothing, or neither the cache nor the remote has the record."""
+    doubtful: list[Entry]
+    """Of these the ones whose outputs another entry has from other inputs."""
+
+
+def verify() -> Findings:
+    """Hold every entry of dvc.lock, of the run cache and of that of the remote against its stage's record.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    entries = [*_of_lock(), *_of_runs()]
+    records = _records({entry.record for entry in entries if entry.record})
+    findings = Findings([], defaultdict(list), [], [])
+    for entry in entries:
+        if not (record := records.get(entry.record or "")):
+            findings.unrecorded.append(entry)
+        elif differing := entry.differences(record):
+            findings.false[f"{entry.stage}: {'; '.join(differing)}"].append(entry)
+        else:
+            findings.agree.append(entry)
+    findings.doubtful.extend(_doubtful(findings.unrecorded))
+    return findings
+
+
+def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction]]:
+    """Make some stages of the last commit again, each from its recorded inputs; first those without a true record."""
+    vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)}
+    pipeline = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
+    timed = {name for name, described in pipeline.items() if (described.get("meta") or {}).get("alone")}
+    names = [name for name in reproduce.recorded() if name.partition("@")[0] not in timed]  # times are never the same
+    random.shuffle(names)
+    for name in sorted(names, key=vouched.__contains__)[:count]:
+        wanted = reproduce.record(name)
+        yield wanted, reproduce.reproduce(wanted, alone=True)
+
+
+def _of_lock() -> Iterator[Entry]:
+    if LOCK.exists():
+        for name, content in _loaded(LOCK.read_text(), str(LOCK)).get("stages", {}).items():
+            yield Entry(str(LOCK), name, content)
+
+
+def _of_runs() -> Iterator[Entry]:
+    for place, text in remote.run_entries():
+        content = _loaded(text, place)
+        files = [Path(out["path"]) for out in content.get("outs", [])]
+        own = [file.relative_to(inputs.FOLDER) for file in files if file.is_relative_to(inputs.FOLDER)]
+        names = [stage_name(*file.with_suffix("").parts) if len(file.parts) == 2 else file.stem for file in own]
+        yield Entry(place, names[0] if names else str(content["cmd"]), content)
+
+
+def _loaded(text: str, place: str) -> dict[str, Any]:
+    try:
+        content = YAML(typ="safe").load(text)
+    except YAMLError as error:
+        raise EckartError(f"{place} is damaged: remove it, and run again") from error
+    if not isinstance(content, dict):
+        raise EckartError(f"{place} is damaged: remove it, and run again")
+    return content
+
+
+def _records(digests: set[str]) -> dict[str, Inputs]:
+    """Those that the cache has whole, after the remote was asked for the others."""
+    cache_dir = stages.cache_dir()
+    cached_objects.discard_corrupt(cache_dir, digests)
+    if lacking := {each for each in digests if cached_objects.missing(cache_dir, each)}:
+        remote.fetch_objects(lacking)
+    found: dict[str, Inputs] = {}
+    for digest in digests:
+        path = cached_objects.object_path(cache_dir, digest)
+        if path.exists():
+            try:
+                found[digest] = Inputs.model_validate_json(path.read_text())
+            except (ValidationError, UnicodeDecodeError):  # some other file that a stage calls so
+                continue
+    return found
+
+
+def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that share their outputs with an entry of other inputs: one may have been written for the other's result.
+
+    Or what differs made no difference: an edit of a comment, say.
+    """
+    alike: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        alike[json.dumps(entry.outs, sort_keys=True)].append(entry)
+    return [entry for group in alike.values() if len(set(map(_inputs, group))) > 1 for entry in group]
+
+
+def _inputs(entry: Entry) -> str:
+    deps = {dep["path"]: dep.get("md5") for dep in entry.content.get("deps", [])}
+    return json.dumps([deps, entry.content.get("params")], sort_keys=True, default=str)
+
+
+def _differing(said: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[str]:
+    for name in sorted({*said, *recorded}):
+        one, other = said.get(name, _MISSING), recorded.get(name, _MISSING)
+        if one != other:
+            yield f"{name} is {_short(one)}, and the stage was run with {_short(other)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"

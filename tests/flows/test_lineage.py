@@ -1,0 +1,218 @@
+"""Only a run writes an entry: whatever else puts bytes into a workspace, what was edited stays stale, and says so.
+
+An entry is what dvc.lock, or the run cache, says that some outputs were made from.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from flows import reproduce, verify
+from flows.cli import app
+from flows.collection import collect, scheduled
+from flows.engine import remote
+from tasks import inputs
+from tests.flows.test_collection import PROMOTION
+from tests.flows.test_reproduce import PARAMS as STUDY
+from tests.flows.test_reproduce import PIPELINE, clone, commit, repository, run
+from tests.flows.toy import Study, call, ran
+from tests.workspace import digests
+
+PARAMS = STUDY + PROMOTION
+CANDIDATE = "finetune@a-0.5"
+SCRIPT = "eckart/recover.sh"
+"""What counts as code."""
+RECORDED = PIPELINE.replace("deps: [data/splits]\n    params", f"deps: [data/splits, {SCRIPT}]\n    params").replace(
+    "      - grep gain params.yaml", f"      - sh {SCRIPT}\n      - grep gain params.yaml"
+)
+EDITS = {
+    "parameters": ("params.yaml", PARAMS.replace("gain: 1", "gain: 9")),
+    "code": (SCRIPT, "true  # better\n"),
+    "data": ("data/raw/rows.csv", "edited\n"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = repository(tmp_path_factory.mktemp("lineage") / "main")
+    (root / "params.yaml").write_text(PARAMS)
+    (root / "dvc.yaml").write_text(RECORDED)
+    for file, content in ((SCRIPT, "true\n"), ("data/raw/rows.csv", "rows\n")):
+        (root / file).parent.mkdir(parents=True)
+        (root / file).write_text(content)
+    call(root, "dvc", "add", "-q", "data/raw")
+    call(root, "dvc", "repro", "-q")
+    ran(root)
+    commit(root)
+    return root
+
+
+@pytest.fixture
+def main(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "main"
+    shutil.copytree(finished, root, symlinks=True)
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.fixture(params=EDITS)
+def edited(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def edit(root: Path, what: str) -> None:
+    file, content = EDITS[what]
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(content)
+
+
+def entries(root: Path) -> dict[str, str]:
+    """dvc.lock and the run cache."""
+    files = {"dvc.lock": (root / "dvc.lock").read_text()}
+    return files | digests(root / ".dvc/cache/runs")
+
+
+def assert_made_anew(root: Path) -> None:
+    """The edit is nobody's result: the candidate is run."""
+    assert run(root)[CANDIDATE] == "Executed"
+    assert CANDIDATE in ran(root)
+
+
+def test_pull_writes_none_and_push_carries_none(
+    main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str
+) -> None:
+    remote.push()
+    shared, before = digests(tmp_path / "eckart-storage"), entries(main)
+    other = clone(tmp_path / "other", monkeypatch)
+    edit(other, edited)
+    done = CliRunner().invoke(app, ["pull"])
+    assert done.exit_code == 0
+    assert ("extract" if edited == "data" else CANDIDATE) in done.output
+    assert "up to date." not in done.output.removesuffix("brings them up to date.\n")
+    assert entries(other) == before
+    remote.push()
+    assert digests(tmp_path / "eckart-storage") == shared
+    assert_made_anew(other)
+
+
+def test_pull_leaves_an_edited_output_and_says_so(main: Path) -> None:
+    remote.push()
+    (main / "data/splits/train").write_text("edited\n")
+    before = entries(main)
+    assert "extract" in remote.pull().stale
+    assert (main / "data/splits/train").read_text() == "edited\n"
+    assert entries(main) == before
+
+
+def test_a_run_restores_nothing_for_an_edit(main: Path, edited: str) -> None:
+    edit(main, edited)
+    for name in ("data/splits", "models", "reports"):
+        shutil.rmtree(main / name)
+    assert_made_anew(main)
+
+
+def test_nor_does_one_whose_lock_file_was_damaged(main: Path, edited: str) -> None:
+    edit(main, edited)
+    (main / "dvc.lock").write_text((main / "dvc.lock").read_text()[:10])
+    assert_made_anew(main)
+
+
+def test_reproduce_keeps_bytes_and_writes_none(main: Path, edited: str) -> None:
+    outs = reproduce.record("a-0.5").outs
+    edit(main, edited)
+    shutil.rmtree(main / ".dvc/cache/files/md5" / next(iter(outs.values()))[:2])
+    if edited != "data":
+        call(main, "dvc", "push", "-q", "data/raw")
+    before = entries(main)
+    reproduce.reproduce(reproduce.record("a-0.5"), again=edited == "code")
+    assert entries(main) == before
+    assert_made_anew(main)
+
+
+def test_gc_writes_none(main: Path, edited: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(scheduled, "kinds", lambda days: [])
+    edit(main, edited)
+    before = entries(main)
+    with collect.found(1, 1, 30) as kinds:
+        for kind in kinds:
+            kind.remove()
+    assert entries(main) == before
+    assert_made_anew(main)
+
+
+class TestVerify:
+    """On a real study, whose stages record what they were run with."""
+
+    @pytest.fixture
+    def root(self, study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        root = study.copied(tmp_path / "main")
+        monkeypatch.chdir(root)
+        call(root, "dvc", "remote", "add", "-q", "--default", "storage", str(tmp_path / "storage"))
+        return root
+
+    def test_every_stage_of_a_run_is_vouched_for(self, root: Path) -> None:
+        found = verify.verify()
+        assert not found.false
+        assert not found.unrecorded
+        names = {entry.stage for entry in found.agree if entry.place == "dvc.lock"}
+        assert names == set(YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"])
+
+    def test_a_false_entry_is_named_in_dvc_lock_and_in_the_run_cache_of_the_remote(self, root: Path) -> None:
+        """As `dvc commit` writes one: it takes outputs for those of whatever the inputs are now."""
+        remote.push()
+        params = root / "params.yaml"
+        params.write_text(params.read_text().replace("steps: 2", "steps: 9"))
+        code = root / "eckart/recovery/finetune.py"
+        code.write_text(code.read_text() + "# edited\n")
+        call(root, "dvc", "commit", "-q", "--force", "finetune@svd-0.5")
+        remote.push()
+        shutil.rmtree(root / ".dvc/cache/runs")  # so that the remote alone has it
+        (said, places) = next(item for item in verify.verify().false.items() if "finetune@svd-0.5" in item[0])
+        assert "recipes.*.recovery" in said
+        assert "eckart/recovery/finetune.py" in said
+        assert len(places) == 2
+        assert places[0].place == "dvc.lock"
+        assert places[1].place.startswith(str(root.parent / "storage"))
+        done = CliRunner().invoke(app, ["verify"])
+        assert done.exit_code == 1
+        for one in places:
+            assert one.place in str(done.exception), done.output
+
+    def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:
+        """As entries were before stages recorded anything."""
+        lock = root / "dvc.lock"
+        content = YAML(typ="safe").load(lock.read_text())
+        entry = content["stages"]["finetune@svd-0.5"]
+        entry["outs"] = [out for out in entry["outs"] if not out["path"].startswith(str(inputs.FOLDER))]
+        content["stages"]["finetune@svd-0.25"] = json.loads(json.dumps(entry)) | {
+            "params": {"params.yaml": {"seed": 9}}
+        }
+        with lock.open("w") as file:
+            YAML().dump(content, file)
+        found = verify.verify()
+        assert len(found.unrecorded) == 2
+        assert found.doubtful == found.unrecorded
+
+    def test_a_sample_is_made_again_first_of_what_nothing_vouches_for(self, main: Path) -> None:
+        """In a toy, whose stages record nothing."""
+        call(main, "dvc", "push", "-q")
+        found = verify.verify()
+        (wanted, made), *rest = verify.sample(1, found)
+        assert not rest
+        assert made.same
+        assert made.origin == "made again"
+        assert ran(made.folder).count(wanted.stage) == 1
+        lock = main / "dvc.lock"
+        lock.write_text(lock.read_text().replace("gain: 1", "gain: 2"))
+        (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
+        commit(main)
+        samples = {wanted.stage: made.same for wanted, made in verify.sample(3, verify.verify())}
+        assert samples == {"extract": True, CANDIDATE: False, "finetune@b-0.5": False}
