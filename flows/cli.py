@@ -43,6 +43,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except EckartError as error:
             sys.exit(secrets.shown(str(error)))  # it may quote what a library said of an address
+        except OSError as error:
+            if not error.filename:
+                raise
+            # A file that is gone, or cannot be read or written: a run makes it, or takes it from the cache.
+            sys.exit(secrets.shown(f"{error}. Put that right, and run again: what is finished is kept"))
 
 
 Workers = Annotated[int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")]

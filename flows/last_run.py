@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from flows.tracking.mirror import flatten, git
 from tasks.candidate_names import candidate_name
 from tasks.code_folders import is_code
@@ -64,8 +66,8 @@ def of(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = 
 def load() -> Run | None:
     """The last one that was kept; None if there is none that can be read."""
     try:
-        return Run(**json.loads(LAST.read_text()))
-    except (OSError, ValueError, TypeError):
+        return TypeAdapter(Run).validate_json(LAST.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from flows import secrets
+from flows.engine import site_cache
 
 LOOPBACK = "127.0.0.1"
 PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
@@ -46,6 +47,7 @@ def apply() -> None:
     """Set the defaults, and keep secrets out of all that this process says."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    site_cache.choose()
     secrets.keep_out()
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)

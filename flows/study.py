@@ -113,7 +113,7 @@ def study(
                 outcomes = _run(Options(workers, timeout, task_runner, scheduler))
                 name, said = _promoted() if promote else ("Completed", "")
         except Exception as error:  # a state, which Prefect raises to the caller
-            if not isinstance(error, EckartError):  # of those no traceback in the log
+            if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
                 get_run_logger().exception("the study failed")
             return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
     message = " ".join(filter(None, [f"{summary(outcomes).removesuffix('.')}.", said, damage]))

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from eckart.recipe import Recipe
 
 _GOOD = Path(".eckart/params-found-good")
+_LONGEST = 50  # characters of a recipe's name
 
 
 class Promotion(params.Section):
     """When a candidate becomes the champion. Typed here, since no stage reads it: a change makes nothing stale."""
 
-    model: Annotated[str, Field(pattern=r"^[\w-]+$")]
+    model: params.Name
     largest_drop: Annotated[float, Field(ge=0)]
     keep: params.Share | None
     least_speedup: Annotated[float, Field(gt=0)] | None
@@ -91,7 +92,10 @@ def check() -> dict[str, Any]:
 
 def found_good(content: Mapping[str, Any]) -> bool:
     """Whether this content of params.yaml was found good here, by this code; imports nothing slow."""
-    return _GOOD.exists() and _GOOD.read_text() == _state(content)
+    try:
+        return _GOOD.read_text() == _state(content)
+    except (OSError, UnicodeDecodeError):  # there is none that can be read
+        return False
 
 
 def _state(content: Mapping[str, Any]) -> str:
@@ -149,9 +153,9 @@ def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
 
     # The name becomes part of stage names, folders and registry names.
     lines += [
-        f"recipes.{name}: is no name; write letters, digits and _"
+        f"recipes.{name}: is no name; write letters, digits and _, at most {_LONGEST}"
         for name in content
-        if not isinstance(name, str) or not re.fullmatch(r"\w+", name)
+        if not isinstance(name, str) or not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
     ]
     return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in content.items()}
 
@@ -173,7 +177,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     yield from _repeated("study.keeps", _at(content, "study", "keeps"))
     for name in used if recipes else ():
         if name not in recipes:
-            yield f"study.recipes: there is no recipe {name}; write one of {', '.join(recipes)}"
+            yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
     yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
     if typed["study"] and typed["export"] and not typed["export"].recipes:
         yield from _unexported(typed["study"].goals)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, overload
@@ -33,7 +33,11 @@ from tasks.records import Runtime
 
 PARAMS = Path("params.yaml")
 
+_LONGEST = 200  # characters of a value that a message quotes
+
 T = TypeVar("T")
+Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
+"""Becomes part of names elsewhere, of files and of what MLflow and Prefect keep."""
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Labels = Literal["given", "expected", "drawn"]
@@ -95,7 +99,7 @@ class Goal(Section):
 
 
 class Study(Section):
-    name: Annotated[str, Field(pattern=r"^[\w-]+$")]
+    name: Name
     recipes: Annotated[tuple[str, ...], Field(min_length=1)]
     keeps: Annotated[tuple[Share, ...], Field(min_length=1)]
     goals: tuple[Goal, ...]
@@ -253,7 +257,23 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         raise ParamsError(f"{path} is no valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
+    if lines := list(_nameless(content)):
+        raise ParamsError(report(path, lines))
     return content
+
+
+def _nameless(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
+    """Keys that are no names, by which nothing else could be reported; and what holds itself, as YAML allows."""
+    if id(content) in within:
+        yield f"{'.'.join(map(str, above))}: holds itself; write out what it is"
+        return
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        place = (*above, key)
+        if isinstance(content, dict) and not (isinstance(key, str) and key.isprintable() and key.strip()):
+            yield f"{'.'.join(map(str, place))}: is no name of a key; write a word, and in quotes if it is a number"
+        else:
+            yield from _nameless(value, place, (*within, id(content)))
 
 
 @overload
@@ -299,8 +319,12 @@ def as_json(content: Any) -> str:
 
 
 def report(path: Path, lines: Iterable[str]) -> str:
-    """The message of a ParamsError: one mistake a line."""
-    return f"{path} has mistakes:\n" + "\n".join(f"  {line}" for line in lines)
+    """The message of a ParamsError: one mistake a line, whatever it quotes."""
+    return f"{path} has mistakes:\n" + "\n".join(f"  {_on_one_line(line)}" for line in lines)
+
+
+def _on_one_line(text: str) -> str:
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def mistakes(error: ValidationError, content: Any, prefix: str = "") -> list[str]:
@@ -326,7 +350,8 @@ def _path(loc: tuple[int | str, ...], content: Any, prefix: str) -> str:
         if isinstance(content, dict) and content.get("kind") == key and content is not tagged:
             tagged = content  # the tag comes first, even where a key has the same name
             continue
-        there = isinstance(content, dict | list) and (key in content if isinstance(content, dict) else True)
+        keys_there = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
+        there = key in keys_there
         if there or position == len(loc) - 1:
             keys.append(str(key))
         if there:
@@ -349,4 +374,6 @@ def _advice(details: ErrorDetails, missing: list[str]) -> str:
         return "is empty; add an item"
     if kind in ("password", "goal"):
         return message  # without what stands there
-    return f"is {json.dumps(details['input'], default=str)}; write {message.removeprefix('Input should be ')}"
+    there = json.dumps(details["input"], default=str, ensure_ascii=False)
+    shown = there if len(there) <= _LONGEST else f"{there[:_LONGEST]}…"
+    return f"is {shown}; write {message.removeprefix('Input should be ')}"

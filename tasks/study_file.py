@@ -20,7 +20,7 @@ from tasks.report.published import Published
 from tasks.trials import Trial, Trials
 
 _NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # of a study, unless its file says so
-_NAME = re.compile(r"[\w-]+")  # of a study's file or task: part of the names of folders and experiments
+_NAME = re.compile(r"[\w-]{1,50}")  # of a study's file or task: part of the names of folders and experiments
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _path(file: Path) -> Path:
     if not path.is_file():
         raise ParamsError(f"{file} does not exist: name a file of studies/")
     if not _NAME.fullmatch(path.stem):
-        raise ParamsError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -")
+        raise ParamsError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -, at most 50")
     return path.relative_to(Path.cwd())
 
 
@@ -133,7 +133,7 @@ def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
     names = own.tasks or {}
     for task in names:
         if not _NAME.fullmatch(task):
-            yield f"tasks.{task}: becomes the name of a folder; write letters, digits, _ and -"
+            yield f"tasks.{task}: becomes the name of a folder; write letters, digits, _ and -, at most 50"
     for task in dict.fromkeys(wanted):
         if task not in names:
             choice = f"choose from {', '.join(names)}" if names else "leave out --task"

@@ -6,12 +6,15 @@ is for tests/test_messages.py.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from eckart.evidence import EVIDENCE_KINDS
@@ -546,3 +549,112 @@ def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:
     line = only(tiny(study=goals, export={"recipes": []}), "study.goals.1.runtime")
     assert "recipes" in advice(line)
     assert mistakes(tiny(study=goals, export={"recipes": ["svd"]})) == []
+
+
+ODD_NAMES = [
+    "",
+    " ",
+    "a b",
+    "a\nb",
+    "a\u2028b",
+    "\x85",
+    "..",
+    "/",
+    "../x",
+    "a/b",
+    "日本",
+    "a@b",
+    "-x",
+    "x" * 300,
+    "${item}",
+]
+ODD_NAMES += ["a: b", "#", "\t", "1", "null", "svd", "dense"]
+ODD_KEYS: list[Any] = [*ODD_NAMES, None, 1, True, 1.5, math.nan]
+ODD_VALUES: list[Any] = [None, True, 0, -1, 1, 0.5, 1e308, 10**30, math.nan, math.inf, *ODD_NAMES]
+ODD_VALUES += [
+    [],
+    [None],
+    [[]],
+    [1.0],
+    [0.0, 1.0, 2.0],
+    ["a\nb"],
+    [["svd"]],
+    {},
+    {"a\nb": 1},
+    {1: 2},
+    {"kind": "a\nb"},
+    {"kind": []},
+]
+PLACES = list(EVERYWHERE)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """The tiny parameters with up to three changes: another value or key, a key more, or one that is gone."""
+    params = plain(TINY)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.sampled_from(PLACES))
+        try:
+            above = parent(params, place)
+            value = above[place[-1]]
+        except (KeyError, IndexError, TypeError):  # an earlier change
+            continue
+        change = draw(st.sampled_from(["value", "value", "key", "more", "gone"]))
+        if change == "value":
+            above[place[-1]] = draw(st.sampled_from(ODD_VALUES))
+        elif change == "gone" or isinstance(above, list):
+            del above[place[-1]]
+        else:
+            above[draw(st.sampled_from(ODD_KEYS))] = value
+            if change == "key":
+                above.pop(place[-1], None)
+    return params
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(params=mutated())
+def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
+    """Each with a path and what to write, whatever name or value it quotes."""
+    write_params(tmp_path, params)
+    try:
+        check()
+    except ParamsError as error:
+        said = str(error)
+    else:
+        return
+    head, *lines = said.split("\n")
+    assert head.startswith("params.yaml")
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"  .*: .+; .+", line)
+        assert line.isprintable()
+        assert len(line) < 1500
+
+
+HOLDS_ITSELF = "study: &it\n  name: tiny\n  goals: *it\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (HOLDS_ITSELF, "study.goals"),
+        ("? [a, b]\n: 1\n", "('a', 'b')"),
+        ("2020-01-01: 1\n", "2020-01-01"),
+        ("study: {name: !!binary aGVsbG8=}\n", "study.name"),
+        ("seed: 2020-01-01\n", "seed"),
+        ("seed: !!set {a, b}\n", "seed"),
+        ("seed: !!python/object:os.system {}\n", ""),
+        ("seed: \udcff\n", ""),
+        ("seed: \0\n", ""),
+        ("a: 1\na: 2\n", ""),
+        ("seed: *unknown\n", ""),
+        ("--- 1\n--- 2\n", ""),
+        ("seed: 1e\n", "seed"),
+        ("[" * 3000, ""),
+    ],
+)
+def test_what_yaml_has_and_parameters_have_not_is_said(tmp_path: Path, text: str, path: str) -> None:
+    (tmp_path / "params.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ParamsError, match=r"^params\.yaml ") as caught:
+        check()
+    assert not path or f"\n  {path}: " in str(caught.value)

@@ -6,13 +6,14 @@ beside its cache, and is shared like it.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from tasks.records import SECONDS
 
@@ -31,7 +32,11 @@ class Computed:
     """
 
     seconds: float | None
-    outs: list[tuple[dict[str, Any], dict[str, Any]]]
+    outs: list[tuple[Annotated[dict[str, str], Field(min_length=1, max_length=1)], dict[str, Any]]]
+
+
+_COMPUTED = TypeAdapter(Computed)
+_SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
@@ -43,14 +48,14 @@ def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
     path = _path(cache_dir, computation)
     with suppress(OSError):  # the stage has succeeded all the same
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(computed)))
+        path.write_bytes(_COMPUTED.dump_json(computed))
 
 
 def known(cache_dir: Path, computation: str) -> Computed | None:
-    """What was kept; None if nothing was, or a full disk cut it off."""
+    """What was kept; None if nothing was that can be read. What another version added is ignored."""
     try:
-        return Computed(**json.loads(_path(cache_dir, computation).read_text()))
-    except (FileNotFoundError, ValueError):
+        return _COMPUTED.validate_json(_path(cache_dir, computation).read_bytes())
+    except (OSError, ValueError):
         return None
 
 
@@ -59,15 +64,15 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
     seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds is not None}
     try:
         SECONDS.parent.mkdir(exist_ok=True)
-        SECONDS.write_text(json.dumps(seconds, indent=1, sort_keys=True) + "\n")
+        SECONDS.write_bytes(_SECONDS.dump_json(dict(sorted(seconds.items())), indent=1) + b"\n")
     except OSError as error:
         log.warning("%s cannot be written: %s", SECONDS, error)
 
 
 def seconds_before() -> dict[str, float]:
-    """Stage → seconds, of the run of this workspace before; empty where there was none."""
+    """Stage → seconds, of the run of this workspace before; empty where there is none that can be read."""
     try:
-        return dict(json.loads(SECONDS.read_text()))
+        return _SECONDS.validate_json(SECONDS.read_bytes())
     except (OSError, ValueError):
         return {}
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
+from dvc.rwlock import SCHEMA as RWLOCK_SCHEMA
+from dvc.schema import COMPILED_LOCKFILE_SCHEMA
 from dvc.stage import PipelineStage
 from dvc.stage.serialize import to_lockfile
 from dvc.utils.serialize import dumps_yaml
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from voluptuous import Invalid
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ def write(stage: PipelineStage) -> None:
         stage.dump(update_pipeline=False)
         return
     after, found = lines.subn(lambda _: entry, before)
-    fresh = Path(stage.repo.tmp_dir) / file.name
+    fresh = file.with_name(f"{file.name}.new")  # beside it: .dvc/tmp may be on another disk
     fresh.write_text(after if found else before + entry, "utf-8")
     fresh.replace(file)
 
@@ -46,17 +51,19 @@ def write(stage: PipelineStage) -> None:
 def heal(repo: Repo) -> None:
     """Set aside records that a full disk or a kill left half-written: DVC rewrites them in place.
 
-    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
+    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only. What
+    DVC would take is whole: a file that was cut off between two keys is YAML still.
     """
-    for path, read in ((Path("dvc.lock"), YAML(typ="safe").load), (Path(repo.tmp_dir) / RWLOCK_FILE, json.load)):
-        if not path.exists():
-            continue
-        try:
-            with path.open() as file:
-                whole = isinstance(read(file), dict)
-        except (YAMLError, ValueError):
-            whole = False
-        if not whole:
-            aside = path.with_name(f"{path.name}.damaged")
-            path.replace(aside)
-            log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
+    _heal(Path("dvc.lock"), lambda text: COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(text) or {}))
+    _heal(Path(repo.tmp_dir) / RWLOCK_FILE, lambda text: RWLOCK_SCHEMA(json.loads(text)))
+
+
+def _heal(path: Path, check: Callable[[str], Any]) -> None:
+    try:
+        check(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return
+    except (YAMLError, ValueError, Invalid):
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import sqlite3
 import sys
 import tempfile
 import threading
@@ -18,9 +19,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from dvc.exceptions import DvcException
 from dvc.lock import LockError
 from dvc.repo import Repo, lock_repo
 from dvc.rwlock import rwlock
+from voluptuous import Invalid
+
+from flows.engine import site_cache
+from flows.engine.whole_repo import WholeRepo
+from tasks.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +35,36 @@ _books = threading.RLock()  # DVC polls its own lock twice a second: queue our t
 _POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 
+class WorkspaceUnusable(EckartError):
+    """Nothing can be run in the workspace; the message says why."""
+
+
 @contextmanager
 def repository() -> Iterator[Repo]:
-    """The workspace as DVC sees it; the flow reports what happens to a stage, so DVC keeps quiet."""
+    """The workspace as DVC sees it; the flow reports what happens to a stage, so DVC keeps quiet.
+
+    Raises:
+        WorkspaceUnusable: DVC cannot read or write what it has to.
+    """
     logging.getLogger("dvc").setLevel(logging.WARNING)
-    with Repo(_wait_for_lock=True) as repo:
-        yield repo
+    where = f"{Path.cwd()} (.dvc/config, .dvc/config.local, .dvcignore)"
+    try:
+        with WholeRepo(_wait_for_lock=True) as repo:
+            where = str(Path.cwd())
+            yield repo
+    except LockError:
+        raise
+    except sqlite3.Error as error:
+        folder = os.environ.get(site_cache.VARIABLE)
+        raise WorkspaceUnusable(f"DVC's databases in {folder}: {error}; make room there, or remove them") from error
+    except (DvcException, Invalid, UnicodeDecodeError) as error:
+        raise WorkspaceUnusable(f"DVC cannot use {where}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """What DVC says, and what it leaves to its own command to say: where in a file the mistake is."""
+    said = [" ".join(str(one).split()) for one in (error, getattr(error, "exc", None) or error.__cause__) if one]
+    return said[0] if said[-1] in said[0] else ": ".join(said)
 
 
 @contextmanager

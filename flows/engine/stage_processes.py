@@ -6,12 +6,13 @@ hundredths of one. The process runs the very module that `python -m tasks.STAGE`
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,9 @@ _PRELOAD = [
 
 _BEGINNINGS = ("python -m tasks.", "eckart stage ")
 """Of the commands of stages, in a clone of the repository and in a workspace without code."""
+
+_LONGEST = 60
+"""Bytes of a folder for sockets: the name of one in it takes up to 40, and all may have 107."""
 
 _context = multiprocessing.get_context("forkserver")
 _running: set[int] = set()  # process groups
@@ -145,6 +149,7 @@ def _module(command: str) -> list[str] | None:
 
 @contextmanager
 def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+    _keep_sockets_short()
     _context.set_forkserver_preload(_PRELOAD)  # heeded when the server starts, with the first stage
     reader, writer = _context.Pipe(duplex=False)
     process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
@@ -162,6 +167,17 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[in
         reader.close()
         yield process.pid, output, exit_code
     process.join()
+
+
+def _keep_sockets_short() -> None:
+    """Have multiprocessing make its folder, which it makes once, where the path of a socket is not too long."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) > _LONGEST:
+        tempfile.tempdir = "/tmp"
+    try:
+        multiprocessing.util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 @contextmanager

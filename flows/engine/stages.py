@@ -32,7 +32,7 @@ from dvc_data.hashfile.meta import Meta
 
 from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
 from flows.engine.computed import Computed
-from flows.engine.locks import bookkeeping, machine, repository
+from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
 from tasks.candidate_names import candidate_of, recipe_and_keep
 from tasks.errors import EckartError
 
@@ -43,10 +43,6 @@ Status = Literal["Cached", "Restored", "Executed"]
 
 class StageChanged(EckartError):
     """What a stage reads, or the stage itself, changed during the run, so that its result belongs to no known input."""
-
-
-class WorkspaceUnusable(EckartError):
-    """Nothing can be run in the workspace; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +102,7 @@ def plan() -> list[Planned]:
     with repository() as repo, bookkeeping(repo):
         lock_file.heal(repo)
         graph = repo.index.graph
+        _refuse_links(repo)
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
             if not stage.cmd:
                 _note_input(stage)
@@ -125,6 +122,8 @@ def plan() -> list[Planned]:
                 twin=None,
                 cached=_outcome(stage, "Cached", definition) if current else None,
             )
+    if not planned:  # it was cut off, say, and nothing would be taken for everything
+        raise WorkspaceUnusable("dvc.yaml has no stages: bring it back, `git checkout dvc.yaml`")
     return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
 
 
@@ -135,6 +134,24 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
         first.setdefault(kinds[name], name)
     for name in planned:
         yield first[kinds[name]] if first[kinds[name]] != name else None
+
+
+def _refuse_links(repo: Repo) -> None:
+    """Refuse outputs that a link leads out of the workspace: DVC would record none of them, and say so after the work.
+
+    Raises:
+        WorkspaceUnusable: there are some.
+    """
+    root = Path(repo.root_dir)
+    folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
+    links = sorted(folder for folder in folders if folder.is_symlink())
+    if outside := [link for link in links if not link.resolve().is_relative_to(root.resolve())]:
+        names, cache = ", ".join(str(link.relative_to(root)) for link in outside), outside[0].resolve() / "dvc-cache"
+        raise WorkspaceUnusable(
+            f"{names} is a link out of the workspace, and DVC records nothing there. Make it a folder, and have DVC "
+            f"keep the files on that disk, with links to them here: `dvc cache dir --local {cache}` and "
+            "`dvc config --local cache.type symlink`"
+        )
 
 
 def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
@@ -215,7 +232,7 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 def _take(stage: PipelineStage, definition: str) -> bool:
     """Take the result of the same computation under another recipe's name, if the cache still has it."""
     found = computed.known(_cache(stage), _computation(stage, definition))
-    if not found:
+    if not found or len(found.outs) != len(stage.outs):
         return False
     for out, (digest, meta) in zip(stage.outs, found.outs, strict=True):
         out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None

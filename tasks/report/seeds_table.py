@@ -5,7 +5,6 @@ A study of several tasks has a table of each, and one of all.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,7 +107,10 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
 def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
     """What each candidate took to be made: its search, factorization and recovery; None where that is not known."""
     file = folder / SECONDS
-    known: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        known = TypeAdapter(dict[str, float]).validate_json(file.read_bytes())
+    except (OSError, ValueError):  # there is none that can be read
+        known = {}
     found = []
     for one in rows[CANDIDATE].itertuples(index=False, name=None):
         stages = ["control"] if one == CONTROL else [stage_name(stage, candidate_name(*one)) for stage in _MAKING]

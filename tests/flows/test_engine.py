@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -14,10 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from dvc.dvcfile import Lockfile
+from dvc.exceptions import DvcException
 from ruamel.yaml import YAML
 
-from flows.engine import cached_objects, lock_file, locks, stage_processes
+from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
 from flows.engine import stages as engine
+from tasks.errors import EckartError
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -418,10 +423,174 @@ def test_a_lock_file_that_was_cut_off_costs_nothing(workspace: Path, content: st
     assert (workspace / "dvc.lock.damaged").read_text() == content
 
 
-def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path) -> None:
+def test_a_lock_file_is_set_aside_wherever_it_was_cut_off_if_dvc_would_not_take_it(workspace: Path) -> None:
+    """A cut within a stage leaves YAML that is whole and says too little; what DVC does take stays."""
     run_all(workspace)
-    (workspace / ".dvc/tmp/rwlock").write_text('{"read": {"/so')
+    file = workspace / "dvc.lock"
+    whole = file.read_bytes()
+    found: Counter[bool] = Counter()
+    with locks.repository() as repo:
+        for size in range(0, len(whole), 3):
+            file.write_bytes(whole[:size])
+            try:
+                Lockfile(repo, str(file)).load()
+                taken = True
+            except DvcException:
+                taken = False
+            lock_file.heal(repo)
+            assert file.exists() is taken
+            found[taken] += 1
+    assert min(found.values()) > 10
+
+
+@pytest.mark.parametrize("content", ['{"read": {"/so', "[]", '{"read": []}', "\udcff"])
+def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path, content: str) -> None:
+    run_all(workspace)
+    (workspace / ".dvc/tmp/rwlock").write_bytes(content.encode(errors="surrogateescape"))
     assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_the_lock_file_is_written_from_another_disk_too(workspace: Path) -> None:
+    """Where .dvc/tmp is a link to one."""
+    disks = [Path(one) for one in ("/dev/shm", "/var/tmp") if Path(one).is_dir()]
+    other = [one for one in disks if one.stat().st_dev != workspace.stat().st_dev]
+    if not other:
+        pytest.skip("this machine has one disk")
+    with tempfile.TemporaryDirectory(dir=other[0]) as folder:
+        shutil.rmtree(workspace / ".dvc/tmp")
+        (workspace / ".dvc/tmp").symlink_to(folder)
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert set(run_all(workspace).values()) == {"Cached"}
+
+
+TWO = """\
+stages:
+  two:
+    cmd: echo two >> ran.log && mkdir -p out && cp raw.txt out/one && echo > out/two
+    deps: [raw.txt]
+    outs: [out/one, out/two]
+"""
+
+
+def test_an_entry_of_the_run_cache_is_believed_whole_or_not_at_all(workspace: Path) -> None:
+    """Cut off between two outputs it is valid, and knows one output; or there is a folder that has lost it."""
+    (workspace / "dvc.yaml").write_text(TWO)
+    run_all(workspace)
+    expected = entries(workspace)
+    (entry,) = (path for path in (workspace / ".dvc/cache/runs").rglob("*") if path.is_file())
+    whole = entry.read_bytes()
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    sizes = [whole.index(key) + 1 for key in (b"cmd", b"deps", b"outs", b"- path: out/one", b"- path: out/two")]
+    for content in (b"", *(whole[:size] for size in sizes), whole[: whole.rindex(b"md5:") + 9], b"\xff", whole, None):
+        entry.unlink()
+        if content is not None:
+            entry.write_bytes(content)
+        shutil.rmtree(workspace / "out")
+        (workspace / "dvc.lock").unlink()
+        assert set(run_all(workspace).values()) == {"Restored" if content == whole else "Executed"}
+        assert entries(workspace) == expected
+        assert entry.read_bytes() == whole
+        shutil.rmtree(workspace / ".dvc/cache/computed", ignore_errors=True)
+
+
+def test_an_entry_of_any_parameters_is_whole(workspace: Path) -> None:
+    """Its digest is taken of what was written, and again of what is read."""
+    (workspace / "params.yaml").write_text(AWKWARD)
+    run_all(workspace)
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    (workspace / "dvc.lock").unlink()
+    assert set(run_all(workspace).values()) == {"Restored"}
+
+
+KNOWN = {"seconds": 1.5, "outs": [[{"md5": "0" * 32}, {"size": 3}]]}
+
+
+def test_what_another_version_computed_is_known_by_the_fields_that_this_one_has(tmp_path: Path) -> None:
+    (tmp_path / "computed").mkdir()
+    (tmp_path / "computed/one.json").write_text(json.dumps(KNOWN | {"host": "elsewhere"}))
+    found = computed.known(tmp_path, "one")
+    assert found == computed.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
+    computed.keep(tmp_path, "two", found)
+    assert computed.known(tmp_path, "two") == found
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", "{}", '{"seconds": 1}', '{"outs": []}', b"\xff", None]
+    + [json.dumps(KNOWN | {"outs": outs}) for outs in (None, 3, [3], [[{}, {}]], [[{"md5": 3}, {}]], [["a", {}]])],
+)
+def test_what_cannot_be_read_is_not_known(tmp_path: Path, content: str | bytes | None) -> None:
+    file = tmp_path / "computed/one.json"
+    file.parent.mkdir()
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert computed.known(tmp_path, "one") is None
+
+
+def test_a_computation_with_other_outputs_is_not_taken(workspace: Path) -> None:
+    run_all(workspace)
+    for file in (workspace / ".dvc/cache/computed").iterdir():
+        file.write_text(json.dumps(KNOWN | {"outs": []}))
+    shutil.rmtree(workspace / ".dvc/cache/runs")
+    (workspace / "dvc.lock").unlink()
+    assert set(run_all(workspace).values()) == {"Executed"}
+
+
+class TestLinks:
+    """To another disk. DVC would say that it is outside of the repository once the work is done."""
+
+    def test_outputs_behind_one_are_refused_before_anything_runs(self, workspace: Path, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (workspace / "out").symlink_to(tmp_path / "disk")
+        with pytest.raises(engine.WorkspaceUnusable, match=r"^out .*dvc cache dir .*/disk/") as caught:
+            engine.plan()
+        assert ran(workspace) == []
+        (workspace / "out").unlink()
+        for command in re.findall(r"`dvc ([^`]*)`", str(caught.value)):
+            call(workspace, "dvc", *command.split())
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert (workspace / "out/a").is_symlink()
+        shutil.rmtree(workspace / "out")
+        assert Counter(run_all(workspace).values()) == {"Cached": 2, "Restored": 2}
+        assert stale(workspace) == []
+
+    def test_what_dvc_takes_is_taken(self, workspace: Path, tmp_path: Path) -> None:
+        """A link within the workspace, a cache that is a link, and a link to what is read."""
+        (workspace / "elsewhere").mkdir()
+        (workspace / "out").symlink_to("elsewhere")
+        (workspace / "raw.txt").rename(tmp_path / "raw.txt")
+        (workspace / "raw.txt").symlink_to(tmp_path / "raw.txt")
+        (tmp_path / "cache").mkdir()
+        (workspace / ".dvc/cache").symlink_to(tmp_path / "cache")
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert stale(workspace) == []
+
+
+BROKEN = {
+    "dvc.yaml": ["", "stages:\n  source:\n", "stages: [\n", "stages: 3\n", "\udcff", None],
+    ".dvc/config": ["[core\n", "[remote]\n    url = 3\n", "[core]\n    colour = red\n", "\udcff"],
+    ".dvc/config.local": ["[core\n"],
+    ".dvcignore": ["\udcff"],
+    "dvc.lock": [None],
+    "raw.txt.dvc": ["outs:\n- md5: 3\n", "outs: [", "\udcff"],  # an empty one names nothing
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, every in BROKEN.items() for one in every])
+def test_what_dvc_cannot_read_is_said_in_words(workspace: Path, name: str, content: str | None) -> None:
+    """None stands for a folder in the place of the file."""
+    file = workspace / name
+    file.unlink(missing_ok=True)
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises((EckartError, OSError)) as caught:
+        engine.plan()
+    assert file.name in (said := str(caught.value))
+    assert "\n" not in said
 
 
 def test_what_changed_since_the_run_began_is_not_run(workspace: Path) -> None:

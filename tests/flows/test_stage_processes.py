@@ -1,6 +1,8 @@
 """Stage processes: what they print arrives, and nothing of them outlives its time."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ import pytest
 
 from flows.engine import stage_processes
 from tests.flows import forked
+from tests.workspace import REPOSITORY
 
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
 
@@ -32,6 +35,27 @@ def root(tmp_path: Path) -> Path:
         "    time.sleep(600)\n"
     )
     return tmp_path
+
+
+LONG = """
+import sys, tempfile
+from pathlib import Path
+from flows.engine import stage_processes
+stage_processes._PRELOAD.clear()
+stage_processes.run("python -m tasks.act pass", Path(sys.argv[1]), print, {})
+print(tempfile.gettempdir())
+"""
+
+
+def test_a_long_name_of_the_folder_for_temporary_files(root: Path) -> None:
+    """The path of a socket has at most 107 bytes; all else is where the user wants it."""
+    folder = root / ("long-" * 20)
+    folder.mkdir()
+    command = [sys.executable, "-c", LONG, str(root)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == str(folder), done.stderr
 
 
 def alive(pid: int) -> bool:

@@ -1,0 +1,83 @@
+"""DVC's databases, which it calls its site cache: digests of files that it has read, by path, size and time.
+
+Nothing but time depends on them. They can hold pickles, and DVC's own place for them is one where every user of the
+machine can write: here they are in a folder of this user's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "DVC_SITE_CACHE_DIR"
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOPEN)
+
+
+def choose() -> None:
+    """Name a folder that can be used in the environment, for this process and all that it starts."""
+    users = os.environ.get(VARIABLE)
+    if users and _is_writable(Path(users)):
+        return
+    folders = _own()
+    first = folder = next(folders)
+    while not _is_ours(folder):
+        folder = next(folders)
+    if users or folder != first:
+        log.warning("%s cannot be used for DVC's databases: they are in %s", users or first, folder)
+    os.environ[VARIABLE] = str(folder)
+
+
+def _own() -> Iterator[Path]:
+    """Folders of this user's, the best first: a home may be on a network, where databases are slow or fail."""
+    yield Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
+    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eckart/dvc"
+    last = Path(tempfile.mkdtemp(prefix="eckart-dvc-"))
+    atexit.register(shutil.rmtree, last, ignore_errors=True)
+    yield last
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it can be written, by this user alone; it is made if it is not there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and ours and _is_writable(folder)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether DVC can write there, or make it."""
+    repositories = folder / "repo"
+    there = next(one for one in (repositories, *repositories.parents) if os.path.lexists(one))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@cache  # once a process: DVC opens them for each stage
+def heal(folder: Path) -> None:
+    """Set the databases of a workspace aside if one of them is damaged; DVC makes new ones."""
+    if any(_is_damaged(file) for file in folder.rglob("*.db")):
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        log.warning("DVC's databases in %s are damaged, and set aside: files are hashed once more", folder)
+
+
+def _is_damaged(file: Path) -> bool:
+    try:
+        with closing(sqlite3.connect(file)) as database:
+            return bool(database.execute("PRAGMA quick_check").fetchone() != ("ok",))
+    except sqlite3.DatabaseError as error:
+        return error.sqlite_errorcode & 0xFF in _DAMAGED  # and not locked, say
