@@ -100,7 +100,7 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     from prefect.context import refresh_global_settings_context
 
     from flows import settings
-    from flows.engine import forked_stage
+    from flows.engine import forked_stage, supervisor
 
     os.environ.clear()
     os.environ.update(environment)
@@ -108,5 +108,9 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     refresh_global_settings_context()
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
-    with open(said, "w") as writer:
-        forked_stage.become(words, root, {}, writer)  # type: ignore[arg-type]  # which it uses as a file
+    os.setsid()
+    supervisor.end_with_parent()
+    file = os.open(said, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    forked_stage.be_module(words, root)
