@@ -13,6 +13,7 @@ import pytest
 
 from flows.engine import stage_processes, supervisor
 from tests.flows import forked
+from tests.flows.forked import alive, gone
 from tests.flows.servers import until
 
 HOW = {"warm": "python -m tasks.act", "shell": "cd . && python -m tasks.act"}
@@ -44,22 +45,6 @@ def root(tmp_path: Path) -> Path:
         "if what == 'hang': time.sleep(600)\n"
     )
     return tmp_path
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether all of `pids` end within a few seconds."""
-    for _ in range(100):
-        if not any(map(alive, pids)):
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
