@@ -99,6 +99,28 @@ def test_a_killed_flow_takes_all_of_its_stage_along(root: Path, command: str) ->
     assert gone(pids(root))
 
 
+def train(root: Path) -> None:
+    (root / "tasks" / "rank.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path('rank-' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    launch = "python -m torch.distributed.run --standalone --nproc-per-node 2 -m tasks.rank"
+    stage_processes.run(launch, root, print, {})
+
+
+def test_a_killed_flow_takes_the_processes_along_that_train_for_it(root: Path) -> None:
+    """Torch's own launcher starts each in a session of its own."""
+    flow = forked.start(train, root)
+    ranks = [root / "rank-0", root / "rank-1"]
+    until(lambda: all(one.exists() and one.read_text() for one in ranks))
+    processes = [int(one.read_text()) for one in ranks]
+    assert all(map(alive, processes))
+    flow.kill()
+    flow.join()
+    assert gone(processes)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of its parent's end")
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
 def test_a_killed_supervisor_takes_all_of_its_stage_along(root: Path, command: str) -> None:
