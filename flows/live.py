@@ -28,6 +28,7 @@ _DOUBLED = ("dvc", "dvc_data", "dvc_objects")  # loggers with a console of their
 _BARS = ("dvc.progress", "dvc_data.callbacks")  # loggers whose level decides whether DVC draws bars of its own
 _OTHER_LINES = 4  # of the terminal: around the rows of the stages
 _PER_SECOND = 2.0  # drawings
+_SILENT = 60.0  # seconds after which a row says that its stage prints nothing
 
 
 @contextmanager
@@ -163,8 +164,11 @@ def table(progress: Progress, height: int) -> RenderableType:
     for one in running[:room]:
         done_steps, steps = one.steps or (0, 0)
         bar = ProgressBar(steps, done_steps, width=12) if steps else ""
-        elapsed = duration(seconds - (one.since - progress.start))
-        rows.add_row(one.name, bar, f"{done_steps}/{steps}" if steps else "", Text.from_ansi(one.said), elapsed)
+        now = progress.start + seconds
+        silent = now - (one.since if one.at is None else one.at)
+        said = f"no output for {roughly(silent)} {one.said}" if silent > _SILENT else one.said
+        elapsed = duration(now - one.since)
+        rows.add_row(one.name, bar, f"{done_steps}/{steps}" if steps else "", Text.from_ansi(said), elapsed)
     more = [f"and {len(running) - room} more"] if len(running) > room else []
     left = progress.time_left()
     told = [f"{done} of {len(progress.order)} stages done", duration(seconds)]

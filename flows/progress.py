@@ -32,6 +32,8 @@ class Running:
     """Steps done, and when it said so: first and last of its present training."""
     said: str = ""
     """Its last line, without the steps."""
+    at: float | None = None
+    """When it said it."""
     trace: list[str] = field(default_factory=list)
     """The lines of a traceback."""
     shown: int = -1
@@ -93,6 +95,7 @@ class Progress:
         """Note a line that a stage prints; whether it is worth one in a log: of a training each quarter is."""
         with self._guard:
             one = self._running[name]
+            one.at = self._clock()
             if (line == _TRACEBACK or one.trace) and len(one.trace) < _LONGEST:
                 one.trace.append(line)
             steps = steps_of(line)
@@ -100,7 +103,7 @@ class Progress:
                 one.said = line
                 return True
             again = bool(one.steps) and steps[0] <= one.heard[-1][0]  # a second training begins
-            one.heard = [*([] if again else one.heard[:1]), (steps[0], self._clock())]
+            one.heard = [*([] if again else one.heard[:1]), (steps[0], one.at)]
             one.steps = steps
             one.said = line.removeprefix(f"step {steps[0]}/{steps[1]}").strip()
             quarter, last = 4 * steps[0] // steps[1], one.shown

@@ -25,7 +25,7 @@ from dvc.scm import RevError
 from ruamel.yaml import YAML
 
 from flows import workspaces
-from flows.engine import cached_objects, locks, remote, stage_processes, stages
+from flows.engine import cached_objects, leftovers, locks, remote, stage_processes, stages
 from flows.workspaces import CARRIED, LOCK, WORKSPACES
 from tasks.candidate_names import candidate_of, stage_name
 from tasks.errors import EckartError
@@ -160,9 +160,11 @@ def reproduce(wanted: LockedStage, again: bool = False, alone: bool = False) -> 
     Raises:
         CannotReproduce: it could not be made; what went wrong is above, or in the message.
         WorkspaceError: the workspace cannot be made, or is in use.
+        StillRuns: processes of an earlier call still write there.
     """
     folder, objects = wanted.folder, stages.cache_dir()
     with workspaces.held(folder), stage_processes.terminable():
+        leftovers.refuse(folder)
         workspaces.check_out(folder, wanted.commit)
         had = not (again or alone) and _had(objects, wanted.outs.values())
         if had:

@@ -22,11 +22,11 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, live, open_runs, run_page, settings
+from flows import cluster, installation, live, open_runs, run_page, settings, silence
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
-from flows.progress import Progress
+from flows.progress import Progress, roughly
 from flows.secrets import keep_out, shown
 from flows.tracking import database
 from flows.up_to_date import summary
@@ -59,11 +59,16 @@ def stage(
     """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
 
-    def heard(line: str) -> None:
-        log.info(line, extra=None if progress.heard(planned.name, line) else live.QUIET)
+    def tell(seconds: float) -> None:
+        log.warning("no output for %s: if the stage hangs, end the run; --timeout ends such a stage", roughly(seconds))
 
     def followed(command: str) -> Outcome | float:
-        with slots, mirror.following(planned), progress.running(planned.name):
+        with slots, mirror.following(planned), progress.running(planned.name), silence.noticed(tell) as noted:
+
+            def heard(line: str) -> None:
+                noted()
+                log.info(line, extra=None if progress.heard(planned.name, line) else live.QUIET)
+
             return execute(planned, command, heard)
 
     try:

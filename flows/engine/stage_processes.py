@@ -1,4 +1,4 @@
-"""Stage processes: each in a session of its own, forked from a warm server, killed with all it started.
+"""Stage processes: each below a supervisor of its own, forked from a warm server, killed with all it started.
 
 A fresh interpreter takes seconds to import torch and transformers; a fork from a server that has them takes
 hundredths of one. The process runs the very module that `python -m tasks.STAGE` runs.
@@ -16,11 +16,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from flows.engine import forked_stage
+from flows.engine import forked_stage, leftovers, supervisor
 from flows.secrets import shown
 from tasks.errors import EckartError
 
@@ -41,14 +41,19 @@ _BEGINNINGS = ("python -m tasks.", "eckart stage ")
 _LONGEST = 60
 """Bytes of a folder for sockets: the name of one in it takes up to 40, and all may have 107."""
 
+_SHORT_OF_MEMORY = ", as the system does where memory is short: run fewer stages at a time, or with smaller batches"
+
+_Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
+"""What ends a process with all it started, what it prints, and its exit code once it has ended."""
+
 _context = multiprocessing.get_context("forkserver")
-_running: set[int] = set()  # process groups
+_running: set[Callable[[], None]] = set()  # each ends a supervisor
 _stopping = threading.Event()
 _turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
 
 
 class CommandFailed(EckartError):
-    """A command ended with another code than 0, or ran out of time."""
+    """A command ended with another code than 0, or ran out of time. Who catches it knows which command that was."""
 
 
 def run(
@@ -66,17 +71,16 @@ def run(
     with ExitStack() as process:
         with _turn:
             if _stopping.is_set():  # the flow ended while this stage waited for its turn
-                raise CommandFailed(f"{command}: not begun, since the flow has ended")
-            group, output, exit_code = process.enter_context(begin(command, root, env))
-            _running.add(group)
-        expired = threading.Event()
-        # Kills what the stage leaves behind, which would otherwise hold its output open.
-        reaper = threading.Thread(target=_bury, args=(group, exit_code), daemon=True)
+                raise CommandFailed("not begun, since the flow has ended")
+            end, output, exit_code = process.enter_context(begin(command, root, env))
+            _running.add(end)
+        reaper = threading.Thread(target=_bury, args=(exit_code, root, env), daemon=True)
         reaper.start()
+        expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            _kill(group)
+            end()
 
         timer = threading.Timer(timeout or 0, expire)
         if timeout:
@@ -90,13 +94,27 @@ def run(
             code = exit_code()
         finally:
             timer.cancel()
-            _kill(group)
-            _running.discard(group)
+            end()
+            _running.discard(end)
     if expired.is_set():
-        raise CommandFailed(f"{command}: stopped after {timeout:g} s")
+        raise CommandFailed(f"stopped after {timeout:g} s")
     if code:
-        raise CommandFailed(last if code == 1 and last else f"{command}: ended with code {code}; its last line: {last}")
+        raise CommandFailed(last if code == 1 and last else f"{_ending(code)}; its last line: {last}")
     return time.perf_counter() - start
+
+
+def _bury(exit_code: Callable[[], int], root: Path, env: Mapping[str, str]) -> None:
+    """Kill what a supervisor that was killed leaves behind, which would otherwise hold the stage's output open."""
+    if exit_code() < 0 and "DVC_STAGE" in env:
+        leftovers.kill(root, env["DVC_STAGE"])
+
+
+def _ending(code: int) -> str:
+    number = -code if code < 0 else code - 128
+    if number not in signal.valid_signals():
+        return f"ended with code {code}"
+    name = signal.Signals(number).name
+    return f"killed by {name}{_SHORT_OF_MEMORY if name == 'SIGKILL' else ''}"
 
 
 @contextmanager
@@ -108,8 +126,8 @@ def reaping() -> Iterator[None]:
     finally:
         with _turn:
             _stopping.set()
-            for group in list(_running):
-                _kill(group)
+            for end in list(_running):
+                end()
 
 
 @contextmanager
@@ -126,19 +144,6 @@ def terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _bury(group: int, exit_code: Callable[[], int]) -> None:
-    exit_code()
-    _kill(group)
-
-
-def _kill(group: int) -> None:
-    """Kill a process group, or the process itself if it has not become a group's leader yet."""
-    for kill in (os.killpg, os.kill):
-        with suppress(ProcessLookupError):
-            kill(group, signal.SIGKILL)
-            return
-
-
 def _module(command: str) -> list[str] | None:
     """`[module, *arguments]` if the command is one of `_BEGINNINGS` and nothing that takes a shell."""
     if set(command) & set("&|;<>$`*?~\n") or not command.startswith(_BEGINNINGS):
@@ -148,16 +153,16 @@ def _module(command: str) -> list[str] | None:
 
 
 @contextmanager
-def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
     _keep_sockets_short()
     _context.set_forkserver_preload(_PRELOAD)  # heeded when the server starts, with the first stage
     reader, writer = _context.Pipe(duplex=False)
-    process = _context.Process(target=forked_stage.become, args=(_module(command), str(root), dict(env), writer))
+    told = (command, _module(command), str(root), dict(env), writer)
+    process = _context.Process(target=forked_stage.become, args=told)
     process.start()
     # Otherwise the start of another stage would wait for this one, too, and whoever waits second gets exit code 255.
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
     writer.close()
-    assert process.pid
 
     def exit_code() -> int:
         process.join()
@@ -165,7 +170,7 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[in
 
     with os.fdopen(os.dup(reader.fileno()), errors="replace") as output:
         reader.close()
-        yield process.pid, output, exit_code
+        yield process.terminate, output, exit_code
     process.join()
 
 
@@ -181,19 +186,24 @@ def _keep_sockets_short() -> None:
 
 
 @contextmanager
-def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[tuple[int, IO[str], Callable[[], int]]]:
+def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        cwd=root,
-        env={**os.environ, "PATH": path, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with process:
-        assert process.stdout
-        yield process.pid, process.stdout, process.wait
+    flow, ours = os.pipe()  # the supervisor reads its end
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", supervisor.__file__, str(flow), command],
+            cwd=root,
+            env={**os.environ, "PATH": path, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            pass_fds=[flow],
+        )
+        os.close(flow)
+        with process:
+            assert process.stdout
+            yield process.terminate, process.stdout, process.wait
+    finally:
+        os.close(ours)

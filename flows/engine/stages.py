@@ -30,7 +30,7 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.meta import Meta
 
-from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
+from flows.engine import cached_objects, computed, leftovers, lock_file, locks, stage_processes
 from flows.engine.computed import Computed
 from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
 from tasks.candidate_names import candidate_of, recipe_and_keep
@@ -163,10 +163,12 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
+        StillRuns: processes of an earlier run of the stage still write.
     """
     if planned.cached:
         return planned.cached
     with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
+        leftovers.refuse(Path(repo.root_dir), planned.name)
         with bookkeeping(repo):
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)

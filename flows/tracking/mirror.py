@@ -439,7 +439,8 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
 
 def _process(process: psutil.Process) -> str:
     """A name that no other process ever had: numbers are used again, and by every machine."""
-    return f"{platform.node()} {process.pid} {process.create_time():.2f}"
+    began = process.create_time() - psutil.boot_time()  # a clock that is put right moves both
+    return f"{platform.node()} {process.pid} {began:.2f}"
 
 
 def _is_gone(name: str) -> bool:

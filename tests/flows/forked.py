@@ -12,9 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import psutil
 
 _PRELOAD = [
     "dvc.cli",
@@ -70,6 +73,22 @@ def _with_our_server(target: Callable[..., object], *arguments: object) -> None:
     target(*arguments)
 
 
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: Collection[int]) -> bool:
+    """Whether all of `pids` end within a few seconds."""
+    for _ in range(100):
+        if not any(map(alive, pids)):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def preload() -> None:
     """Have the server import what commands import, too; before it starts."""
     from flows.engine import stage_processes
@@ -80,9 +99,16 @@ def preload() -> None:
 def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     """`dvc WORDS` in `root`, told of no environment but this."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        process = start(_dvc, words, str(root.absolute()), dict(environment), out.name, err.name)
+        process = dvc_begun(root, environment, *words, streams=(out.name, err.name))
         process.join()
         return subprocess.CompletedProcess(["dvc", *words], process.exitcode or 0, out.read(), err.read())
+
+
+def dvc_begun(
+    root: Path, environment: Mapping[str, str], *words: str, streams: Sequence[str] = (os.devnull, os.devnull)
+) -> BaseProcess:
+    """The same, not waited for; `streams` are the files that it prints to."""
+    return start(_dvc, words, str(root.absolute()), dict(environment), *streams)
 
 
 def _dvc(words: Sequence[str], root: str, environment: dict[str, str], *streams: str) -> None:
@@ -100,7 +126,7 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     from prefect.context import refresh_global_settings_context
 
     from flows import settings
-    from flows.engine import forked_stage
+    from flows.engine import forked_stage, supervisor
 
     os.environ.clear()
     os.environ.update(environment)
@@ -108,5 +134,9 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     refresh_global_settings_context()
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
-    with open(said, "w") as writer:
-        forked_stage.become(words, root, {}, writer)  # type: ignore[arg-type]  # which it uses as a file
+    os.setsid()
+    supervisor.end_with_parent()
+    file = os.open(said, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    forked_stage.be_module(words, root)

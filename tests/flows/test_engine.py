@@ -15,14 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from dvc.dvcfile import Lockfile
 from dvc.exceptions import DvcException
 from ruamel.yaml import YAML
 
-from flows.engine import cached_objects, computed, lock_file, locks, stage_processes
+from flows.engine import cached_objects, computed, leftovers, lock_file, locks, stage_processes
 from flows.engine import stages as engine
 from tasks.errors import EckartError
+from tests.flows import forked
+from tests.flows.servers import until
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
@@ -371,6 +374,29 @@ def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
     flow.send_signal(signal.SIGKILL)
     flow.wait()
     (workspace / "dvc.yaml").write_text(PIPELINE)
+    ran(workspace)
+    assert run_all(workspace)["source"] == "Executed"
+    assert stale(workspace) == []
+
+
+def test_a_stage_that_a_killed_dvc_repro_left_is_refused_until_it_ends(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "_PATIENCE", 0.0)
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
+    by_hand = forked.dvc_begun(workspace, ENVIRONMENT, "repro")
+    until((workspace / "ran.log").exists)
+    left = psutil.Process(by_hand.pid).children(recursive=True)
+    by_hand.kill()
+    by_hand.join()
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    with pytest.raises(leftovers.StillRuns, match=r"\bsource\b") as refused:
+        run_all(workspace)
+    named = {int(word) for word in re.findall(r"\b\d+\b", str(refused.value).partition("`kill")[2])}
+    assert named == {process.pid for process in left}
+    for process in left:
+        process.kill()
+    assert forked.gone(named)
     ran(workspace)
     assert run_all(workspace)["source"] == "Executed"
     assert stale(workspace) == []

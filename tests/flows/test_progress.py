@@ -10,9 +10,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows import live
+from flows import live, silence
 from flows.engine.stages import Outcome, Planned
 from flows.progress import Progress, duration, expectation, finish, roughly, steps_of
+from tests.flows.servers import until
 
 
 def planned(name: str, *upstream: str, alone: bool = False, twin: str | None = None) -> Planned:
@@ -156,6 +157,37 @@ def test_the_table_fits_any_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert sum("114/375" in line for line in lines) == 4
     assert any("5 more" in line for line in lines)
+
+
+def drawn(progress: Progress) -> str:
+    console = Console(file=io.StringIO(), width=120, height=24, force_terminal=True)
+    with console.capture() as captured:
+        console.print(live.table(progress, console.height))
+    return Text.from_ansi(captured.get()).plain
+
+
+def test_a_row_says_for_how_long_its_stage_has_been_silent() -> None:
+    clock = Clock()
+    progress = Progress([planned("train")], 1, {}, clock=clock)
+    with progress.running("train"):
+        clock.now = 300
+        assert "no output for 5 min" in drawn(progress)
+        progress.heard("train", "step 1/4  loss 0.5")
+        clock.now = 301
+        assert "no output" not in drawn(progress)
+        clock.now = 900
+        assert "no output for 10 min loss 0.5" in drawn(progress)
+
+
+def test_a_silence_is_told_when_it_is_long_and_whenever_it_has_doubled() -> None:
+    patience = 0.05
+    told: list[float] = []
+    with silence.noticed(told.append, patience) as noted:
+        until(lambda: len(told) >= 3)
+        first = told[:3]
+        noted()
+        until(lambda: told.count(patience) > 1)
+    assert first == [patience, 2 * patience, 4 * patience]
 
 
 def test_durations_read_well() -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +16,9 @@ from flows.engine import cached_objects, remote, stage_processes
 from flows.engine import stages as engine
 from flows.reproduce import CannotReproduce, Reproduction, record
 from tasks.dataset import REFERENCE
-from tests.flows.toy import MLFLOW, Study, call, ran
+from tests.flows.forked import Command, gone
+from tests.flows.servers import until
+from tests.flows.toy import BARE, MLFLOW, Study, call, ran
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +148,13 @@ def forget(root: Path, parts: tuple[str, ...] = ("files", "runs")) -> None:
 
 def reproduce(name: str = "a-0.5", revision: str = "HEAD", again: bool = False) -> Reproduction:
     return module.reproduce(record(name, revision), again)
+
+
+def works_in(folder: Path, process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("DVC_ROOT") == str(folder.resolve())
+    except psutil.Error:
+        return False
 
 
 class TestClones:
@@ -414,6 +424,28 @@ class TestReproduce:
             pytest.raises(workspaces.WorkspaceError, match=record("a-0.5").folder.name),
         ):
             reproduce()
+
+    def test_one_that_is_killed_leaves_nothing_that_runs_and_the_next_one_works(self, main: Path) -> None:
+        hold = main.parent / "hold"
+        waiting = f"echo extract >> ran.log && while [ -e {hold} ]; do sleep 0.1; done"
+        (main / "dvc.yaml").write_text(PIPELINE.replace("echo extract >> ran.log", waiting))
+        run(main)
+        ran(main)  # before it is committed
+        commit(main)
+        hold.touch()
+        folder = record("a-0.5").folder
+        command = Command(main, BARE, "reproduce", "a-0.5", "--again")
+        until(lambda: (folder / "ran.log").exists() or command.poll() is not None)
+        left = [one.pid for one in psutil.process_iter() if works_in(folder, one)]
+        assert left
+        command.kill()
+        command.end()
+        assert gone(left)
+        hold.unlink()
+        assert reproduce(again=True).same
+        (main / "dvc.yaml").write_text(PIPELINE)  # what `untouched` looks at
+        call(main, "git", "reset", "-q", "--hard", "HEAD~1")
+        call(main, "dvc", "checkout", "-q")
 
     def test_a_stage_that_fails_is_said_with_its_cause(self, main: Path) -> None:
         (main / "dvc.yaml").write_text(PIPELINE.replace("tr a-z A-Z <", "tr a-z A-Z < missing"))

@@ -6,11 +6,13 @@ import re
 import shutil
 import signal
 import sqlite3
+import sys
 import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
@@ -276,6 +278,17 @@ def test_flows_side_by_side_leave_one_run_of_a_candidate(root: Path, plan: list[
     assert runs[kept].info.status == "FINISHED"
     assert runs[superfluous].info.status == "KILLED"
     assert runs[superfluous].data.tags["eckart.same_as"] == kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil reads other clocks")
+def test_a_clock_that_is_put_right_ends_no_run_of_a_flow_that_goes_on(
+    root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = started(root, plan)
+    boot = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot - 3600)  # by which Linux says when a process began
+    started(root, plan)
+    assert mirror.client.get_run(mirror.parent).info.status == "RUNNING"
 
 
 def test_models_are_ranked_by_what_the_test_rows_say(root: Path) -> None:

@@ -1,0 +1,101 @@
+"""The process above a stage: when the stage ends, or the flow, or it is told to, it kills all that the stage started.
+
+`python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that ends with the flow; COMMAND is run by a
+shell, unless its process STAGE is a child already. What a stage starts may leave its session, and lose its parent: on
+Linux it then becomes a child of this process, which is a "child subreaper". It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_PAUSE = 0.01  # seconds between two looks at what is left
+_LOOKS = 1000  # then it is left: what another user runs cannot be killed
+
+
+def fork() -> int:
+    """Fork a stage in a session of its own, in a process that then becomes its supervisor; as `os.fork`."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until `_watch` can heed it
+    supervisor = os.getpid()
+    if stage := os.fork():
+        return stage
+    os.setsid()
+    end_with_parent()
+    if os.getppid() != supervisor:  # it was killed before it could be heard of
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    return 0
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when its parent ends, whose main thread must have started it."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def _watch(stage: int, flow: int) -> NoReturn:
+    """End when the stage does, with its code, or when the flow does."""
+    signal.signal(signal.SIGTERM, lambda *_: _end(1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    threading.Thread(target=_follow, args=(flow,), daemon=True).start()
+    ended = status = 0
+    while ended != stage:  # or an orphan that was taken in
+        ended, status = os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    _end(code if code >= 0 else 128 - code)  # as a shell has it
+
+
+def _follow(flow: int) -> None:
+    while os.read(flow, 1024):
+        pass
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _end(code: int) -> NoReturn:
+    """Kill all that is below this process, then end it."""
+    for _ in range(_LOOKS):
+        if not _has_children():
+            break
+        import psutil  # slow, and of no use to most stages
+
+        for one in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                one.kill()
+        time.sleep(_PAUSE)
+    os._exit(code)
+
+
+def _has_children() -> bool:
+    """Whether any is left, after those that have ended are forgotten."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+def _shell(command: str) -> NoReturn:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    os.execl("/bin/sh", "sh", "-c", command)
+
+
+if __name__ == "__main__":
+    os.set_inheritable(int(sys.argv[1]), False)
+    process = int(sys.argv[3]) if sys.argv[3:] else fork()
+    if not process:
+        _shell(sys.argv[2])
+    _watch(process, int(sys.argv[1]))

@@ -1,0 +1,40 @@
+"""A stage that prints nothing for long may hang: whoever watches the run is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+
+_PATIENCE = 600.0  # seconds
+
+
+@contextmanager
+def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
+    """Call `tell`, in a thread, with the seconds of a silence: when they reach `patience`, and each time they double.
+
+    Yields:
+        What to call when something is heard.
+    """
+    heard: SimpleQueue[bool] = SimpleQueue()
+    thread = threading.Thread(target=_listen, args=(heard, tell, patience), daemon=True)
+    thread.start()
+    try:
+        yield lambda: heard.put(True)
+    finally:
+        heard.put(False)
+        thread.join()
+
+
+def _listen(heard: SimpleQueue[bool], tell: Callable[[float], None], patience: float) -> None:
+    silent = 0.0
+    while True:
+        wait = max(silent, patience)
+        try:
+            if not heard.get(timeout=wait):
+                return
+            silent = 0.0
+        except Empty:
+            silent += wait
+            tell(silent)
