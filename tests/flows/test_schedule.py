@@ -11,19 +11,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Late, Scheduled, State
 from typer.testing import CliRunner
 
-from flows import notifications, schedule, settings
+from flows import notifications, own_workspace, schedule, settings
 from flows.cli import app
 from flows.engine.options import Options
+from flows.study import study as study_flow
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
@@ -63,8 +66,11 @@ def served(
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        with temporary_settings({PREFECT_API_URL: f"{address}/api"}), get_client(sync_client=True) as client:
-            until(lambda: settings.answers(f"{address}/api/health") and client.read_deployments())
+        until(lambda: settings.answers(f"{address}/api/health"))
+        own = (Path(places["PREFECT_HOME"]) / "eckart.key").read_text().strip()
+        used = {PREFECT_API_URL: f"{address}/api", PREFECT_API_AUTH_STRING: own}
+        with temporary_settings(used), get_client(sync_client=True) as client:
+            until(client.read_deployments)
             yield client
     finally:
         os.killpg(process.pid, signal.SIGINT)
@@ -116,8 +122,12 @@ def test_the_schedule_stands_at_the_server(served: SyncPrefectClient) -> None:
     assert one.active
 
 
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}])
+_PLACES = ({"root": "/elsewhere"}, {"scheduler": "tcp://127.0.0.1:1"})
+
+
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}, *_PLACES])
 def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClient, wrong: dict[str, object]) -> None:
+    """Folder and scheduler are none."""
     with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
         submit(served, **wrong)
 
@@ -149,6 +159,35 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert {one.flow_run_id for one in artifact} == {first.id, second.id}
     assert all("svd-0.5" in str(one.data) for one in artifact)
     assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
+
+
+def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:
+    """Nor does who has no key, which stands in no header that a browser adds by itself."""
+    deployment = served.read_deployment_by_name("study/nightly").id
+    address = f"{str(served.api_url).rstrip('/')}/deployments/{deployment}/create_flow_run"
+    before = served.count_flow_runs()
+    own = httpx.BasicAuth(*str(PREFECT_API_AUTH_STRING.value()).split(":"))
+    for headers, auth in (({"Origin": "http://evil.example"}, own), ({"Host": "evil.example"}, own), ({}, None)):
+        answer = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, headers=headers, auth=auth)
+        assert answer.status_code == 403
+    assert served.count_flow_runs() == before
+
+
+def test_another_folder_neither_takes_the_name_nor_runs_it(
+    served: SyncPrefectClient, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = served.read_deployment_by_name("study/nightly")
+    with pytest.raises(own_workspace.OtherWorkspace, match=rf"{workspace}\b.*--name"):
+        schedule.serve("nightly", "0 3 * * *", "UTC", Options())
+    assert served.read_deployment_by_name("study/nightly") == before
+    theirs = served.create_deployment(before.flow_id, "theirs", tags=[f"workspace elsewhere:{workspace}"])
+    run = served.create_flow_run_from_deployment(theirs)
+    state = run_flow(study_flow, flow_run=run, return_type="state")
+    assert state.is_failed()
+    assert f"elsewhere:{workspace}" in str(state.message)
+    assert str(tmp_path) in str(state.message)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_event_starts_a_run_and_its_failure_is_told(
