@@ -29,6 +29,8 @@ from flows.key import ServerError
 from flows.secrets import shown
 
 PORT = int(settings.PREFECT_ADDRESS.rpartition(":")[2])
+log = logging.getLogger(__name__)
+
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
 _GRACE = 10  # seconds for a usual end
 _URL, _AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
@@ -56,12 +58,8 @@ def require() -> str | None:
 
 def use_local() -> None:
     """Use the server of `eckart ui` or `serve`, if it is there and no environment or profile names another one."""
-    if get_current_settings().api.url:
-        return
-    if is_ours(settings.PREFECT_ADDRESS):
+    if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
         _set(_client(settings.PREFECT_ADDRESS))
-    else:
-        print(f"{_stranger()}; a run starts a server of its own elsewhere", file=sys.stderr)
 
 
 def use_temporary() -> None:
@@ -72,6 +70,8 @@ def use_temporary() -> None:
     """
     if get_current_settings().api.url:
         return
+    if settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
+        log.warning("%s; this run has a server of its own", _stranger())
     logging.getLogger("prefect.flow_runs").addFilter(lambda one: not one.getMessage().startswith("View at "))  # no page
     stack = ExitStack()
     atexit.register(stack.close)  # Prefect's threads deliver what they have before that

@@ -122,12 +122,8 @@ def test_the_schedule_stands_at_the_server(served: SyncPrefectClient) -> None:
     assert one.active
 
 
-_PLACES = ({"root": "/elsewhere"}, {"scheduler": "tcp://127.0.0.1:1"})
-
-
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}, *_PLACES])
+@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}])
 def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClient, wrong: dict[str, object]) -> None:
-    """Folder and scheduler are none."""
     with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
         submit(served, **wrong)
 
@@ -171,6 +167,19 @@ def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> No
         answer = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, headers=headers, auth=auth)
         assert answer.status_code == 403
     assert served.count_flow_runs() == before
+
+
+@pytest.mark.parametrize("place", ["root", "scheduler"])
+def test_a_place_is_no_parameter_of_a_run(
+    served: SyncPrefectClient, place: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Prefect lets anybody submit; the run then begins with nothing."""
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr("flows.study._run", lambda *_: pytest.fail("it ran"))
+    run = served.create_flow_run(study_flow, parameters={place: "/elsewhere"})
+    state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
+    assert state.is_failed() or state.is_crashed()
+    assert place in str(state.message)
 
 
 def test_another_folder_neither_takes_the_name_nor_runs_it(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +27,24 @@ from websockets.sync.client import connect
 
 from flows import key, prefect_server, settings
 from flows.key import ServerError
-from tests.flows import forked
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import BARE
 from tests.workspace import REPOSITORY
 
 DATABASE = f"eckart-{prefect_package.__version__}.db"
 SECRET = "topsecret"
+BEGIN_AND_BE_KILLED = """
+import os, signal
+from flows import prefect_server
+
+def await_(server, *_):
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+prefect_server._await = await_
+with prefect_server.started(0, pages=False):
+    pass
+"""
 
 
 @pytest.fixture
@@ -249,25 +260,12 @@ class TestTheServerOfARun:
         refresh_global_settings_context()
         assert prefect_server._environment(pages=False)[name] == "postgresql+asyncpg://db/prefect"
 
-    def test_it_ends_with_a_run_that_is_killed(self, copied: Path, tmp_path: Path) -> None:
-        killed = forked.start(start_a_server_and_be_killed, str(copied), str(tmp_path / "pid"))
-        killed.join()
-        assert killed.exitcode == -signal.SIGKILL
-        left = int((tmp_path / "pid").read_text())
+    def test_it_ends_with_a_run_that_is_killed(self, home: Path) -> None:
+        code = [sys.executable, "-c", BEGIN_AND_BE_KILLED]
+        run = subprocess.run(code, env=BARE | {"PREFECT_HOME": str(home)}, cwd=REPOSITORY, stdout=subprocess.PIPE)
+        assert run.returncode == -signal.SIGKILL
+        left = int(run.stdout)
         until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE, seconds=60)
-
-
-def start_a_server_and_be_killed(home: str, pid: str) -> None:
-    os.environ["PREFECT_HOME"] = home
-    refresh_global_settings_context()
-
-    def be_killed(server: subprocess.Popen[bytes], *_: object) -> None:
-        Path(pid).write_text(str(server.pid))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    prefect_server._await = be_killed  # type: ignore[assignment]
-    with prefect_server.started(0, pages=False):
-        pass
 
 
 def corrupt(database: Path) -> None:
@@ -324,16 +322,23 @@ class TestWhatIsSaid:
         assert "full" in last
 
     def test_another_program_on_the_port_is_no_prefect(
-        self, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         with sink() as (address, _):
             monkeypatch.setattr(settings, "PREFECT_ADDRESS", address)
             port = int(address.rpartition(":")[2])
             with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}\b.* no Prefect"):
                 prefect_server.started(port, pages=True).__enter__()
-            settings.use_local_server()  # a run goes on without it
-            assert f"127.0.0.1:{port}" in capsys.readouterr().err
+            settings.use_local_server()
             assert "PREFECT_API_URL" not in os.environ
+            with pytest.MonkeyPatch.context() as patch:  # a run goes on without it
+                patch.setattr(prefect_server, "started", lambda *_, **__: nullcontext("http://127.0.0.1:9"))
+                ended: list[Callable[[], None]] = []
+                patch.setattr(prefect_server.atexit, "register", ended.append)
+                prefect_server.use_temporary()
+                assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:9/api"
+                ended[0]()
+            assert f"127.0.0.1:{port}" in caplog.text
             monkeypatch.setenv("PREFECT_API_URL", f"{address}/api")
             refresh_global_settings_context()
             with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}\b.* no Prefect"):
