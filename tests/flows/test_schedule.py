@@ -169,36 +169,6 @@ def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> No
     assert served.count_flow_runs() == before
 
 
-@pytest.mark.parametrize("place", ["root", "scheduler"])
-def test_a_place_is_no_parameter_of_a_run(
-    served: SyncPrefectClient, place: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which Prefect lets anybody submit; the run then begins with nothing."""
-    monkeypatch.chdir(workspace)
-    monkeypatch.setattr("flows.study._run", lambda *_: pytest.fail("it ran"))
-    run = served.create_flow_run(study_flow, parameters={place: "/elsewhere"})
-    state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
-    assert state.is_failed() or state.is_crashed()
-    assert place in str(state.message)
-
-
-def test_another_folder_neither_takes_the_name_nor_runs_it(
-    served: SyncPrefectClient, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = served.read_deployment_by_name("study/nightly")
-    with pytest.raises(own_workspace.OtherWorkspace, match=rf"{workspace}\b.*--name"):
-        schedule.serve("nightly", "0 3 * * *", "UTC", Options())
-    assert served.read_deployment_by_name("study/nightly") == before
-    theirs = served.create_deployment(before.flow_id, "theirs", tags=[f"workspace elsewhere:{workspace}"])
-    run = served.create_flow_run_from_deployment(theirs)
-    state = run_flow(study_flow, flow_run=run, return_type="state")
-    assert state.is_failed()
-    assert f"elsewhere:{workspace}" in str(state.message)
-    assert str(tmp_path) in str(state.message)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_event_starts_a_run_and_its_failure_is_told(
     served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
@@ -265,6 +235,48 @@ def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: py
         for wrong in ("custom-webhook/nobody", "nothing/sink", "sink"):
             with pytest.raises(notifications.NotificationError, match=wrong):
                 automations(wrong)
+
+
+@pytest.fixture
+def elsewhere(
+    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[SyncPrefectClient, UUID]]:
+    """A client, in a folder in which nothing may run, and a deployment `taken` that another folder has made."""
+    monkeypatch.chdir(tmp_path)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("study")
+        yield client, client.create_deployment(flow, "taken", tags=["workspace elsewhere:/a"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[SyncPrefectClient, UUID]) -> None:
+    client, taken = elsewhere
+    with pytest.raises(own_workspace.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
+        schedule.serve("taken", "0 3 * * *", "UTC", Options())
+    found = client.read_deployment(taken)
+    assert (found.schedules, found.tags) == ([], ["workspace elsewhere:/a"])
+
+
+def test_a_run_of_another_folder_s_deployment_refuses(
+    elsewhere: tuple[SyncPrefectClient, UUID], tmp_path: Path
+) -> None:
+    client, taken = elsewhere
+    run = client.create_flow_run_from_deployment(taken)
+    state = run_flow(study_flow, flow_run=run, return_type="state")
+    assert state.is_failed()
+    assert "elsewhere:/a" in str(state.message)
+    assert str(tmp_path) in str(state.message)
+
+
+@pytest.mark.parametrize("place", ["root", "scheduler"])
+def test_a_place_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
+    """Which Prefect lets a client submit; the run then ends before it begins."""
+    client, taken = elsewhere
+    run = client.create_flow_run_from_deployment(taken, parameters={place: "/elsewhere"})
+    state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
+    assert state.is_failed()
+    assert place in str(state.message)
 
 
 @pytest.mark.parametrize(
