@@ -273,7 +273,7 @@ class Rehearsal:
         """As the schedule of `deploy/start flow` starts one, after a change in the evening."""
         self.change()
         began, log = time.monotonic(), self.folder / "night.log"
-        told = {"DASK_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}
+        told = {"ECKART_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}
         flow = self.flow.service(["deploy/start", "flow"], log, **told)
         flow.start()
         try:

@@ -29,6 +29,7 @@ KEYS = {
     "AWS_SECRET_ACCESS_KEY": "rehearsal-secret",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
+_KEY = "eckart:rehearsal-key"
 _PATIENCE = 180  # seconds until a service must answer
 _GRACE = 20  # seconds for a usual end
 _PYTHON = Path(sys.executable)
@@ -196,12 +197,14 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
         "PREFECT_SERVER_API_HOST": LOOPBACK,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_API_AUTH_STRING": _KEY,
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     }
     server = _started("prefect", folder, "PREFECT_SERVER_API_PORT", settings)
     with _running(server):
         address = f"http://{LOOPBACK}:{server.port}/api"
         server.wait_until(lambda: answers(f"{address}/health"))
-        yield server, {"PREFECT_API_URL": address}
+        yield server, {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": _KEY}
 
 
 @contextmanager

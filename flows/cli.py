@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -142,8 +141,6 @@ def _run(options: Options) -> None:
         told = prefect_server.require()  # a server that is there is told of the run in any case
         outcomes = None if told else up_to_date.outcomes()
         if outcomes is None:
-            if not told:
-                prefect_server.tie_to_run()
             outcomes = _by_prefect(options)
     _print_comparison(Path("reports/comparison.txt"))
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
@@ -165,15 +162,16 @@ def _print_comparison(file: Path) -> None:
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
-    from flows import live
+    from flows import live, prefect_server
     from flows.engine.stage_processes import terminable  # slow imports, of no use where nothing is to be run
     from flows.study import study
 
-    # A plain SIGTERM would leave Prefect's temporary server behind, which ends at a usual exit.
+    # A plain SIGTERM would leave the temporary server alone, which ends at a usual exit, after it was told all.
     live.log_above()
     live.doing("starting")
     with terminable():
-        return study(**asdict(options))
+        prefect_server.use_temporary()
+        return study(**options.parameters())
 
 
 @contextmanager
@@ -328,6 +326,7 @@ def promote(
     settings.use_local_server()
     from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
+    from flows.engine.stage_processes import terminable
     from flows.promotion import flow
     from flows.promotion.gates import Refused
     from tasks import check_params
@@ -339,7 +338,8 @@ def promote(
     stages.check_workspace()
     prefect_server.require()
     try:
-        with _ended_with_words():
+        with _ended_with_words(), terminable():
+            prefect_server.use_temporary()
             conclusion = flow.promotion(again=again, first=first)
     except Refused as refusal:
         _print_gates(refusal.gates)

@@ -197,7 +197,14 @@ def _local(count: int) -> Iterator[tuple[Client, Callable[[], None]]]:
     config = {"distributed": {"comm": {"require-encryption": True, "tls": tls}}}
     environment = {"DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(config)}
     with (
-        LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0", security=security) as scheduler,
+        dask.config.set({"distributed.scheduler.http.routes": []}),
+        LocalCluster(
+            n_workers=0,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",  # Dask listens in any case; there it answers nothing
+            scheduler_kwargs={"dashboard": False},
+            security=security,
+        ) as scheduler,
         ExitStack() as stack,
     ):
         address = scheduler.scheduler_address

@@ -1,26 +1,81 @@
-"""A Prefect server to talk to, which schedules and workers need: a temporary one serves a single run."""
+"""A Prefect server to talk to: the one that the user names, that of `eckart ui` or `serve`, or one for a single run.
+
+Those of ours are started in one way: on loopback, behind a guard, with a key, on a database of their own.
+"""
 
 from __future__ import annotations
 
+import atexit
+import hmac
+import logging
 import os
+import secrets
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import IO
+from urllib.parse import urlsplit
 
-from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+import prefect
+from prefect.context import refresh_global_settings_context
+from prefect.settings import get_current_settings
 
-from flows import secrets, settings, with_parent
-from tasks.errors import EckartError
+from flows import guard, key, settings
+from flows.key import ServerError
+from flows.secrets import shown
+
+PORT = int(settings.PREFECT_ADDRESS.rpartition(":")[2])
+log = logging.getLogger(__name__)
 
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
+_GRACE = 10  # seconds for a usual end
+_URL, _AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
 
 
-class ServerError(EckartError):
-    """No Prefect server can be used; the message says why."""
+def require() -> str | None:
+    """The address of the API that Prefect was told to use, by the environment or a profile, if there is one.
+
+    Raises:
+        ServerError: it does not answer, or what answers is no Prefect.
+    """
+    told = get_current_settings().api
+    if not (address := told.url):
+        return None
+    # A server that others keep busy gets the time that Prefect gives it in each of its own requests.
+    status, body = settings.asked(f"{address.rstrip('/')}/health", told.request_timeout)
+    if not status:
+        raise ServerError(f"Prefect's server at {shown(address)} does not answer: start it, or unset {_URL}")
+    if status == 200 and body != b"true":
+        raise ServerError(f"{shown(address)} is answered by a program that is no Prefect: correct {_URL}, or unset it")
+    if not told.auth_string and is_ours(address):
+        _set({_AUTH: key.auth_string()})
+    return address
+
+
+def use_local() -> None:
+    """Use the server of `eckart ui` or `serve`, if it is there and no environment or profile names another one."""
+    if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
+        _set(_client(settings.PREFECT_ADDRESS))
+
+
+def use_temporary() -> None:
+    """Have a server that ends with this process, after Prefect has told it all, unless Prefect was told of another one.
+
+    Raises:
+        ServerError: it does not start.
+    """
+    if get_current_settings().api.url:
+        return
+    if settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
+        log.warning("%s; this run has a server of its own", _stranger())
+    logging.getLogger("prefect.flow_runs").addFilter(lambda one: not one.getMessage().startswith("View at "))  # no page
+    stack = ExitStack()
+    atexit.register(stack.close)  # Prefect's threads deliver what they have before that
+    stack.enter_context(_used(stack.enter_context(started(0, pages=False))))
 
 
 @contextmanager
@@ -33,69 +88,137 @@ def prefect_server() -> Iterator[str]:
     if address := require():
         yield address
         return
-    # Errors go to stderr. In a session of its own, as Ctrl-C ends it only after what needs it.
-    server = subprocess.Popen(command(), stdout=subprocess.DEVNULL, start_new_session=True)
-    try:
-        address = f"{settings.PREFECT_ADDRESS}/api"
-        _await(server, address)
-        with temporary_settings({PREFECT_API_URL: address}):
-            yield address
-    finally:
-        server.terminate()
-        try:
-            server.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            server.kill()
+    with started(PORT, pages=True) as own, _used(own):
+        yield f"{own}/api"
 
 
-def command() -> list[str]:
-    """What starts Prefect's server at `settings.PREFECT_ADDRESS`."""
-    port = settings.PREFECT_ADDRESS.rpartition(":")[2]
-    prefect = Path(sys.executable).parent / "prefect"
-    return [str(prefect), "server", "start", "--host", settings.LOOPBACK, "--port", port]
+@contextmanager
+def started(port: int, pages: bool) -> Iterator[str]:
+    """The address of a new server on loopback, which ends with this, and with this process if that is killed.
 
-
-def require() -> str | None:
-    """The address of the API that Prefect was told to use, by the environment or a profile, if there is one.
+    Args:
+        port: 0 for one that is free.
+        pages: whether it is there to be looked at; without, it starts sooner.
 
     Raises:
-        ServerError: it does not answer.
+        ServerError: it does not start, or the port is taken.
     """
-    told = get_current_settings().api
-    # A server that others keep busy gets the time that Prefect gives it in each of its own requests.
-    if (address := told.url) and not settings.answers(f"{address.rstrip('/')}/health", told.request_timeout):
-        raise ServerError(
-            f"Prefect's server at {secrets.shown(address)} does not answer: start it, or unset PREFECT_API_URL"
+    environment = _environment(pages)
+    with _listener(port) as listener, tempfile.TemporaryFile() as words:
+        address = f"http://{settings.LOOPBACK}:{listener.getsockname()[1]}"
+        # In a session of its own, as Ctrl-C ends it only after what needs it.
+        server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows.guarded_prefect", str(listener.fileno()), str(os.getpid())],
+            env=environment | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address},
+            pass_fds=[listener.fileno()],
+            stdout=words,
+            start_new_session=True,
         )
-    return address
+        listener.close()  # so that nobody is left to wait for an answer when the server has ended
+        try:
+            _await(server, address, words)
+            yield address
+        finally:
+            server.terminate()
+            try:
+                server.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
 
 
-def tie_to_run() -> None:
-    """Have a temporary server of Prefect's end with this process, also where that is killed, and not before.
+def is_ours(address: str) -> bool:
+    """Whether a server on this machine proves that it has our key: another user may hold the port, and is told nothing.
 
-    It begins in a session of its own: Ctrl-C ends it only after what needs it.
+    Raises:
+        ServerError: others can read the key.
     """
-    from prefect.server.api import server  # a slow import, which the temporary server needs anyway
-
-    class _Subprocess:
-        Popen = staticmethod(_start_with_parent)
-        TimeoutExpired = subprocess.TimeoutExpired
-
-    server.subprocess = _Subprocess  # type: ignore[assignment]
-
-
-def _start_with_parent(args: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start `PYTHON -m MODULE ARGUMENT …`."""
-    python, _, *words = args
-    watched = [python, "-P", with_parent.__file__, str(os.getpid()), *words]
-    return subprocess.Popen(watched, start_new_session=True, **options)
+    place = urlsplit(address)
+    if place.hostname not in (settings.LOOPBACK, "localhost") or not (own := key.known()):
+        return False
+    nonce, port = secrets.token_hex(), place.port or 80
+    status, body = settings.asked(f"http://{settings.LOOPBACK}:{port}{guard.PROOF}?{nonce}")
+    return status == 200 and hmac.compare_digest(body, guard.proof(own, port, nonce).encode())
 
 
-def _await(server: subprocess.Popen[bytes], address: str) -> None:
+def how_to_reach(address: str) -> str:
+    """The variables with which a command of Prefect's reaches a server of ours, for a shell; the key is not in it."""
+    asked = f'{_AUTH}="{key.where()}" ' if key.auth_string() else ""
+    return f"{asked}{_URL}={address}"
+
+
+def _listener(port: int) -> socket.socket:
+    try:
+        return socket.create_server((settings.LOOPBACK, port))
+    except OSError as error:
+        raise ServerError(f"{_stranger()}: set PREFECT_SERVER_API_PORT to another port, or stop it") from error
+
+
+def _stranger() -> str:
+    """Who has the port of our pages."""
+    place = settings.PREFECT_ADDRESS.removeprefix("http://")
+    status, body = settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")
+    if status == 200 and body == b"true":
+        return (
+            f"{place} is answered by a Prefect server that Eckart has not started: "
+            f"set {_URL}={settings.PREFECT_ADDRESS}/api to use it"
+        )
+    return f"{place} is answered by a program that is no Prefect"
+
+
+def _environment(pages: bool) -> dict[str, str]:
+    """Of a server's process."""
+    told = get_current_settings()
+    auth = key.auth_string()
+    environment = {"PREFECT_UI_API_URL": "/api"}  # of itself; what it was told of may hold a password
+    environment |= {**os.environ, **told.to_environment_variables(exclude_unset=True)}
+    environment |= {
+        **settings.importable(),
+        "ECKART_SERVER_KEY": key.made(),
+        "PREFECT_SERVER_API_AUTH_STRING": auth or "",
+        "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+    }
+    if not auth:
+        del environment["PREFECT_SERVER_API_AUTH_STRING"]
+    if not told.server.database.model_fields_set & {"connection_url", "driver"}:
+        file = told.home / f"eckart-{prefect.__version__}.db"  # whose tables no other version changes
+        environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{file}"
+    if not pages:
+        environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+    return environment
+
+
+def _client(address: str) -> dict[str, str | None]:
+    return {_URL: f"{address}/api", _AUTH: key.auth_string()}
+
+
+@contextmanager
+def _used(address: str) -> Iterator[None]:
+    """Have Prefect's clients in this process, and in those that it starts, use a server of ours, with its key."""
+    before = {name: os.environ.get(name) for name in (_URL, _AUTH)}
+    _set(_client(address))
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    refresh_global_settings_context()
+
+
+def _await(server: subprocess.Popen[bytes], address: str, words: IO[bytes]) -> None:
     end = time.monotonic() + _PATIENCE
-    while not settings.answers(f"{address}/health"):
+    while settings.asked(f"{address}/api/health") != (200, b"true"):
         if server.poll() is not None:
-            raise ServerError(f"Prefect's server ended: is {settings.PREFECT_ADDRESS} in use? Its message is above")
+            words.seek(0)
+            said = words.read().decode(errors="replace").strip()
+            raise ServerError(shown(said) or f"Prefect's server ended with code {server.returncode}")
         if time.monotonic() > end:
             raise ServerError(f"Prefect's server did not answer within {_PATIENCE} s")
-        time.sleep(0.2)
+        time.sleep(0.05)

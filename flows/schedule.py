@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 from zoneinfo import available_timezones
 
@@ -17,10 +15,10 @@ from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
-from flows import notifications
+from flows import notifications, own_workspace
 from flows.engine.options import Options
 from flows.engine.stage_processes import terminable
-from flows.prefect_server import prefect_server
+from flows.prefect_server import how_to_reach, is_ours, prefect_server
 from flows.secrets import shown
 from flows.settings import answers
 from flows.study import study
@@ -43,7 +41,8 @@ def serve(
 ) -> None:
     """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C or SIGTERM.
 
-    An event `CHANGED` of the resource `eckart.NAME` starts a run, too.
+    An event `CHANGED` of the resource `eckart.NAME` starts a run, too. Folder and scheduler are those of this process
+    and no parameters of a run.
 
     Where Prefect's server goes away this waits for it; one of its own it starts again.
 
@@ -52,17 +51,20 @@ def serve(
 
     Raises:
         NotificationError: it has no such block.
+        OtherWorkspace: the name is that of another folder's deployment.
         ScheduleError: `cron` is no schedule, or `timezone` no time zone.
         ServerError: there is no Prefect server to keep the schedule.
     """
     schedule = _schedule(cron, timezone)
-    parameters = {"root": str(Path.cwd()), **asdict(options), "promote": promote}
+    parameters = {**options.parameters(), "promote": promote}
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
         while True:
             with prefect_server() as address:
+                own_workspace.check_name(name)
                 print(
-                    f"Prefect: {shown(address).removesuffix('/api')}; `prefect deployment run study/{name}` runs it now"
+                    f"Prefect: {shown(address).removesuffix('/api')}\nThis runs it now: {_now(name, address)}",
+                    flush=True,
                 )
                 if _serve_until_lost(name, schedule, parameters, set_up, f"{address.rstrip('/')}/health"):
                     return
@@ -84,6 +86,7 @@ def _serve_until_lost(
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,
+            tags=[own_workspace.tag()],
             triggers=[_something_new(name)],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
@@ -94,6 +97,14 @@ def _serve_until_lost(
         log.warning("the schedule was interrupted: %s", error)
         return False
     return True
+
+
+def _now(name: str, address: str) -> str:
+    """The command, with what leads it to a server of ours; what leads to another one has whoever named it."""
+    command = f"prefect deployment run study/{name}"
+    if not is_ours(address):
+        return command
+    return f"{how_to_reach(address)} {command}"
 
 
 def _something_new(name: str) -> DeploymentEventTrigger:

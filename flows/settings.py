@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from http.client import HTTPException
+from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -18,6 +20,8 @@ from flows.engine import site_cache
 LOOPBACK = "127.0.0.1"
 PREFECT_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('PREFECT_SERVER_API_PORT', '4200')}"
 MLFLOW_ADDRESS = f"http://{LOOPBACK}:{os.environ.get('MLFLOW_PORT', '5000')}"
+
+_ENOUGH = 1000  # bytes of an answer
 
 _DEFAULTS = {
     "DO_NOT_TRACK": "1",
@@ -31,8 +35,7 @@ _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # Whose turn it is must survive a restart: otherwise a run that a power cut ended blocks all that follow.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    # Two first starts at once build the database in turn; the default of 20 s is too short for the second.
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # which has no guard and no key; flows/prefect_server.py starts ours
     # A temporary server is to store the last states soon, before the run ends; below 1 it would spin.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     # A tracking server that is gone must not hold up the study for minutes.
@@ -66,24 +69,31 @@ def _is_no_echo_of_a_failure(record: logging.LogRecord) -> bool:
     return not said.startswith(("Finished in state NotReady", "Task run failed with state"))
 
 
-def use_local_server() -> None:
-    """Use the Prefect server of `eckart ui` where one answers and no environment or profile names another."""
-    if "PREFECT_API_URL" in os.environ or not answers(f"{PREFECT_ADDRESS}/api/health"):
-        return
-    from prefect.context import refresh_global_settings_context  # slow
-    from prefect.settings import get_current_settings
+def importable() -> dict[str, str]:
+    """The environment by which a server's process, wherever it is started, can import these modules."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    if not get_current_settings().api.url:
-        os.environ["PREFECT_API_URL"] = f"{PREFECT_ADDRESS}/api"
-        refresh_global_settings_context()
+
+def use_local_server() -> None:
+    """Use the Prefect server of `eckart ui` or `serve` where it answers and no environment or profile names another."""
+    if "PREFECT_API_URL" not in os.environ and asked(f"{PREFECT_ADDRESS}/api/health")[0]:
+        from flows import prefect_server  # slow
+
+        prefect_server.use_local()
 
 
 def answers(url: str, seconds: float = 5) -> bool:
     """Whether a server answers in time, one that asks for a password, too; False at once if it refuses connections."""
+    return asked(url, seconds)[0] in (200, 401, 403)
+
+
+def asked(url: str, seconds: float = 5) -> tuple[int, bytes]:
+    """The status of an answer, and how it begins; 0 if none comes in time, at once where connections are refused."""
     try:
         with urlopen(secrets.shown(url), timeout=seconds) as response:
-            return response.status == 200
+            return response.status, response.read(_ENOUGH)
     except HTTPError as error:
-        return error.code in (401, 403)
-    except OSError:  # a URLError, too
-        return False
+        return error.code, b""
+    except (OSError, HTTPException):  # a URLError, too, and what does not speak HTTP
+        return 0, b""

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, live, open_runs, run_page, settings, silence
+from flows import cluster, installation, live, open_runs, own_workspace, run_page, settings, silence
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
@@ -84,43 +84,43 @@ def stage(
 
 @flow(name="study", task_runner=ThreadPoolTaskRunner(max_workers=_THREADS), persist_result=False)  # type: ignore[arg-type]
 def study(
-    root: str = ".",
     workers: Annotated[int | None, Field(ge=1)] = None,
     timeout: Annotated[float | None, Field(ge=1)] = None,
     task_runner: Literal["threads", "dask"] = "threads",
-    scheduler: str | None = None,
     promote: bool = False,
 ) -> list[Outcome]:
-    """Run the study that params.yaml describes.
+    """Run the study that params.yaml of the working directory describes.
+
+    Places are no parameters, which whoever starts a run may choose: the folder is that of the process, and the address
+    of Dask's scheduler is in its environment, as ECKART_SCHEDULER.
 
     Args:
-        root: the workspace: a folder with params.yaml and dvc.yaml.
         workers: stages that run side by side; by default as many as the cores have room for.
         timeout: seconds that a stage may take.
         task_runner: whether stages run in this workspace, or on Dask's workers with a workspace each.
-        scheduler: address of Dask's; by default `workers` are started on this machine, for this run alone.
         promote: whether the best candidate is to become the champion of the registry, if it passes the gates.
 
     Raises:
         ParamsError: params.yaml has mistakes; nothing was run.
         OptionsError: the arguments contradict each other; nothing was run.
+        OtherWorkspace: the run's deployment is of another folder; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
         RegistryError: the study is finished, and the registry failed.
     """
     settings.apply()  # a deployment's run begins here
-    with chdir(root):  # DVC takes its paths from the working directory
-        try:
-            installation.refresh()
-            stages.check_workspace()  # before anything is written
-            with open_runs.noted(str(flow_run.id)):
-                damage = database.set_aside_damaged()
-                outcomes = _run(Options(workers, timeout, task_runner, scheduler))
-                name, said = _promoted() if promote else ("Completed", "")
-        except Exception as error:  # a state, which Prefect raises to the caller
-            if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
-                get_run_logger().exception("the study failed")
-            return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
+    try:
+        own_workspace.check()
+        installation.refresh()
+        stages.check_workspace()  # before anything is written
+        with open_runs.noted(str(flow_run.id)):
+            damage = database.set_aside_damaged()
+            outcomes = _run(Options.told(workers, timeout, task_runner))
+            name, said = _promoted() if promote else ("Completed", "")
+    except Exception as error:  # a state, which Prefect raises to the caller
+        if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
+            get_run_logger().exception("the study failed")
+        return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
     message = " ".join(filter(None, [f"{summary(outcomes).removesuffix('.')}.", said, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 

@@ -68,6 +68,7 @@ async def _work_and_end(scheduler: str, side_by_side: int) -> None:
 
 
 async def _work(scheduler: str, side_by_side: int) -> None:
+    import dask
     from distributed import Status, Worker  # slow, and an optional extra
     from distributed.comm.addressing import get_address_host
     from distributed.utils import get_ip
@@ -77,7 +78,9 @@ async def _work(scheduler: str, side_by_side: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     host = get_ip(get_address_host(scheduler))  # not on every network of this machine
-    worker = Worker(scheduler, nthreads=side_by_side, name=f"{gethostname()}:{Path.cwd()}", host=host)
+    dask.config.set({"distributed.worker.http.routes": []})
+    name, nowhere = f"{gethostname()}:{Path.cwd()}", "127.0.0.1:0"  # Dask listens for pages in any case
+    worker = Worker(scheduler, nthreads=side_by_side, name=name, host=host, dashboard_address=nowhere)
     started, asked_to_end = asyncio.ensure_future(worker), asyncio.create_task(stopped.wait())
     await asyncio.wait([started, asked_to_end], return_when=asyncio.FIRST_COMPLETED)
     if started.done():

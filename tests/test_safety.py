@@ -12,23 +12,20 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, load_model, save_model
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from eckart.training_rules import Rule
-from flows import secrets, ui
+from flows import secrets
 from flows.cli import app
 from flows.tracking.mirror import Mirror
 from tasks import check_params
@@ -39,7 +36,6 @@ from tasks.models import load
 from tasks.params import Data, Model, ParamsError
 from tasks.stage import StageError
 from tasks.training import train
-from tests.flows.servers import free_port
 from tests.workspace import (
     BASE,
     REPOSITORY,
@@ -245,89 +241,6 @@ def test_the_code_has_no_way_to_read_a_pickle() -> None:
                 told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 if called.endswith(".from_pretrained") and None not in told:  # else its options are a mapping
                     assert told.get("trust_remote_code") == "False", f"{file}: {ast.unparse(node)}"
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of Prefect, whose first start takes long."""
-    return tmp_path_factory.mktemp("home")
-
-
-def environment(home: Path, **more: str) -> dict[str, str]:
-    """A process's own: no settings of the user's, and the code of this repository."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    return {**kept, "PATH": path, "PYTHONPATH": str(REPOSITORY), "PREFECT_HOME": str(home), **more}
-
-
-def listening(root: psutil.Process) -> set[tuple[str, int]]:
-    """Address and port of every socket at which the process or one that it started can be reached."""
-    found = set()
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            sockets = process.net_connections(kind="inet")
-            found |= {(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
-    return found
-
-
-class TestServers:
-    def test_both_pages_listen_at_loopback_alone(self, home: Path, tmp_path: Path) -> None:
-        ports = {free_port(), free_port()}
-        prefect, mlflow = ports
-        quick = {"MLFLOW_WORKERS": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        told = environment(home, PREFECT_SERVER_API_PORT=str(prefect), MLFLOW_PORT=str(mlflow), **quick)
-        with subprocess.Popen(
-            [sys.executable, "-m", "flows", "ui"], cwd=tmp_path, env=told, stdout=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                found: set[tuple[str, int]] = set()
-                end = time.monotonic() + 600
-                while {port for _, port in found} < ports and process.poll() is None and time.monotonic() < end:
-                    time.sleep(0.2)
-                    found = listening(psutil.Process(process.pid))
-            finally:
-                process.terminate()
-            said = process.communicate()[0]
-        assert found == {("127.0.0.1", port) for port in ports}
-        assert f"Prefect: http://127.0.0.1:{prefect}" in said
-        assert f"MLflow:  http://127.0.0.1:{mlflow}" in said
-
-    @pytest.fixture
-    def started(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, dict[str, tuple[list[str], Any]]]]:
-        """What `serve` says, and command and environment of each server that it would start."""
-
-        def serve(**variables: str) -> tuple[str, dict[str, tuple[list[str], Any]]]:
-            for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
-                monkeypatch.delenv(name, raising=False)
-            for name, value in variables.items():
-                monkeypatch.setenv(name, value)
-            commands = {}
-
-            class Started:
-                def __init__(self, words: list[str], env: dict[str, str]) -> None:
-                    commands[Path(words[0]).name] = (list(words), env)
-
-                def terminate(self) -> None: ...
-
-                def wait(self) -> None: ...
-
-            monkeypatch.setattr(ui.subprocess, "Popen", Started)
-            monkeypatch.setattr(ui.os, "wait", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-            console = Console(width=200, record=True)
-            ui.show_pages(console)
-            return console.export_text(), commands
-
-        return serve
-
-    def test_a_store_s_password_is_in_no_command_line_and_no_page(self, started: Any) -> None:
-        store = f"postgresql://user:{SECRET}@db/mlflow"
-        said, commands = started(MLFLOW_TRACKING_URI=store, PREFECT_API_URL=f"{URL}/api")
-        assert SECRET not in said + str([words for words, _ in commands.values()])
-        assert commands["mlflow"][1]["MLFLOW_BACKEND_STORE_URI"] == store
-        assert SECRET not in commands["prefect"][1]["PREFECT_UI_API_URL"]  # which every visitor is told
-        said, commands = started(MLFLOW_TRACKING_URI=URL)
-        assert set(commands) == {"prefect"}
-        assert "MLflow:  http://127.0.0.1:9\n" in said
 
 
 class TestSecrets:

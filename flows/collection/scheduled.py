@@ -24,11 +24,12 @@ def kinds(days: float) -> list[Kind]:
     """Runs of Eckart's flows by whether they ended that long ago; none if the server is not on this machine.
 
     Raises:
-        ServerError: Prefect was told of a server that does not answer.
+        ServerError: Prefect was told of a server that does not answer, or none can be started.
     """
     address = prefect_server.require()
     if address and urlsplit(address).hostname not in (settings.LOOPBACK, "localhost"):
         return []  # it serves others, too
+    prefect_server.use_temporary()
     before = datetime.now(UTC) - timedelta(days=days)
     old = FlowRunFilter.model_validate({"end_time": {"before_": before}})
     with get_client(sync_client=True) as client:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.cores import cores
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
     from flows.engine.stages import Planned
+
+
+_SCHEDULER = "ECKART_SCHEDULER"
+"""Variable of the environment: the address of Dask's scheduler, which is no parameter of a flow."""
 
 
 class OptionsError(EckartError):
@@ -49,6 +54,18 @@ class Options:
         from flows.engine import torch_questions  # a slow import
 
         return 1 if torch_questions.gpus() else max(1, cores() // threads)
+
+    @classmethod
+    def told(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
+        """Those of a flow, by its parameters and the environment."""
+        scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
+        return cls(workers, timeout, task_runner, scheduler or None)
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of a flow; the scheduler goes into the environment, where flows of this process find it."""
+        if self.scheduler:
+            os.environ[_SCHEDULER] = self.scheduler
+        return {name: value for name, value in asdict(self).items() if name != "scheduler"}
 
     def words(self) -> list[str]:
         """What `eckart run` takes for those that differ from the defaults."""

@@ -6,7 +6,6 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import open_runs, run_page, settings
+from flows import open_runs, own_workspace, run_page, settings
 from flows.engine import stages
 from flows.engine.stages import Outcome
 from flows.promotion import gates
@@ -52,30 +51,30 @@ class Conclusion:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(root: str = ".", again: bool = False, first: bool = False) -> Conclusion:
-    """Promote the best candidate of the study that params.yaml describes.
+def promotion(again: bool = False, first: bool = False) -> Conclusion:
+    """Promote the best candidate of the study, a finished one, that params.yaml of the working directory describes.
 
     Args:
-        root: the workspace: a folder with params.yaml, whose study is finished.
         again: take it even if someone went back from it.
         first: make it the first champion of a registry that knows none, though the workspace has had one.
 
     Raises:
         Refused: nothing was promoted; the champion is the one before.
+        OtherWorkspace: the run's deployment is of another folder.
         RegistryError: the registry failed; what was begun is finished or undone by the next promotion.
         ParamsError: params.yaml has mistakes.
     """
     settings.apply()  # a deployment's run begins here
-    with chdir(root):  # DVC takes its paths from the working directory
-        try:
-            stages.check_workspace()
-            with open_runs.noted(str(flow_run.id)):
-                conclusion = _promoted(_terms(), again, first)
-        except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
-            name = "Refused" if isinstance(error, Refused) else "Failed"
-            message = shown(str(error))
-            return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
-        return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
+    try:
+        own_workspace.check()
+        stages.check_workspace()
+        with open_runs.noted(str(flow_run.id)):
+            conclusion = _promoted(_terms(), again, first)
+    except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
+        name = "Refused" if isinstance(error, Refused) else "Failed"
+        message = shown(str(error))
+        return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
+    return Completed(message=conclusion.message, data=conclusion)  # type: ignore[return-value]
 
 
 def rollback() -> str:

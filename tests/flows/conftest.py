@@ -18,6 +18,7 @@ from typing import IO
 import pytest
 from click.testing import Result
 from mlflow import MlflowClient
+from prefect import __version__ as prefect_version
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
@@ -61,10 +62,11 @@ def prefect_home(prefect: dict[str, str]) -> Callable[[Path], Path]:
 
 
 def copy_database(home: Path, new: Path) -> None:
-    """Of a server that runs."""
+    """Of a server that runs, for Prefect's own and for one of ours."""
     new.mkdir()
-    with closing(sqlite3.connect(home / "prefect.db")) as ours, closing(sqlite3.connect(new / "prefect.db")) as copy:
-        ours.backup(copy)
+    for name in ("prefect.db", f"eckart-{prefect_version}.db"):
+        with closing(sqlite3.connect(home / "prefect.db")) as theirs, closing(sqlite3.connect(new / name)) as copy:
+            theirs.backup(copy)
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ class Month:
         with self._client() as client:
             run = client.create_flow_run_from_deployment(
                 self._deployment,
-                parameters={"root": str(self.root), "promote": True},
+                parameters={"promote": True},
                 state=Scheduled(scheduled_time=datetime.now(UTC) - night.begins),
                 name=f"night-{len(self.mornings) + 1}",
             ).id

@@ -108,10 +108,14 @@ def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
 
 @contextmanager
 def sink() -> Iterator[tuple[str, list[Any]]]:
-    """The address of a server that takes what is posted as JSON, and all that it has taken."""
+    """The address of a server that takes what is posted as JSON, and all that it has taken; else it says nothing."""
     taken: list[Any] = []
 
     class Taking(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
         def do_POST(self) -> None:
             taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)

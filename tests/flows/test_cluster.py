@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from unittest.mock import Mock
 
 import dask
+import httpx
 import psutil
 import pytest
 from distributed import LocalCluster
@@ -438,9 +440,20 @@ def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_pa
     until((tmp_path / "hung").exists)
     workers = [one for one in driver.family() if "worker" in one.cmdline()]
     assert len(workers) == 2
+    for one in (psutil.Process(driver.process.pid), *workers):
+        shows_nothing(one)
     driver.process.kill()
     until(lambda: not any(one.is_running() for one in workers))
     assert outs(root) == outs(alone)
+
+
+def shows_nothing(process: psutil.Process) -> None:
+    """It listens at loopback alone, and there to its own: Dask's pages of its state are gone."""
+    places = [one.laddr for one in process.net_connections(kind="inet") if one.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in places} == {"127.0.0.1"}
+    for place, page in itertools.product(places, ("health", "metrics", "info/main/workers.html", "status")):
+        with suppress(httpx.TransportError):  # TLS
+            assert httpx.get(f"http://127.0.0.1:{place.port}/{page}").status_code == 404
 
 
 def test_two_flows_with_one_scheduler_send_no_stage_twice(tmp_path: Path) -> None:

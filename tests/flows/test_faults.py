@@ -126,7 +126,7 @@ def terminate(root: Path, stage: str, environment: dict[str, str]) -> None:
     until(lambda: begins(root, stage) or flow.poll() is not None)
     threads = Path(f"/proc/{flow.pid}/task").glob("*/children")
     children = [Path("/proc", pid) for children in threads for pid in children.read_text().split()]
-    servers = [child for child in children if b"uvicorn" in (child / "cmdline").read_bytes()]
+    servers = [child for child in children if b"guarded_prefect" in (child / "cmdline").read_bytes()]
     assert servers
     flow.terminate()
     assert flow.wait(timeout=600)

@@ -117,8 +117,21 @@ def _serves(command: str, here: Path, env: Mapping[str, str]) -> None:
             answer = _answer(f"http://127.0.0.1:{port}/invocations", rows)
             assert answer
             assert answer.json()["predictions"][0]["label"] in ("positive", "negative")
+            _refuses_a_page(f"http://127.0.0.1:{port}/invocations", rows)
         finally:
             os.killpg(server.pid, 15)
+
+
+def _refuses_a_page(url: str, rows: object) -> None:
+    """Of another origin: a browser sends without asking what is text or a form, and asks first for all else."""
+    evil = {"Origin": "http://evil.example"}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        posted = httpx.post(url, content=json.dumps(rows), headers=evil | {"Content-Type": kind}, timeout=60)
+        assert posted.status_code == 415
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    first = httpx.options(url, headers=evil | asked)
+    assert not first.is_success
+    assert "access-control-allow-origin" not in first.headers
 
 
 def _answer(url: str, rows: Any) -> httpx.Response | None:

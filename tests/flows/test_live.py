@@ -12,12 +12,9 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 import pytest
-from prefect.server.api import server
 from ruamel.yaml import YAML
 
-from flows import prefect_server
 from tests.flows import forked
 from tests.flows.servers import until
 from tests.flows.toy import BARE
@@ -109,30 +106,3 @@ def test_running_stages_are_drawn_and_the_terminal_is_left_clean(
     assert ("the comparison" in after) is ("candidate" in after) is (end == "done")
     assert "speedup" not in after  # of a table that is wider than the terminal
     assert ("compare: " in after) is (end == "failed")
-
-
-def test_ctrl_c_spares_the_temporary_server_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The terminal sends it to its foreground processes; the server is to hear how the run ended."""
-    monkeypatch.setattr(server, "subprocess", server.subprocess)
-    prefect_server.tie_to_run()
-    process = server.SubprocessASGIServer(port=9)._run_uvicorn_command()
-    try:
-        assert os.getsid(process.pid) == process.pid
-    finally:
-        process.kill()
-        process.wait()
-
-
-def start_a_server_and_be_killed(pid: str) -> None:
-    prefect_server.tie_to_run()
-    process = server.SubprocessASGIServer(port=9)._run_uvicorn_command()
-    Path(pid).write_text(str(process.pid))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_the_temporary_server_of_a_run_that_is_killed_ends(tmp_path: Path) -> None:
-    killed = forked.start(start_a_server_and_be_killed, str(tmp_path / "pid"))
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    left = int((tmp_path / "pid").read_text())
-    until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE, seconds=60)

@@ -106,14 +106,14 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
 
 def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
     """What `eckart promote` ends with, run in this process."""
-    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
-        return promotion.promotion(str(root), again).message
+    with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        return promotion.promotion(again).message
 
 
 def scheduled(root: Path, prefect: dict[str, str]) -> str:
     """What a scheduled run ends with that promotes."""
-    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
-        return str(run_study(str(root), promote=True, return_state=True).message)
+    with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        return str(run_study(promote=True, return_state=True).message)
 
 
 def referred(root: Path) -> None:

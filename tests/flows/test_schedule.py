@@ -11,19 +11,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from uuid import UUID, uuid4
 
+import httpx
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Late, Scheduled, State
 from typer.testing import CliRunner
 
-from flows import notifications, schedule, settings
+from flows import notifications, own_workspace, schedule, settings
 from flows.cli import app
 from flows.engine.options import Options
+from flows.study import study as study_flow
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
@@ -63,8 +66,11 @@ def served(
     )
     address = f"http://127.0.0.1:{port}"
     try:
-        with temporary_settings({PREFECT_API_URL: f"{address}/api"}), get_client(sync_client=True) as client:
-            until(lambda: settings.answers(f"{address}/api/health") and client.read_deployments())
+        until(lambda: settings.answers(f"{address}/api/health"))
+        own = (Path(places["PREFECT_HOME"]) / "eckart.key").read_text().strip()
+        used = {PREFECT_API_URL: f"{address}/api", PREFECT_API_AUTH_STRING: own}
+        with temporary_settings(used), get_client(sync_client=True) as client:
+            until(client.read_deployments)
             yield client
     finally:
         os.killpg(process.pid, signal.SIGINT)
@@ -151,6 +157,18 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
 
 
+def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:
+    """Nor does who has no key, which stands in no header that a browser adds by itself."""
+    deployment = served.read_deployment_by_name("study/nightly").id
+    address = f"{str(served.api_url).rstrip('/')}/deployments/{deployment}/create_flow_run"
+    before = served.count_flow_runs()
+    own = httpx.BasicAuth(*str(PREFECT_API_AUTH_STRING.value()).split(":"))
+    for headers, auth in (({"Origin": "http://evil.example"}, own), ({"Host": "evil.example"}, own), ({}, None)):
+        answer = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, headers=headers, auth=auth)
+        assert answer.status_code == 403
+    assert served.count_flow_runs() == before
+
+
 def test_an_event_starts_a_run_and_its_failure_is_told(
     served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
@@ -217,6 +235,48 @@ def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: py
         for wrong in ("custom-webhook/nobody", "nothing/sink", "sink"):
             with pytest.raises(notifications.NotificationError, match=wrong):
                 automations(wrong)
+
+
+@pytest.fixture
+def elsewhere(
+    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[SyncPrefectClient, UUID]]:
+    """A client, in a folder in which nothing may run, and a deployment `taken` that another folder has made."""
+    monkeypatch.chdir(tmp_path)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("study")
+        yield client, client.create_deployment(flow, "taken", tags=["workspace elsewhere:/a"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[SyncPrefectClient, UUID]) -> None:
+    client, taken = elsewhere
+    with pytest.raises(own_workspace.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
+        schedule.serve("taken", "0 3 * * *", "UTC", Options())
+    found = client.read_deployment(taken)
+    assert (found.schedules, found.tags) == ([], ["workspace elsewhere:/a"])
+
+
+def test_a_run_of_another_folder_s_deployment_refuses(
+    elsewhere: tuple[SyncPrefectClient, UUID], tmp_path: Path
+) -> None:
+    client, taken = elsewhere
+    run = client.create_flow_run_from_deployment(taken)
+    state = run_flow(study_flow, flow_run=run, return_type="state")
+    assert state.is_failed()
+    assert "elsewhere:/a" in str(state.message)
+    assert str(tmp_path) in str(state.message)
+
+
+@pytest.mark.parametrize("place", ["root", "scheduler"])
+def test_a_place_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
+    """Which Prefect lets a client submit; the run then ends before it begins."""
+    client, taken = elsewhere
+    run = client.create_flow_run_from_deployment(taken, parameters={place: "/elsewhere"})
+    state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
+    assert state.is_failed()
+    assert place in str(state.message)
 
 
 @pytest.mark.parametrize(

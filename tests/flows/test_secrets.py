@@ -54,7 +54,8 @@ def test_the_state_of_a_run_that_failed_holds_none(
     monkeypatch.setattr("flows.study._run", fail)
     root = toy_workspace(tmp_path / "toy")
     with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
-        state = flow(str(root), return_state=True)
+        monkeypatch.chdir(root)
+        state = flow(return_state=True)
     assert state.is_failed()
     assert "127.0.0.1:9" in str(state.message)
     assert SECRET not in str(state.message)
@@ -97,8 +98,7 @@ def test_a_promotion_behind_passwords_writes_them_nowhere(
             CustomWebhookNotificationBlock(name="secret", **block).save("secret")
             notifications.set_up("secret", ["custom-webhook/secret"], timedelta(hours=26))
             deployment = client.create_deployment(client.create_flow_from_name("study"), "secret")
-            parameters = {"root": str(root), "promote": True}
-            run = client.create_flow_run_from_deployment(deployment, parameters=parameters).id
+            run = client.create_flow_run_from_deployment(deployment, parameters={"promote": True}).id
             forked.start(one_night, str(root), environment, run, str(said)).join()
             state = client.read_flow_run(run).state
         assert state.name == "Promoted", said.read_text()

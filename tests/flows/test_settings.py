@@ -72,6 +72,7 @@ def test_a_server_that_is_busy_gets_the_time_that_prefect_gives_it() -> None:
             time.sleep(0.5)
             self.send_response(200)
             self.end_headers()
+            self.wfile.write(b"true")
 
         def log_message(self, *_: object) -> None:
             pass

@@ -1,0 +1,94 @@
+"""What stands before every page that we serve on loopback, as an ASGI application around the page's own.
+
+A web page that somebody opens can send requests to 127.0.0.1: as itself, which its Origin tells, or under a name that
+its owner lets resolve to 127.0.0.1 (DNS rebinding), which the Host tells. Other users of the machine can reach the
+port, too: they lack the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+PROOF = "/eckart/proof"
+"""Where a server of ours shows that it has the key, and asks for none."""
+
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_REALM = b'Basic realm="eckart", charset="UTF-8"'
+_NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")  # no page of others shows this one inside itself
+
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def proof(key: str, port: int, nonce: str) -> str:
+    """What a server of ours answers, and nobody else can: for this port, so that no other program can pass it on."""
+    return hmac.new(key.encode(), f"{port} {nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+class Guard:
+    """Refuses who must not reach an application.
+
+    Args:
+        app: which is reached by all others.
+        key: which `PROOF` proves.
+        auth: `user:password` that must be given by HTTP's Basic scheme; None where the application asks by itself.
+    """
+
+    def __init__(self, app: Application, key: str, auth: str | None = None) -> None:
+        self._app, self._key = app, key
+        self._wanted = b"Basic " + base64.b64encode(auth.encode()) if auth else None
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        if reason := _foreign(scope):
+            await _refuse(scope, send, 403, reason)
+        elif scope["path"] == PROOF:
+            nonce = scope["query_string"].decode("latin-1")
+            await _answer(send, 200, proof(self._key, scope["server"][1], nonce).encode())
+        elif self._wanted and not hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
+            await _refuse(scope, send, 401, b"The key is wanted.", (b"www-authenticate", _REALM))
+        else:
+            await self._app(scope, receive, _unframed(send))
+
+
+def _foreign(scope: Mapping[str, Any]) -> bytes:
+    """Why a request is none of this machine's own; empty if it is one. With a tunnel the port may be another one."""
+    host, origin = (_header(scope, name).lower() for name in (b"host", b"origin"))
+    name, _, port = host.decode("latin-1").rpartition(":")
+    if (name if port.isdigit() else host.decode("latin-1")) not in _NAMES:
+        return b"This server is asked for as 127.0.0.1 or localhost alone."
+    if origin and origin != b"http://" + host:
+        return b"A page of another origin asks nothing of this server."
+    return b""
+
+
+def _header(scope: Mapping[str, Any], name: bytes) -> bytes:
+    """All values of a header, so that a second one changes what is compared."""
+    return b",".join(value for one, value in scope["headers"] if one == name)
+
+
+async def _refuse(scope: Mapping[str, Any], send: Any, status: int, reason: bytes, *more: tuple[bytes, bytes]) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await _answer(send, status, reason, *more)
+
+
+async def _answer(send: Any, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"text/plain"), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _unframed(send: Any) -> Any:
+    async def sent(message: Mapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), _NO_FRAMES]}
+        await send(message)
+
+    return sent

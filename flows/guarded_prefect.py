@@ -1,0 +1,144 @@
+"""The process of Prefect's server behind our guard: `python -P -m flows.guarded_prefect SOCKET PARENT`.
+
+SOCKET is the number of a socket that listens already, PARENT of the process that started this one and takes it along
+when it ends. It polls, since what Linux offers instead (PR_SET_PDEATHSIG) is sent when the thread ends that started the
+process, and macOS has nothing alike. Where the server does not start, the cause is all that stdout gets.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from flows.guard import Guard
+
+_SAID = 200  # characters of what a library says
+_GRACE = 10.0  # seconds for a usual end
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def main() -> None:
+    listener, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    database = str(settings.server.database.connection_url.get_secret_value())  # type: ignore[union-attr]
+    # PostgreSQL, or in memory: no file
+    file = Path(database.partition(":///")[2]) if database.startswith("sqlite") and "?" not in database else None
+    try:
+        if file:
+            _look_at(file, settings.server.memo_store_path)
+        _serve(listener)
+    except Exception as error:
+        print(_words(error, file), flush=True)
+        os._exit(1)  # services may have begun
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _look_at(file: Path, memory: Path) -> None:
+    """Find damage before requests fail of it; a new file gets all that Prefect remembers to have given before."""
+    if not file.exists() or not file.stat().st_size:
+        memory.unlink(missing_ok=True)
+        return
+    with closing(sqlite3.connect(file, timeout=60)) as opened:
+        ((found,),) = opened.execute("PRAGMA quick_check(1)")
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+
+
+def _serve(listener: socket.socket) -> None:
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    app = _Told(Guard(create_app(final=True), os.environ["ECKART_SERVER_KEY"]))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="error"))
+    logging.getLogger("uvicorn.error").addFilter(lambda _: app.failure is None)  # which is said in our words
+    try:
+        server.run(sockets=[listener])
+    except SystemExit:
+        if app.failure:
+            raise app.failure from None
+        raise
+
+
+class _Told:
+    """An application that keeps why it did not start, where uvicorn would log a traceback."""
+
+    def __init__(self, app: Guard) -> None:
+        self._app = app
+        self.failure: Exception | None = None
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_traceback(message: Mapping[str, Any]) -> None:
+            await send({"type": message["type"]})
+
+        try:
+            await self._app(scope, receive, without_traceback)
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _words(error: Exception, file: Path | None) -> str:
+    """What is wrong, where, and what to do, in a line."""
+    place = f"Prefect's database {file}" if file else "Prefect's database"
+    for cause in _causes(error):
+        said = " ".join(str(cause).split())[:_SAID]
+        name = getattr(cause, "sqlite_errorname", "")
+        vague = isinstance(cause, sqlite3.OperationalError) and _is_full(file)
+        if name == "SQLITE_FULL" or getattr(cause, "errno", None) in _FULL or vague:
+            return f"{place}: the disk is full: make room and run again"
+        if "Can't locate revision" in str(cause):
+            return f"{place} is of another version of Prefect ({said}): {_ADVICE}"
+        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")) or isinstance(cause, PermissionError):
+            return f"{place} cannot be written ({said}): {_ADVICE}"
+        if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.OperationalError):
+            return f"{place} is corrupt ({said}): {_ADVICE}"
+    return f"{place} cannot be used ({type(error).__name__}: {' '.join(str(error).split())[:_SAID]}): {_ADVICE}"
+
+
+_ADVICE = (
+    "move it away, or set PREFECT_HOME to another folder; a new one begins without earlier runs, "
+    "and what studies have computed is not in it"
+)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_full(file: Path | None) -> bool:
+    """Where SQLite says no more than that it cannot write."""
+    if not file:
+        return False
+    there = os.statvfs(file.parent)
+    return there.f_bavail * there.f_frsize < 2**20
+
+
+if __name__ == "__main__":
+    main()
