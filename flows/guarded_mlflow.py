@@ -1,11 +1,13 @@
-"""MLflow's page behind our guard: `mlflow server --app-name eckart` serves it, with the key from the environment."""
+"""MLflow's page behind our guard, as `mlflow server --app-name eckart` serves it; the environment has the key."""
 
 from __future__ import annotations
 
 import os
 
-from mlflow.server.fastapi_app import app as _mlflow
-
 from flows.guard import Guard
 
-app = Guard(_mlflow, os.environ["ECKART_SERVER_KEY"], os.environ.get("ECKART_AUTH_STRING"))
+
+def app() -> Guard:
+    from mlflow.server.fastapi_app import app as page  # which reads settings of a server as it is imported
+
+    return Guard(page, os.environ["ECKART_SERVER_KEY"], os.environ.get("ECKART_AUTH_STRING"))

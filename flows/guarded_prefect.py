@@ -121,8 +121,8 @@ def _words(error: Exception, file: Path | None) -> str:
 
 
 _ADVICE = (
-    "move it away, or set PREFECT_HOME to another folder; a new one begins without earlier runs, "
-    "and what studies have computed is not in it"
+    "move it away, or set PREFECT_HOME to another folder. It holds the pages of earlier runs; "
+    "the results of studies are elsewhere and stay"
 )
 
 

@@ -37,7 +37,7 @@ def known() -> str | None:
         with file.open() as opened:
             status = os.fstat(opened.fileno())
             key = opened.read().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ServerError(
@@ -71,8 +71,8 @@ def made() -> str:
             os.unlink(name)
     except OSError as error:
         raise ServerError(
-            f"{file.parent}, Prefect's home, cannot be written ({error.strerror}): "
-            "make room, or set PREFECT_HOME to a folder of your own"
+            f"Prefect's home {file.parent} cannot be written ({error.strerror}): "
+            "make room, or set PREFECT_HOME to another folder"
         ) from error
     return made()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
@@ -52,6 +53,7 @@ def apply() -> None:
         os.environ.setdefault(name, value)
     site_cache.choose()
     secrets.keep_out()
+    warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")  # flows/key.py says it
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
 
