@@ -61,6 +61,7 @@ app = typer.Typer(
 )
 
 
+_COMPARISON = Path("reports/comparison.txt")
 _COLUMNS = re.compile(r"\S {3,}\S|──")  # in each line of a table
 
 
@@ -142,7 +143,9 @@ def _run(options: Options) -> None:
         outcomes = None if told else up_to_date.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
-    _print_comparison(Path("reports/comparison.txt"))
+    if not any(str(_COMPARISON) in one.outs for one in outcomes):  # what is there is of an earlier run
+        raise EckartError(f"dvc.yaml has no stage that writes {_COMPARISON}: bring it back, `git checkout dvc.yaml`")
+    _print_comparison(_COMPARISON)
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
     if damage:
         print(f"WARNING: {damage}.")

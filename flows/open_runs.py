@@ -7,6 +7,7 @@ stay at Running for ever.
 from __future__ import annotations
 
 import fcntl
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from prefect.states import Crashed, State
 
 _FOLDER = Path(".eckart/runs")
 """A file for each, locked as long as its process lives; no stage reads or writes it."""
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # and no file of anyone else's
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def noted(run: str) -> Iterator[None]:
     """
     _FOLDER.mkdir(parents=True, exist_ok=True)
     for file in _FOLDER.glob("[!.]*"):  # one with a dot is being made
-        if not _is_held(file) and _end(UUID(file.name)):
+        if _UUID.fullmatch(file.name) and not _is_held(file) and _end(UUID(file.name)):
             file.unlink(missing_ok=True)
     file = _FOLDER / run
     new = file.with_name(f".{run}")

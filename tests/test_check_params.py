@@ -151,6 +151,20 @@ class TestFoundGood:
                 check()
         assert len(checks) == 2
 
+    @pytest.mark.parametrize("content", [b"", b"\xff", None])
+    def test_what_cannot_be_read_was_not_found_good(
+        self, tmp_path: Path, checks: list[Any], content: bytes | None
+    ) -> None:
+        """None: a folder in the place of the file, which is not written either."""
+        good = tmp_path / ".eckart/params-found-good"
+        good.unlink()
+        if content is None:
+            good.mkdir()
+        else:
+            good.write_bytes(content)
+        check()
+        assert len(checks) == 1
+
     def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
         write_params(tmp_path, tiny())
         (tmp_path / ".eckart").write_text("a file where a folder should be")

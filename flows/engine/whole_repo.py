@@ -43,6 +43,8 @@ class _WholeEntries(StageCache):
             found = super()._load_cache(key, value)
             if found is None or _get_cache_hash(found) == value:
                 return found
+        except PermissionError:  # another user's, in a cache that several share
+            return None
         except (DvcException, OSError):
             pass
         log.warning("%s of DVC's run cache is damaged: it is removed", value)

@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import eckart_command
+from flows.cli import app
+from tests.flows.toy import toy_workspace
 from tests.workspace import REPOSITORY
 
 
@@ -28,3 +31,14 @@ def test_where_there_is_no_workspace_it_says_how_to_make_one(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "eckart init" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_read_ends_a_command_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in the place of a file stands for all that the system refuses."""
+    root = toy_workspace(tmp_path / "workspace")
+    (root / ".dvc/config").unlink()
+    (root / ".dvc/config").mkdir()
+    monkeypatch.chdir(root)
+    done = CliRunner().invoke(app, ["push"])
+    assert (done.exit_code, type(done.exception)) == (1, SystemExit)
+    assert ".dvc/config" in done.output

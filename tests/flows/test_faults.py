@@ -185,6 +185,20 @@ class TestAfterAFinishedRun:
         assert list((workspace / "models/finetuned").iterdir()) == []
         assert "9 cached, 4 executed" in flows(workspace, "run").output
 
+    def test_a_pipeline_that_was_cut_off(self, workspace: Path, flows: Flows) -> None:
+        """What stands before the cut is up to date, and the comparison that is there is an earlier run's."""
+        file = workspace / "dvc.yaml"
+        whole = file.read_text()
+        try:
+            for end in (0, whole.index("  compare:")):
+                file.write_text(whole[:end])
+                done = flows(workspace, "run")
+                assert done.exit_code == 1
+                assert "dvc.yaml" in done.output.splitlines()[-1]
+        finally:
+            file.write_text(whole)
+        assert "Nothing was recomputed" in flows(workspace, "run").output
+
     def test_a_corrupt_object_of_the_cache(
         self, workspace: Path, flows: Flows, caplog: pytest.LogCaptureFixture
     ) -> None:

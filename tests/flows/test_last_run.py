@@ -77,11 +77,12 @@ def test_metrics_that_changed_came_or_went(workspace: Path) -> None:
 
 
 KFAC = {"dense": 0.875, "factorized": 0.5, "recovered": 0.8125}
+OTHER = b'{"name": "first", "params": 3, "data": [], "code": {}, "metrics": {}}'
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"name": "first"}'])
-def test_a_record_that_cannot_be_read_is_none(workspace: Path, content: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"name": "first"}', b"\xff", OTHER])
+def test_a_record_that_cannot_be_read_is_none(workspace: Path, content: bytes) -> None:
     assert last_run.load() is None
     last_run.LAST.parent.mkdir()
-    last_run.LAST.write_text(content)
+    last_run.LAST.write_bytes(content)
     assert last_run.load() is None
