@@ -477,22 +477,30 @@ def verify(
     stages.check_workspace()
     found = module.verify()
     print(f"{len(found.agree)} entries agree with what their stages recorded; {len(found.unrecorded)} have no record.")
+    for place in found.damaged:
+        print(f"{place} is damaged: remove it.")
     if found.doubtful:
-        print("Of these, entries of other inputs have the same outputs; one of each group may be false:")
+        print("Entries of other inputs have the same outputs; of each group one may be false:")
         print("\n".join(sorted(f"  {entry.place}: {entry.stage}" for entry in found.doubtful)))
-    differing = []
+    if found.false:
+        print("No run wrote these entries:")
+        for what, where in found.false.items():
+            print("\n".join([f"  {what}", *(f"    in {one.place}" for one in where)]))
+    differing = 0
     for recorded, made in module.sample(again, found):
-        print(f"{recorded.stage} was made again: {'the same bytes' if made.same else 'OTHER BYTES'}.", flush=True)
-        if not made.same:
-            differing.append(
-                f"{recorded.stage} has other bytes than recorded. Likely reasons: {'; '.join(made.reasons)}"
-            )
-    false = [f"  {what}\n" + "\n".join(f"    in {one.place}" for one in where) for what, where in found.false.items()]
-    if false:
-        false.insert(0, "No run wrote these entries:")
-        false.append("Remove such files of the run cache. For dvc.lock: dvc repro --force --single-item STAGE")
-    if false or differing:
-        raise EckartError("\n".join([*false, *differing]))
+        if isinstance(made, str):
+            print(f"{recorded.stage} could not be made again: {made}", flush=True)
+        elif made.same:
+            print(f"{recorded.stage} was made again: the same bytes.", flush=True)
+        else:
+            differing += 1
+            reasons = "; ".join(made.reasons)
+            print(f"{recorded.stage} was made again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
+    if found.false or differing:
+        raise EckartError(
+            f"{len(found.false)} entries are false, {differing} stages differ. Remove false files of the run cache; "
+            "for dvc.lock: dvc repro --force --single-item STAGE"
+        )
 
 
 @app.command()

@@ -39,9 +39,9 @@ def known() -> str | None:
             key = opened.read().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ServerError(
-            f"the key {file} cannot be read ({error.strerror}): set PREFECT_HOME to another folder"
+            f"the key {file} cannot be read ({error}): remove it, or set PREFECT_HOME to another folder"
         ) from error
     if not key:
         raise ServerError(f"the key {file} is empty: remove it, and a new one is made")

@@ -52,8 +52,9 @@ def require() -> str | None:
     if status == 200 and body != b"true":
         raise ServerError(f"{shown(address)} is answered by a program that is no Prefect: correct {_URL}, or unset it")
     if not told.auth_string and is_ours(address):
-        _set({_AUTH: key.auth_string()})
-    return address
+        # By number: another user may listen at the other address that `localhost` has, and would get the key.
+        _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}"))
+    return get_current_settings().api.url
 
 
 def use_local() -> None:

@@ -69,7 +69,9 @@ class Findings:
     unrecorded: list[Entry]
     """Their stage has recorded nothing, or neither the cache nor the remote has the record."""
     doubtful: list[Entry]
-    """Of these the ones whose outputs another entry has from other inputs."""
+    """Those whose outputs another entry has from other inputs: of parameters and code a record decides, not of data."""
+    damaged: list[str]
+    """Files that are no entries."""
 
 
 def verify() -> Findings:
@@ -78,9 +80,10 @@ def verify() -> Findings:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    entries = [*_of_lock(), *_of_runs()]
+    damaged: list[str] = []
+    entries = [*_of_lock(damaged), *_of_runs(damaged)]
     records = _records({entry.record for entry in entries if entry.record})
-    findings = Findings([], defaultdict(list), [], [])
+    findings = Findings([], defaultdict(list), [], [], damaged)
     for entry in entries:
         if not (record := records.get(entry.record or "")):
             findings.unrecorded.append(entry)
@@ -88,45 +91,54 @@ def verify() -> Findings:
             findings.false[f"{entry.stage}: {'; '.join(differing)}"].append(entry)
         else:
             findings.agree.append(entry)
-    findings.doubtful.extend(_doubtful(findings.unrecorded))
+    findings.doubtful.extend(_doubtful([*findings.agree, *findings.unrecorded]))
     return findings
 
 
-def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction]]:
-    """Make some stages of the last commit again, each from its recorded inputs; first those without a true record."""
-    vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)}
+def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction | str]]:
+    """Make some stages of the last commit again, each from its recorded inputs.
+
+    They are drawn at random; those that no record vouches for more often.
+    """
+    doubtful = {entry.stage for entry in findings.doubtful}
+    vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)} - doubtful
     pipeline = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
     timed = {name for name, described in pipeline.items() if (described.get("meta") or {}).get("alone")}
     names = [name for name in reproduce.recorded() if name.partition("@")[0] not in timed]  # times are never the same
-    random.shuffle(names)
-    for name in sorted(names, key=vouched.__contains__)[:count]:
+    for name in sorted(names, key=lambda name: random.random() * (2 if name in vouched else 1))[:count]:
         wanted = reproduce.record(name)
-        yield wanted, reproduce.reproduce(wanted, alone=True)
+        try:
+            yield wanted, reproduce.reproduce(wanted, alone=True)
+        except EckartError as error:
+            yield wanted, str(error)
 
 
-def _of_lock() -> Iterator[Entry]:
+def _of_lock(damaged: list[str]) -> Iterator[Entry]:
     if LOCK.exists():
-        for name, content in _loaded(LOCK.read_text(), str(LOCK)).get("stages", {}).items():
+        for name, content in _loaded(LOCK.read_text(), str(LOCK), "stages", damaged).get("stages", {}).items():
             yield Entry(str(LOCK), name, content)
 
 
-def _of_runs() -> Iterator[Entry]:
+def _of_runs(damaged: list[str]) -> Iterator[Entry]:
     for place, text in remote.run_entries():
-        content = _loaded(text, place)
+        if not (content := _loaded(text, place, "cmd", damaged)):
+            continue
         files = [Path(out["path"]) for out in content.get("outs", [])]
         own = [file.relative_to(inputs.FOLDER) for file in files if file.is_relative_to(inputs.FOLDER)]
         names = [stage_name(*file.with_suffix("").parts) if len(file.parts) == 2 else file.stem for file in own]
         yield Entry(place, names[0] if names else str(content["cmd"]), content)
 
 
-def _loaded(text: str, place: str) -> dict[str, Any]:
+def _loaded(text: str, place: str, key: str, damaged: list[str]) -> dict[str, Any]:
+    """What a file with this key says; nothing if it is damaged, which is noted."""
     try:
         content = YAML(typ="safe").load(text)
-    except YAMLError as error:
-        raise EckartError(f"{place} is damaged: remove it, and run again") from error
-    if not isinstance(content, dict):
-        raise EckartError(f"{place} is damaged: remove it, and run again")
-    return content
+    except YAMLError:
+        content = None
+    if isinstance(content, dict) and key in content:
+        return content
+    damaged.append(place)
+    return {}
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
@@ -149,7 +161,7 @@ def _records(digests: set[str]) -> dict[str, Inputs]:
 def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
     """Those that share their outputs with an entry of other inputs: one may have been written for the other's result.
 
-    Or what differs made no difference: an edit of a comment, say.
+    Or what differs made no difference: a row that is not drawn, say.
     """
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:

@@ -204,13 +204,16 @@ def run_entries() -> list[tuple[str, str]]:
     """
     with _transport("reading the run cache") as repo:
         here = Path(repo.stage_cache.cache_dir)
-        found = {file.relative_to(here).as_posix(): (str(file), file.read_text()) for file in here.glob("*/*/*")}
+        found = {
+            file.relative_to(here).as_posix(): (str(file), file.read_text(errors="replace"))
+            for file in here.glob("*/*/*")
+        }
         if repo.config["core"].get("remote"):
             odb = repo.cloud.get_remote_odb(None, "verify", hash_name="md5-dos2unix")
             runs = odb.fs.join(odb.path, "runs")
             for path in odb.fs.find(runs) if odb.fs.exists(runs) else ():
                 if (name := "/".join(odb.fs.parts(path)[-3:])) not in found:
-                    found[name] = (path, odb.fs.read_text(path))
+                    found[name] = (path, odb.fs.read_bytes(path).decode(errors="replace"))
         return list(found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,5 +49,6 @@ class _WholeEntries(StageCache):
         except (DvcException, OSError):
             pass
         log.warning("%s of DVC's run cache is damaged: it is removed", value)
-        cached_objects.remove(Path(self._get_cache_path(key, value)))
+        with suppress(OSError):  # another user's, in a shared cache
+            cached_objects.remove(Path(self._get_cache_path(key, value)))
         return None

@@ -144,6 +144,22 @@ class TestBetweenWorkspaces:
             engine.run(plan()["source"], lambda command: remote.fetch(order, entry))
         assert "source" in json.loads(call(here, "dvc", "status", "--json"))
 
+    @pytest.mark.parametrize("edited", ["parameters", "a file that it reads"])
+    def test_what_a_worker_made_from_something_else_is_not_adopted(self, pair: tuple[Path, Path], edited: str) -> None:
+        here, _ = pair
+        run(plan()["source"])
+        run(plan()["work@a"])
+        order, entry = remote.order(plan()["work@a"]), remote.publish(["work@a"])["work@a"]
+        remote.fetch(order, entry)
+        before = (here / "dvc.lock").read_bytes()
+        if edited == "parameters":
+            entry["params"]["params.yaml"]["gain.a"] = 9
+        else:
+            entry["deps"][0]["md5"] = "0" * 32
+        with pytest.raises(NotTheSame, match="work@a"):
+            remote.fetch(order, entry)
+        assert (here / "dvc.lock").read_bytes() == before
+
     @pytest.mark.parametrize(
         ("file", "content", "named"),
         [

@@ -17,6 +17,7 @@ from flows import reproduce, verify
 from flows.cli import app
 from flows.collection import collect, scheduled
 from flows.engine import remote
+from flows.reproduce import Reproduction
 from tasks import inputs
 from tests.flows.test_collection import PROMOTION
 from tests.flows.test_reproduce import PARAMS as STUDY
@@ -184,7 +185,20 @@ class TestVerify:
         done = CliRunner().invoke(app, ["verify"])
         assert done.exit_code == 1
         for one in places:
-            assert one.place in str(done.exception), done.output
+            assert one.place in done.output
+
+    def test_of_data_an_entry_is_doubtful(self, root: Path) -> None:
+        with (root / "data/raw/reviews.csv").open("a") as file:
+            file.write("the edit is nobody's,positive\n")
+        call(root, "dvc", "commit", "-q", "--force", "extract")
+        assert {entry.stage for entry in verify.verify().doubtful} == {"extract"}
+
+    def test_a_damaged_entry_hides_no_other(self, root: Path) -> None:
+        entry = next((root / ".dvc/cache/runs").glob("*/*/*"))
+        entry.with_name("0" * 64).write_bytes(b"\xff\x00")
+        found = verify.verify()
+        assert found.damaged == [str(entry.with_name("0" * 64).resolve())]
+        assert found.agree
 
     def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:
         """As entries were before stages recorded anything."""
@@ -207,6 +221,7 @@ class TestVerify:
         found = verify.verify()
         (wanted, made), *rest = verify.sample(1, found)
         assert not rest
+        assert isinstance(made, Reproduction)
         assert made.same
         assert made.origin == "made again"
         assert ran(made.folder).count(wanted.stage) == 1
@@ -214,5 +229,6 @@ class TestVerify:
         lock.write_text(lock.read_text().replace("gain: 1", "gain: 2"))
         (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
         commit(main)
-        samples = {wanted.stage: made.same for wanted, made in verify.sample(3, verify.verify())}
+        sampled = verify.sample(3, verify.verify())
+        samples = {wanted.stage: made.same for wanted, made in sampled if isinstance(made, Reproduction)}
         assert samples == {"extract": True, CANDIDATE: False, "finetune@b-0.5": False}
