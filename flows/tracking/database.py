@@ -6,6 +6,7 @@ import logging
 import os
 import sqlite3
 from contextlib import closing
+from itertools import chain, count
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,5 @@ def _damage() -> str:
 
 
 def _unused(path: Path) -> Path:
-    number, found = 1, path
-    while found.exists():
-        number, found = number + 1, path.with_name(f"{path.name}-{number}")
-    return found
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(one for one in chain([path], others) if not one.exists())
