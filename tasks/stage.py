@@ -121,6 +121,7 @@ def output(path: Path) -> Iterator[Path]:
 
 # Libraries wrap it in errors of their own; torch.save only says that it stands where it did not expect to.
 _DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
+_NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 
 
 def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
@@ -138,8 +139,11 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
     except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:
+        said = " ".join(str(error).split())
         if any(sign in str(error) for sign in _DISK_FULL):
-            sys.exit(f"{stage}: the disk is full: make room and run again ({' '.join(str(error).split())})")
+            sys.exit(f"{stage}: the disk is full: make room and run again ({said})")
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
+            sys.exit(f"{stage}: no memory is left: take smaller batches, or fewer stages at a time, --workers ({said})")
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def test_a_mistake_of_the_parameters_names_the_stage(here: Path) -> None:
     message = exit_message("extract")
     assert message.startswith("extract: ")
     assert "data.max_length" in message
+
+
+def take_all() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def take_all_of_python() -> None:
+    bytearray(2**60)
+
+
+@pytest.mark.parametrize("work", [take_all, take_all_of_python])
+def test_memory_that_is_used_up_is_said_with_the_stage(
+    here: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]
+) -> None:
+    write_params(here, tiny_params())
+    monkeypatch.setattr(sys, "argv", ["extract"])
+    with pytest.raises(SystemExit, match=r"^extract: .*--workers"):
+        run("extract", work)
 
 
 def test_an_absent_params_file_names_the_stage(here: Path) -> None:

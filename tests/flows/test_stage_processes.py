@@ -84,6 +84,8 @@ def test_a_failure_says_the_last_words(root: Path) -> None:
         stage_processes.run("python -m tasks.act crash", root, print, {})
     with pytest.raises(stage_processes.CommandFailed, match=r"\b3\b"):
         stage_processes.run("exit 3", root, print, {})
+    with pytest.raises(stage_processes.CommandFailed, match="SIGKILL"):
+        stage_processes.run("kill -9 $$", root, print, {})
 
 
 def pids(root: Path) -> list[int]:
