@@ -1,7 +1,12 @@
-"""Whose a deployment is: it carries the folder that its runs work in, and a run that begins in another one refuses."""
+"""Whose a deployment is: it carries the folder that its runs work in, and a run that begins in another one refuses.
+
+`python -m flows.own_workspace NAME` prints the tag for a deployment NAME of the working directory, unless it is taken.
+"""
 
 from __future__ import annotations
 
+import secrets
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
@@ -14,6 +19,7 @@ from prefect.runtime import deployment
 from tasks.errors import EckartError
 
 _TAG = "workspace "
+_ID = Path(".eckart/workspace")
 
 
 class OtherWorkspace(EckartError):
@@ -21,8 +27,14 @@ class OtherWorkspace(EckartError):
 
 
 def tag() -> str:
-    """What a deployment of the working directory carries."""
-    return f"{_TAG}{gethostname()}:{Path.cwd()}"
+    """What a deployment of the working directory carries: a random id, kept there, and its place.
+
+    The host is there to be read: a container that is made anew has another name, and the same workspace.
+    """
+    if not _id():
+        _ID.parent.mkdir(exist_ok=True)
+        _ID.write_text(secrets.token_hex(8))
+    return f"{_TAG}{_id()} {_here()}"
 
 
 def check() -> None:
@@ -33,34 +45,57 @@ def check() -> None:
     """
     if not deployment.id:
         return
-    owner = _owner(lambda client: client.read_deployment(deployment.id))
-    if owner not in (None, tag()):
-        raise OtherWorkspace(f"this run is of {_place(owner)}, and began in {_place(tag())}: nothing was run")
+    found = _read(lambda client: client.read_deployment(deployment.id))
+    if found and (owner := _owner(found)) and not _is_own(owner):
+        raise OtherWorkspace(f"this run is of {_place(owner)}, and began in {_here()}: nothing was run")
 
 
 def check_name(name: str) -> None:
-    """Refuse to take over the deployment of another folder.
+    """Refuse to take over a deployment that another folder has made, or somebody who left no word.
 
     Raises:
         OtherWorkspace: the name is taken.
     """
-    owner = _owner(lambda client: client.read_deployment_by_name(f"study/{name}"))
-    if owner not in (None, tag()):
+    found = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
+    if found and not _is_own(owner := _owner(found)):
         raise OtherWorkspace(
-            f"the deployment study/{name} is of {_place(owner)}: write --name with another name, or, where nobody "
-            f"serves that one any more, delete it on Prefect's page Deployments"
+            f"the deployment study/{name} is of {_place(owner)}: choose another name (`eckart serve --name`), or, "
+            f"where nobody serves that one any more, delete it on Prefect's page Deployments"
         )
 
 
-def _owner(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> str | None:
-    """The tag of a deployment, if it is there and has one."""
+def _read(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> DeploymentResponse | None:
     with get_client(sync_client=True) as client:
         try:
-            found = read(client)
+            return read(client)
         except ObjectNotFound:
             return None
-    return next((one for one in found.tags if one.startswith(_TAG)), None)
 
 
-def _place(tag: str | None) -> str:
-    return (tag or "").removeprefix(_TAG)
+def _owner(found: DeploymentResponse) -> str:
+    """The tag of a deployment; empty if it has none."""
+    return next((one for one in found.tags if one.startswith(_TAG)), "")
+
+
+def _is_own(owner: str) -> bool:
+    return bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
+
+
+def _id() -> str:
+    return _ID.read_text() if _ID.exists() else ""
+
+
+def _here() -> str:
+    return f"{gethostname()}:{Path.cwd()}"
+
+
+def _place(owner: str) -> str:
+    return owner.removeprefix(_TAG).partition(" ")[2] or "somebody who left no word"
+
+
+if __name__ == "__main__":
+    try:
+        check_name(sys.argv[1])
+        print(tag())
+    except EckartError as error:
+        sys.exit(str(error))

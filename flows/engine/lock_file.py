@@ -51,11 +51,20 @@ def write(stage: PipelineStage) -> None:
 def heal(repo: Repo) -> None:
     """Set aside records that a full disk or a kill left half-written: DVC rewrites them in place.
 
-    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only. What
-    DVC would take is whole: a file that was cut off between two keys is YAML still.
+    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
     """
-    _heal(Path("dvc.lock"), lambda text: COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(text) or {}))
+    _heal(Path("dvc.lock"), _check_whole)
     _heal(Path(repo.tmp_dir) / RWLOCK_FILE, lambda text: RWLOCK_SCHEMA(json.loads(text)))
+
+
+def _check_whole(text: str) -> None:
+    """Refuse what DVC would not take, and half a line, which may be YAML: `hash: m`, say.
+
+    Cut off between two lines it says less than it did, of which the worst is that a stage is not up to date.
+    """
+    COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(text) or {})
+    if not text.endswith("\n"):
+        raise ValueError("half a line")
 
 
 def _heal(path: Path, check: Callable[[str], Any]) -> None:

@@ -27,7 +27,7 @@ from dvc.stage.loader import StageLoader
 from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 
-from flows.engine import cached_objects
+from flows.engine import cached_objects, lock_file
 from flows.engine.locks import bookkeeping, repository
 from flows.engine.stages import (
     Planned,
@@ -159,6 +159,7 @@ def push() -> set[str]:
         TransportFailed: the remote cannot be used.
     """
     with _transport("pushing") as repo:
+        lock_file.heal(repo)
         repo.push(run_cache=True)
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
         lacking: set[str] = set()
@@ -189,6 +190,7 @@ def pull() -> Pulled:
         TransportFailed: the remote cannot be used.
     """
     with _transport("pulling") as repo:
+        lock_file.heal(repo)
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
@@ -224,6 +226,7 @@ def fetch_objects(digests: Iterable[str]) -> None:
         TransportFailed: the remote cannot be used.
     """
     with _transport("pulling") as repo:
+        lock_file.heal(repo)
         repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
 
 
@@ -349,5 +352,5 @@ def _transport(what: str) -> Iterator[Repo]:
         except LockError as error:
             raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
         except Exception as error:  # each kind of remote fails in its own way
-            cause = f"the DVC remote cannot be used: {shown(str(error))}; `dvc remote list` names it"
+            cause = f"the DVC remote cannot be used: {shown(str(error) or repr(error))}; `dvc remote list` names it"
             raise TransportFailed(f"{what}: {cause}") from error

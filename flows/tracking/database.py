@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sqlite3
@@ -12,6 +13,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 FILE = Path("mlflow.db")
+_LOCK = Path(".eckart/mlflow.lock")
 
 
 def address() -> str:
@@ -27,11 +29,16 @@ def set_aside_damaged() -> str:
     """
     if "MLFLOW_TRACKING_URI" in os.environ or not FILE.exists() or not (cause := _damage()):
         return ""
-    aside = _unused(FILE.with_name(f"{FILE.name}.damaged"))
-    FILE.replace(aside)
-    for ending in ("-wal", "-shm"):  # SQLite's own, without which nothing can be repaired
-        if (journal := FILE.with_name(FILE.name + ending)).exists():
-            journal.replace(aside.with_name(aside.name + ending))
+    _LOCK.parent.mkdir(exist_ok=True)
+    with _LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (FILE.exists() and _damage()):  # another process was first, and a new one may be there
+            return ""
+        aside = _unused(FILE.with_name(f"{FILE.name}.damaged"))
+        FILE.replace(aside)
+        for ending in ("-wal", "-shm"):  # SQLite's own, without which nothing can be repaired
+            if (journal := FILE.with_name(FILE.name + ending)).exists():
+                journal.replace(aside.with_name(aside.name + ending))
     said = (
         f"{FILE} is damaged ({cause}) and is kept as {aside}. MLflow begins a new one and is told again what DVC has; "
         f"the model registry, with its champion, was in it: `sqlite3 {aside} .recover` may bring it back"

@@ -102,6 +102,16 @@ def test_pull_writes_none_and_push_carries_none(
     assert_made_anew(other)
 
 
+def test_pull_after_dvc_lock_was_cut_off_brings_all_back(main: Path) -> None:
+    remote.push()
+    text = (main / "dvc.lock").read_text()
+    (main / "dvc.lock").write_text(text[: text.index("md5") + 1])
+    shutil.rmtree(main / "data/splits")
+    assert not remote.pull().lacking
+    assert (main / "data/splits/train").exists()
+    assert "Executed" not in run(main).values()
+
+
 def test_pull_leaves_an_edited_output_and_says_so(main: Path) -> None:
     remote.push()
     (main / "data/splits/train").write_text("edited\n")

@@ -280,29 +280,36 @@ def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path, mon
         pass
 
 
-def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(models: Registry, database: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mlflow.db"
-    promote(models, "1", "2")
+def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(shutil.copy(database, tmp_path / "mlflow.db"))
+    with connected("m") as models:
+        promote(models, "1", "2")
     damaged = file.read_bytes()[:100] + b"damaged" * 9999
-    file.write_bytes(damaged)
-    with pytest.raises(RegistryLost, match=r"\b2\b.*--first"), connected("m"):
-        pass
-    assert (tmp_path / "mlflow.db.damaged").read_bytes() == damaged
-    shutil.copy(database, file)  # whole, and without a champion
-    with pytest.raises(RegistryLost), connected("m"):
-        pass
+    for name, content in (("damaged", damaged), ("without", database.read_bytes())):
+        root = tmp_path / name  # another workspace for SQLAlchemy, which keeps the file open; the same by what it notes
+        shutil.copytree(tmp_path / ".eckart", root / ".eckart")
+        (root / "mlflow.db").write_bytes(content)
+        monkeypatch.chdir(root)
+        with pytest.raises(RegistryLost, match=r"\b2\b.*--first"), connected("m"):
+            pass
+    assert (tmp_path / "damaged/mlflow.db.damaged").read_bytes() == damaged
     with connected("m", first=True) as begun:
         promote(begun, "3")
     with connected("m") as found:
         assert found.aliases() == {CHAMPION: "3"}
 
 
-def test_a_champion_that_has_yet_to_answer_is_none_that_was_had(models: Registry) -> None:
-    models.mark("1", {SMOKE: "pending"})
-    models.client.set_registered_model_alias("m", CHAMPION, "1")
+def test_a_champion_that_has_yet_to_answer_is_none_that_was_had(database: Path, tmp_path: Path) -> None:
+    shutil.copy(database, tmp_path / "mlflow.db")
+    with connected("m") as models:
+        models.mark("1", {SMOKE: "pending"})
+        models.client.set_registered_model_alias("m", CHAMPION, "1")
     with connected("m"):
         pass
-    models.client.delete_registered_model_alias("m", CHAMPION)
+    with connected("m") as models:
+        models.client.delete_registered_model_alias("m", CHAMPION)
     with connected("m"):
         pass
 

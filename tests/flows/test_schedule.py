@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -246,7 +248,7 @@ def elsewhere(
     address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
     with temporary_settings(address), get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("study")
-        yield client, client.create_deployment(flow, "taken", tags=["workspace elsewhere:/a"])
+        yield client, client.create_deployment(flow, "taken", tags=["workspace 1 elsewhere:/a"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,7 +257,7 @@ def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[S
     with pytest.raises(own_workspace.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
     found = client.read_deployment(taken)
-    assert (found.schedules, found.tags) == ([], ["workspace elsewhere:/a"])
+    assert (found.schedules, found.tags) == ([], ["workspace 1 elsewhere:/a"])
 
 
 def test_a_run_of_another_folder_s_deployment_refuses(
@@ -267,6 +269,25 @@ def test_a_run_of_another_folder_s_deployment_refuses(
     assert state.is_failed()
     assert "elsewhere:/a" in str(state.message)
     assert str(tmp_path) in str(state.message)
+
+
+def test_whose_a_deployment_is(prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that changes its name keeps its deployment; a copy of the folder does not take it."""
+    (first := tmp_path / "first").mkdir()
+    monkeypatch.chdir(first)
+    address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
+    with temporary_settings(address), get_client(sync_client=True) as client:
+        flow = client.create_flow_from_name("study")
+        own_workspace.check_name("ours")
+        client.create_deployment(flow, "ours", tags=[own_workspace.tag()])
+        monkeypatch.setattr(own_workspace, "gethostname", lambda: "another")
+        own_workspace.check_name("ours")
+        monkeypatch.chdir(shutil.copytree(first, tmp_path / "second"))
+        with pytest.raises(own_workspace.OtherWorkspace, match=re.escape(str(first))):
+            own_workspace.check_name("ours")
+        client.create_deployment(flow, "old")
+        with pytest.raises(own_workspace.OtherWorkspace, match="no word"):
+            own_workspace.check_name("old")
 
 
 @pytest.mark.parametrize("place", ["root", "scheduler"])
