@@ -1,8 +1,8 @@
 """What stands before every page that we serve on loopback, as an ASGI application around the page's own.
 
-A web page that somebody opens can send requests to 127.0.0.1: as itself, which its Origin tells, or under a name that
-its owner lets resolve to 127.0.0.1 (DNS rebinding), which the Host tells. Other users of the machine can reach the
-port, too: they lack the key.
+A web page that somebody opens can send requests to 127.0.0.1: as itself, which its Origin tells, or, of a GET, what the
+browser says of its site; or under a name that its owner lets resolve to 127.0.0.1 (DNS rebinding), which the Host
+tells. Other users of the machine can reach the port, too: they lack the key.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Mapping
+from socket import gethostname
 from typing import Any
 
 PROOF = "/eckart/proof"
 """Where a server of ours shows that it has the key, and asks for none."""
 
-_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")  # with a tunnel the port may be another one
 _REALM = b'Basic realm="eckart", charset="UTF-8"'
 _NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")  # no page of others shows this one inside itself
 
@@ -24,8 +26,8 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def proof(key: str, port: int, nonce: str) -> str:
-    """What a server of ours answers, and nobody else can: for this port, so that no other program can pass it on."""
-    return hmac.new(key.encode(), f"{port} {nonce}".encode(), hashlib.sha256).hexdigest()
+    """What a server of ours answers, and nobody else can: for this place, so that no other program can pass it on."""
+    return hmac.new(key.encode(), f"{gethostname()} {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 class Guard:
@@ -47,7 +49,7 @@ class Guard:
             return
         if reason := _foreign(scope):
             await _refuse(scope, send, 403, reason)
-        elif scope["path"] == PROOF:
+        elif scope["path"] == PROOF and scope["type"] == "http":
             nonce = scope["query_string"].decode("latin-1")
             await _answer(send, 200, proof(self._key, scope["server"][1], nonce).encode())
         elif self._wanted and not hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
@@ -57,13 +59,16 @@ class Guard:
 
 
 def _foreign(scope: Mapping[str, Any]) -> bytes:
-    """Why a request is none of this machine's own; empty if it is one. With a tunnel the port may be another one."""
-    host, origin = (_header(scope, name).lower() for name in (b"host", b"origin"))
-    name, _, port = host.decode("latin-1").rpartition(":")
-    if (name if port.isdigit() else host.decode("latin-1")) not in _NAMES:
+    """Why a request is none of this machine's own; empty if it is one, or a link that somebody followed."""
+    host, origin, site, mode = (
+        _header(scope, name).lower() for name in (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode")
+    )
+    if not _HOST.fullmatch(host):
         return b"This server is asked for as 127.0.0.1 or localhost alone."
     if origin and origin != b"http://" + host:
         return b"A page of another origin asks nothing of this server."
+    if site not in (b"", b"none", b"same-origin") and not (mode == b"navigate" and scope.get("method") == "GET"):
+        return b"A page of another site asks nothing of this server."
     return b""
 
 

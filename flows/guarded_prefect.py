@@ -29,6 +29,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
+    os.umask(0o077)
     listener, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     from prefect.settings import get_current_settings
@@ -111,13 +112,18 @@ def _words(error: Exception, file: Path | None) -> str:
         vague = isinstance(cause, sqlite3.OperationalError) and _is_full(file)
         if name == "SQLITE_FULL" or getattr(cause, "errno", None) in _FULL or vague:
             return f"{place}: the disk is full: make room and run again"
+        if "database is locked" in said:
+            return f"{place} is in use by another process: wait for its end and run again"
         if "Can't locate revision" in str(cause):
             return f"{place} is of another version of Prefect ({said}): {_ADVICE}"
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")) or isinstance(cause, PermissionError):
             return f"{place} cannot be written ({said}): {_ADVICE}"
         if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.OperationalError):
             return f"{place} is corrupt ({said}): {_ADVICE}"
-    return f"{place} cannot be used ({type(error).__name__}: {' '.join(str(error).split())[:_SAID]}): {_ADVICE}"
+    what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]}"
+    if not file:
+        return f"{place}, which PREFECT_SERVER_DATABASE_CONNECTION_URL names, cannot be used ({what})"
+    return f"Prefect's server does not start ({what}); its database is {file}"
 
 
 _ADVICE = (
@@ -134,7 +140,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_full(file: Path | None) -> bool:
     """Where SQLite says no more than that it cannot write."""
-    if not file:
+    if not file or not file.parent.exists():
         return False
     there = os.statvfs(file.parent)
     return there.f_bavail * there.f_frsize < 2**20

@@ -45,7 +45,9 @@ def known() -> str | None:
         ) from error
     if not key:
         raise ServerError(f"the key {file} is empty: remove it, and a new one is made")
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if status.st_uid != os.getuid():
+        raise ServerError(f"the key {file} is another user's: set PREFECT_HOME to a folder of your own")
+    if stat.S_IMODE(status.st_mode) & 0o077:
         raise ServerError(f"the key {file} is open to others: remove it, and a new one is made")
     return key
 
@@ -54,13 +56,15 @@ def made() -> str:
     """The same; a new one where there is none. Two first uses at once agree: the name is taken once, by a whole file.
 
     Raises:
-        ServerError: it cannot be written, or others can read it.
+        ServerError: it cannot be written, or others can read it, or write to Prefect's home.
     """
-    if key := known():
-        return key
     file = path()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.parent.stat().st_mode & 0o022:  # and put a database there, which says what runs
+            raise ServerError(f"others can write to Prefect's home {file.parent}: `chmod go-w {file.parent}`")
+        if key := known():
+            return key
         descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # O_EXCL, mode 0600
         try:
             with open(descriptor, "w") as new:
@@ -74,12 +78,16 @@ def made() -> str:
             f"Prefect's home {file.parent} cannot be written ({error.strerror}): "
             "make room, or set PREFECT_HOME to another folder"
         ) from error
-    return made()
+    if not (key := known()):
+        raise ServerError(f"the key {file} is a link to nowhere: remove it, and a new one is made")
+    return key
 
 
 def where() -> str:
     """What a shell puts in its place."""
-    return f"${_VARIABLE}" if os.environ.get(_VARIABLE) else f"$(cat {shlex.quote(str(path()))})"
+    if auth_string() == known():
+        return f"$(cat {shlex.quote(str(path()))})"
+    return f"${_VARIABLE}"  # of the environment, or of a profile, which `prefect config view` shows
 
 
 def auth_string() -> str | None:
@@ -90,5 +98,8 @@ def auth_string() -> str | None:
     """
     if os.environ.get(_VARIABLE) == "":  # the explicit choice to go without
         return None
-    theirs = get_current_settings().server.api.auth_string
-    return (theirs.get_secret_value() if theirs else "") or made()
+    given = get_current_settings().server.api.auth_string
+    theirs = given.get_secret_value() if given else ""
+    if theirs and not all(theirs.partition(":")):
+        raise ServerError(f"{_VARIABLE} is no USER:PASSWORD: write one with a colon")
+    return theirs or made()

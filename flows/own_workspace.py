@@ -16,6 +16,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment
 
+from flows import settings
 from tasks.errors import EckartError
 
 _TAG = "workspace "
@@ -27,10 +28,7 @@ class OtherWorkspace(EckartError):
 
 
 def tag() -> str:
-    """What a deployment of the working directory carries: a random id, kept there, and its place.
-
-    The host is there to be read: a container that is made anew has another name, and the same workspace.
-    """
+    """What a deployment of the working directory carries: a random id, kept there, and its place."""
     if not _id():
         _ID.parent.mkdir(exist_ok=True)
         _ID.write_text(secrets.token_hex(8))
@@ -78,7 +76,9 @@ def _owner(found: DeploymentResponse) -> str:
 
 
 def _is_own(owner: str) -> bool:
-    return bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
+    """By the place, or by the id where the host has another name now: a container that was made anew, say."""
+    same = bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
+    return same or _place(owner) == _here()
 
 
 def _id() -> str:
@@ -93,9 +93,18 @@ def _place(owner: str) -> str:
     return owner.removeprefix(_TAG).partition(" ")[2] or "somebody who left no word"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    settings.apply()
+    from flows import prefect_server  # slow
+
     try:
+        if not prefect_server.require():
+            raise EckartError("Prefect was told of no server: set PREFECT_API_URL")
         check_name(sys.argv[1])
         print(tag())
     except EckartError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,8 @@ Those of ours are started in one way: on loopback, behind a guard, with a key, o
 from __future__ import annotations
 
 import atexit
+import errno
+import fcntl
 import hmac
 import logging
 import os
@@ -21,7 +23,9 @@ from typing import IO
 from urllib.parse import urlsplit
 
 import prefect
+from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 
 from flows import guard, key, settings
@@ -40,7 +44,7 @@ def require() -> str | None:
     """The address of the API that Prefect was told to use, by the environment or a profile, if there is one.
 
     Raises:
-        ServerError: it does not answer, or what answers is no Prefect.
+        ServerError: it does not answer, what answers is no Prefect, or it asks for another key.
     """
     told = get_current_settings().api
     if not (address := told.url):
@@ -49,18 +53,35 @@ def require() -> str | None:
     status, body = settings.asked(f"{address.rstrip('/')}/health", told.request_timeout)
     if not status:
         raise ServerError(f"Prefect's server at {shown(address)} does not answer: start it, or unset {_URL}")
-    if status == 200 and body != b"true":
+    if (status, body) != (200, b"true") and (status == 200 or _is_here(address)):
         raise ServerError(f"{shown(address)} is answered by a program that is no Prefect: correct {_URL}, or unset it")
-    if not told.auth_string and is_ours(address):
-        # By number: another user may listen at the other address that `localhost` has, and would get the key.
-        _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}"))
+    given = told.auth_string.get_secret_value() if told.auth_string else None
+    if _is_here(address) and given in (None, key.known()):
+        if is_ours(address):
+            # By number: another user may listen at the other address that `localhost` has, and would get the key.
+            _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}", key.auth_string()))
+        elif given:
+            raise ServerError(f"{shown(address)} is answered by a server that does not have our key: it is not told it")
+    _check_key()
     return get_current_settings().api.url
+
+
+def _check_key() -> None:
+    with get_client(sync_client=True) as client:
+        try:
+            client.api_version()
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code == 401:
+                raise ServerError(
+                    f"Prefect's server at {shown(str(client.api_url))} asks for another key: set {_AUTH} to the one "
+                    "that it was started with"
+                ) from error
 
 
 def use_local() -> None:
     """Use the server of `eckart ui` or `serve`, if it is there and no environment or profile names another one."""
     if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
-        _set(_client(settings.PREFECT_ADDRESS))
+        _set(_client(settings.PREFECT_ADDRESS, key.auth_string()))
 
 
 def use_temporary() -> None:
@@ -76,7 +97,8 @@ def use_temporary() -> None:
     logging.getLogger("prefect.flow_runs").addFilter(lambda one: not one.getMessage().startswith("View at "))  # no page
     stack = ExitStack()
     atexit.register(stack.close)  # Prefect's threads deliver what they have before that
-    stack.enter_context(_used(stack.enter_context(started(0, pages=False))))
+    own_key = f"eckart:{secrets.token_urlsafe()}"  # which ends with it, and opens no other
+    stack.enter_context(_used(stack.enter_context(started(0, pages=False, auth=own_key)), own_key))
 
 
 @contextmanager
@@ -89,23 +111,25 @@ def prefect_server() -> Iterator[str]:
     if address := require():
         yield address
         return
-    with started(PORT, pages=True) as own, _used(own):
+    auth = key.auth_string()
+    with started(PORT, pages=True, auth=auth) as own, _used(own, auth):
         yield f"{own}/api"
 
 
 @contextmanager
-def started(port: int, pages: bool) -> Iterator[str]:
+def started(port: int, pages: bool, auth: str | None) -> Iterator[str]:
     """The address of a new server on loopback, which ends with this, and with this process if that is killed.
 
     Args:
         port: 0 for one that is free.
         pages: whether it is there to be looked at; without, it starts sooner.
+        auth: `user:password` that it asks for.
 
     Raises:
         ServerError: it does not start, or the port is taken.
     """
-    environment = _environment(pages)
-    with _listener(port) as listener, tempfile.TemporaryFile() as words:
+    environment = _environment(pages, auth)
+    with _turn() as turn, _listener(port) as listener, tempfile.TemporaryFile() as words:
         address = f"http://{settings.LOOPBACK}:{listener.getsockname()[1]}"
         # In a session of its own, as Ctrl-C ends it only after what needs it.
         server = subprocess.Popen(
@@ -118,6 +142,7 @@ def started(port: int, pages: bool) -> Iterator[str]:
         listener.close()  # so that nobody is left to wait for an answer when the server has ended
         try:
             _await(server, address, words)
+            turn.close()
             yield address
         finally:
             server.terminate()
@@ -134,12 +159,15 @@ def is_ours(address: str) -> bool:
     Raises:
         ServerError: others can read the key.
     """
-    place = urlsplit(address)
-    if place.hostname not in (settings.LOOPBACK, "localhost") or not (own := key.known()):
+    if not _is_here(address) or not (own := key.known()):
         return False
-    nonce, port = secrets.token_hex(), place.port or 80
+    nonce, port = secrets.token_hex(), urlsplit(address).port or 80
     status, body = settings.asked(f"http://{settings.LOOPBACK}:{port}{guard.PROOF}?{nonce}")
     return status == 200 and hmac.compare_digest(body, guard.proof(own, port, nonce).encode())
+
+
+def _is_here(address: str) -> bool:
+    return urlsplit(address).hostname in (settings.LOOPBACK, "localhost")
 
 
 def how_to_reach(address: str) -> str:
@@ -148,11 +176,24 @@ def how_to_reach(address: str) -> str:
     return f"{asked}{_URL}={address}"
 
 
+def _turn() -> IO[str]:
+    """One server starts at a time: the first one builds the database, and another one would, too."""
+    try:
+        turn = key.path().open("r+")
+        fcntl.flock(turn, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ServerError(f"{key.path()} cannot be locked ({error}): set PREFECT_HOME to another folder") from error
+    return turn
+
+
 def _listener(port: int) -> socket.socket:
     try:
         return socket.create_server((settings.LOOPBACK, port))
-    except OSError as error:
-        raise ServerError(f"{_stranger()}: set PREFECT_SERVER_API_PORT to another port, or stop it") from error
+    except (OSError, OverflowError) as error:
+        another = "set PREFECT_SERVER_API_PORT to another port"
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise ServerError(f"{_stranger()}: stop it, or {another}") from error
+        raise ServerError(f"no server can listen at {settings.LOOPBACK}:{port} ({error}): {another}") from error
 
 
 def _stranger() -> str:
@@ -161,26 +202,25 @@ def _stranger() -> str:
     status, body = settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")
     if status == 200 and body == b"true":
         return (
-            f"{place} is answered by a Prefect server that Eckart has not started: "
-            f"set {_URL}={settings.PREFECT_ADDRESS}/api to use it"
+            f"{place} is answered by a Prefect server that Eckart has not started, or with another key. Whoever "
+            f"started it can run code as you: if it is yours, {_URL}={settings.PREFECT_ADDRESS}/api uses it"
         )
     return f"{place} is answered by a program that is no Prefect"
 
 
-def _environment(pages: bool) -> dict[str, str]:
+def _environment(pages: bool, auth: str | None) -> dict[str, str]:
     """Of a server's process."""
     told = get_current_settings()
-    auth = key.auth_string()
     environment = {"PREFECT_UI_API_URL": "/api"}  # of itself; what it was told of may hold a password
     environment |= {**os.environ, **told.to_environment_variables(exclude_unset=True)}
     environment |= {
         **settings.importable(),
         "ECKART_SERVER_KEY": key.made(),
-        "PREFECT_SERVER_API_AUTH_STRING": auth or "",
         "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
     }
-    if not auth:
-        del environment["PREFECT_SERVER_API_AUTH_STRING"]
+    environment.pop("PREFECT_SERVER_API_AUTH_STRING", None)
+    if auth:
+        environment["PREFECT_SERVER_API_AUTH_STRING"] = auth
     if not told.server.database.model_fields_set & {"connection_url", "driver"}:
         file = told.home / f"eckart-{prefect.__version__}.db"  # whose tables no other version changes
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = f"sqlite+aiosqlite:///{file}"
@@ -189,15 +229,15 @@ def _environment(pages: bool) -> dict[str, str]:
     return environment
 
 
-def _client(address: str) -> dict[str, str | None]:
-    return {_URL: f"{address}/api", _AUTH: key.auth_string()}
+def _client(address: str, auth: str | None) -> dict[str, str | None]:
+    return {_URL: f"{address}/api", _AUTH: auth}
 
 
 @contextmanager
-def _used(address: str) -> Iterator[None]:
+def _used(address: str, auth: str | None) -> Iterator[None]:
     """Have Prefect's clients in this process, and in those that it starts, use a server of ours, with its key."""
     before = {name: os.environ.get(name) for name in (_URL, _AUTH)}
-    _set(_client(address))
+    _set(_client(address, auth))
     try:
         yield
     finally:

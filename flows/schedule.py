@@ -61,12 +61,7 @@ def serve(
     with terminable():
         while True:
             with prefect_server() as address:
-                own_workspace.check_name(name)
-                print(
-                    f"Prefect: {shown(address).removesuffix('/api')}\nThis runs it now: {_now(name, address)}",
-                    flush=True,
-                )
-                if _serve_until_lost(name, schedule, parameters, set_up, f"{address.rstrip('/')}/health"):
+                if _serve_until_lost(name, schedule, parameters, set_up, address):
                     return
             log.warning("Prefect's server does not answer; the schedule goes on when it does")
             while (theirs := get_current_settings().api.url) and not answers(f"{theirs.rstrip('/')}/health"):
@@ -74,11 +69,13 @@ def serve(
 
 
 def _serve_until_lost(
-    name: str, schedule: Schedule, parameters: Mapping[str, Any], set_up: Callable[[], None], health: str
+    name: str, schedule: Schedule, parameters: Mapping[str, Any], set_up: Callable[[], None], address: str
 ) -> bool:
     """Whether it was ended by a signal; else the server is lost."""
     try:
+        own_workspace.check_name(name)
         set_up()
+        print(f"Prefect: {shown(address).removesuffix('/api')}\nThis runs it now: {_now(name, address)}", flush=True)
         study.serve(
             name=name,
             schedule=schedule,
@@ -92,7 +89,7 @@ def _serve_until_lost(
             print_starting_message=False,
         )
     except Exception as error:  # Prefect raises groups of them, of many kinds
-        if answers(health):
+        if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
         return False

@@ -51,6 +51,9 @@ def apply() -> None:
     """Set the defaults, and keep secrets out of all that this process says."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    for name in ("no_proxy", "NO_PROXY"):  # libraries read one or the other; no proxy reaches this machine's servers
+        others = [one for one in os.environ.get(name, "").split(",") if one not in ("", LOOPBACK, "localhost")]
+        os.environ[name] = ",".join([*others, LOOPBACK, "localhost"])
     site_cache.choose()
     secrets.keep_out()
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")  # flows/key.py says it
@@ -97,5 +100,5 @@ def asked(url: str, seconds: float = 5) -> tuple[int, bytes]:
             return response.status, response.read(_ENOUGH)
     except HTTPError as error:
         return error.code, b""
-    except (OSError, HTTPException):  # a URLError, too, and what does not speak HTTP
+    except (OSError, HTTPException, ValueError):  # a URLError, too, what does not speak HTTP, and what is no address
         return 0, b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import prefect as prefect_package
@@ -22,10 +24,11 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from flows import key, prefect_server, settings
+from flows.guard import PROOF, Guard
 from flows.key import ServerError
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import BARE
@@ -33,6 +36,7 @@ from tests.workspace import REPOSITORY
 
 DATABASE = f"eckart-{prefect_package.__version__}.db"
 SECRET = "topsecret"
+OWN = "eckart:of-this-server"
 BEGIN_AND_BE_KILLED = """
 import os, signal
 from flows import prefect_server
@@ -42,7 +46,7 @@ def await_(server, *_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 prefect_server._await = await_
-with prefect_server.started(0, pages=False):
+with prefect_server.started(0, pages=False, auth=None):
     pass
 """
 
@@ -71,6 +75,9 @@ class Door:
 
     def ask(self, auth: str | None = None, **headers: str) -> httpx.Response:
         return httpx.post(f"{self.address}{self.path}", json=self.body, auth=basic(auth), headers=headers, timeout=60)
+
+    def get(self, auth: str | None, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.address}{self.reads}", auth=basic(auth), headers=headers, timeout=60)
 
 
 def basic(auth: str | None) -> httpx.BasicAuth | None:
@@ -118,6 +125,62 @@ def pages(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
             process.wait(60)
 
 
+async def asked(kind: str, path: str, headers: dict[str, str]) -> str:
+    """Whom a request reaches: the application, the proof, or nobody."""
+    reached: list[str] = []
+
+    async def app(*_: object) -> None:
+        reached.append("the application")
+
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("status") == 200:
+            reached.append("the proof")
+        elif message.get("status", 403) == 403 and message["type"] in ("http.response.start", "websocket.close"):
+            reached.append("nobody")
+
+    told = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "path": path, "headers": told, "server": ("127.0.0.1", 1), "query_string": b"1"}
+    await Guard(app, "key")(scope | ({"method": "GET"} if kind == "http" else {}), None, send)
+    (found,) = reached
+    return found
+
+
+SITES = [
+    ({"host": "127.0.0.1:4200"}, True),
+    ({"host": "LOCALHOST"}, True),
+    ({"host": "[::1]:1"}, True),
+    ({}, False),
+    ({"host": "evil.example:4200"}, False),
+    ({"host": "127.0.0.1."}, False),
+    ({"host": "me@127.0.0.1"}, False),
+    ({"host": "127.0.0.1:²"}, False),
+    ({"host": "localhost", "origin": "http://localhost"}, True),
+    ({"host": "localhost", "origin": "null"}, False),
+    ({"host": "localhost", "origin": "http://localhost:1"}, False),
+    ({"host": "localhost", "sec-fetch-site": "same-origin", "sec-fetch-mode": "no-cors"}, True),
+    ({"host": "localhost", "sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, False),
+    ({"host": "localhost", "sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors"}, False),
+]
+"""Headers, and whether the request is of this machine's own."""
+
+
+class TestGuard:
+    @pytest.mark.parametrize(("headers", "own"), SITES)
+    @pytest.mark.parametrize("kind", ["http", "websocket"])
+    def test_what_is_not_of_this_machine_reaches_nothing(self, kind: str, headers: dict[str, str], own: bool) -> None:
+        assert asyncio.run(asked(kind, "/any", headers)) == ("the application" if own else "nobody")
+
+    def test_a_link_may_lead_to_a_page(self) -> None:
+        link = {"host": "localhost", "sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert asyncio.run(asked("http", "/any", link)) == "the application"
+
+    @pytest.mark.parametrize("kind", ["http", "websocket"])
+    def test_the_proof_is_an_answer_to_http_alone(self, kind: str) -> None:
+        found = asyncio.run(asked(kind, PROOF, {"host": "localhost"}))
+        assert found == ("the proof" if kind == "http" else "the application")
+        assert asyncio.run(asked(kind, PROOF, {"host": "evil.example"})) == "nobody"
+
+
 class TestPages:
     def test_they_listen_at_loopback_alone_and_no_command_line_or_word_has_the_key(self, pages: Pages) -> None:
         family = [pages.process, *pages.process.children(recursive=True)]
@@ -125,7 +188,9 @@ class TestPages:
         for one in family:
             with suppress(psutil.NoSuchProcess):
                 found |= {place.laddr.ip for place in one.net_connections(kind="inet") if place.status == "LISTEN"}
-                assert not {pages.prefect.key, SECRET} & set(re.split(r"[\s@/]", " ".join(one.cmdline())))
+                words = " ".join(one.cmdline())
+                assert SECRET not in words
+                assert pages.prefect.key.partition(":")[2] not in words
         assert found == {"127.0.0.1"}
         assert pages.prefect.key.partition(":")[2] not in pages.said
         assert SECRET not in pages.said + httpx.get(f"{pages.prefect.address}/ui-settings").text
@@ -141,16 +206,17 @@ class TestPages:
         """A page of another origin or name does not, the key or not; another user lacks the key."""
         door: Door = getattr(pages, which)
         port = door.address.rpartition(":")[2]
+        assert door.get(door.key).status_code == 200
         for origin in ("http://evil.example", f"http://127.0.0.1:{free_port()}", "null", f"https://127.0.0.1:{port}"):
-            answer = door.ask(door.key, Origin=origin)
-            assert answer.status_code == 403
-            assert "access-control-allow-origin" not in answer.headers
+            for answer in (door.ask(door.key, Origin=origin), door.get(door.key, Origin=origin)):
+                assert answer.status_code == 403
+                assert "access-control-allow-origin" not in answer.headers
         for host in (f"evil.example:{port}", "evil.example", f"127.0.0.1.evil.example:{port}", f"192.168.0.1:{port}"):
-            assert door.ask(door.key, Host=host).status_code == 403
-            assert door.ask(door.key, Host=host, Origin=f"http://{host}").status_code == 403
+            for told in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+                assert door.ask(door.key, **told).status_code == door.get(door.key, **told).status_code == 403
         for wrong in (None, f"{door.key}x", "eckart:"):
             assert door.ask(wrong).status_code == (403 if which == "prefect" else 401)  # which asks for a token first
-            assert httpx.get(f"{door.address}{door.reads}", auth=basic(wrong)).status_code == 401
+            assert door.get(wrong).status_code == 401
         page = httpx.get(door.address, auth=basic(door.key))
         assert "frame-ancestors 'self'" in page.headers["content-security-policy"]
 
@@ -165,11 +231,13 @@ class TestPages:
 
     def test_a_page_of_another_origin_opens_no_websocket(self, pages: Pages) -> None:
         address = f"{pages.prefect.address.replace('http', 'ws')}/api/events/in"
-        with connect(address, origin=pages.prefect.address, subprotocols=["prefect"]):  # type: ignore[arg-type,list-item]
+        ours: Any = {"subprotocols": ["prefect"], "origin": pages.prefect.address}
+        with connect(address, **ours) as opened:
+            opened.send('{"type": "auth"}')  # without the key
+            with pytest.raises(ConnectionClosed):
+                opened.recv(timeout=60)
+        with pytest.raises(InvalidStatus), connect(address, **ours | {"origin": "http://evil.example"}):
             pass
-        for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
-            with pytest.raises(InvalidStatus), connect(address, additional_headers=headers):
-                pass
 
     def test_who_has_no_key_is_told_nothing_of_it(self, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
         """By a client of ours: another program on the port, or one that passes on what ours says, proves nothing."""
@@ -181,8 +249,30 @@ class TestPages:
         with passing_on(pages.prefect.address) as address:
             assert httpx.get(f"{address}/api/health").json() is True
             assert not prefect_server.is_ours(address)
+            given = {"PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": pages.prefect.key}
+            with told(given), pytest.raises(ServerError, match="not told"):
+                prefect_server.require()
         monkeypatch.undo()
         refresh_global_settings_context()
+
+    @pytest.mark.parametrize("given", ["eckart:another", None])
+    def test_another_key_is_said(self, pages: Pages, home: Path, given: str | None) -> None:
+        address = {"PREFECT_API_URL": f"{pages.prefect.address}/api", "PREFECT_API_AUTH_STRING": given}
+        with told(address), pytest.raises(ServerError, match=r"another key.*PREFECT_API_AUTH_STRING"):
+            prefect_server.require()
+
+
+@contextmanager
+def told(variables: dict[str, str | None]) -> Iterator[None]:
+    """Prefect's settings by the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.delenv(name, raising=False)
+            if value:
+                patch.setenv(name, value)
+        refresh_global_settings_context()
+        yield
+    refresh_global_settings_context()
 
 
 @contextmanager
@@ -226,7 +316,8 @@ class TestKey:
             monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", own)
             refresh_global_settings_context()
             assert key.auth_string() == wanted
-            assert prefect_server._environment(pages=False).get("PREFECT_SERVER_API_AUTH_STRING") == wanted
+            environment = prefect_server._environment(pages=False, auth=key.auth_string())
+            assert environment.get("PREFECT_SERVER_API_AUTH_STRING") == wanted
 
 
 @pytest.fixture
@@ -239,15 +330,16 @@ def copied(home: Path, prefect_home: Callable[[Path], Path], tmp_path: Path) -> 
 class TestTheServerOfARun:
     def test_it_is_behind_the_same_guard_and_ends_after_ctrl_c(self, copied: Path) -> None:
         """Which a terminal sends to its foreground processes; the server is to hear how the run ended."""
-        with prefect_server.started(0, pages=False) as address:
+        with prefect_server.started(0, pages=False, auth=OWN) as address:
             (process,) = psutil.Process().children()[-1:]
             assert os.getsid(process.pid) == process.pid
-            door = Door(address, "/api/flows/filter", {}, "/api/admin/version", key.made())
-            assert door.ask(door.key, Origin="http://evil.example").status_code == 403
-            assert door.ask(door.key, Host="evil.example").status_code == 403
-            assert httpx.get(f"{address}{door.reads}").status_code == 401
+            door = Door(address, "/api/flows/filter", {}, "/api/admin/version", OWN)
+            for foreign in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+                assert door.ask(OWN, **foreign).status_code == door.get(OWN, **foreign).status_code == 403
+            assert door.get(OWN).status_code == 200
+            assert door.get(None).status_code == door.get(key.made()).status_code == 401
             assert "PREFECT_API_URL" not in os.environ
-            with prefect_server._used(address), get_client(sync_client=True) as client:
+            with prefect_server._used(address, OWN), get_client(sync_client=True) as client:
                 assert client.count_flow_runs() == 0
                 client.create_flow_from_name("study")
             assert "PREFECT_API_URL" not in os.environ
@@ -255,10 +347,10 @@ class TestTheServerOfARun:
 
     def test_no_other_version_touches_its_database(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-        assert prefect_server._environment(pages=False)[name].endswith(f":///{home / DATABASE}")
+        assert prefect_server._environment(False, OWN)[name].endswith(f":///{home / DATABASE}")
         monkeypatch.setenv(name, "postgresql+asyncpg://db/prefect")
         refresh_global_settings_context()
-        assert prefect_server._environment(pages=False)[name] == "postgresql+asyncpg://db/prefect"
+        assert prefect_server._environment(False, OWN)[name] == "postgresql+asyncpg://db/prefect"
 
     def test_it_ends_with_a_run_that_is_killed(self, home: Path) -> None:
         code = [sys.executable, "-c", BEGIN_AND_BE_KILLED]
@@ -292,7 +384,7 @@ class TestWhatIsSaid:
         database = copied / DATABASE
         act(database)
         was = database.read_bytes()
-        with pytest.raises(ServerError) as caught, prefect_server.started(0, pages=False):
+        with pytest.raises(ServerError) as caught, prefect_server.started(0, pages=False, auth=OWN):
             pass
         (line,) = str(caught.value).splitlines()
         assert str(database) in line
@@ -306,12 +398,27 @@ class TestWhatIsSaid:
         file.touch()
         monkeypatch.setenv("PREFECT_HOME", str(file / "home"))
         refresh_global_settings_context()
-        with pytest.raises(ServerError, match=f"^.*{file}/home.*PREFECT_HOME.*$"), prefect_server.started(0, False):
+        with (
+            pytest.raises(ServerError, match=f"^.*{file}/home.*PREFECT_HOME.*$"),
+            prefect_server.started(0, False, OWN),
+        ):
+            pass
+
+    def test_a_home_that_others_can_write_to(self, home: Path) -> None:
+        home.mkdir(exist_ok=True)
+        home.chmod(0o770)
+        with pytest.raises(ServerError, match=f"chmod go-w {home}"), prefect_server.started(0, False, OWN):
+            pass
+
+    def test_a_database_in_no_folder(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{copied}/nowhere/a.db")
+        refresh_global_settings_context()
+        with pytest.raises(ServerError, match=f"{copied}/nowhere/a.db"), prefect_server.started(0, False, OWN):
             pass
 
     def test_a_disk_that_is_full(self, copied: Path) -> None:
-        mount = f"mount -t tmpfs -o size=64k tmpfs {copied}"
-        code = "from flows import prefect_server\nwith prefect_server.started(0, pages=False): pass"
+        mount = f"mount -t tmpfs -o size=64k,mode=700 tmpfs {copied}"
+        code = f"from flows import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
         command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
         if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
             pytest.skip("this machine lets no user mount a file system")
@@ -328,7 +435,7 @@ class TestWhatIsSaid:
             monkeypatch.setattr(settings, "PREFECT_ADDRESS", address)
             port = int(address.rpartition(":")[2])
             with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}\b.* no Prefect"):
-                prefect_server.started(port, pages=True).__enter__()
+                prefect_server.started(port, True, OWN).__enter__()
             settings.use_local_server()
             assert "PREFECT_API_URL" not in os.environ
             with pytest.MonkeyPatch.context() as patch:  # a run goes on without it
