@@ -61,7 +61,6 @@ app = typer.Typer(
 )
 
 
-_COMPARISON = Path("reports/comparison.txt")
 _COLUMNS = re.compile(r"\S {3,}\S|──")  # in each line of a table
 
 
@@ -143,9 +142,7 @@ def _run(options: Options) -> None:
         outcomes = None if told else up_to_date.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
-    if not any(str(_COMPARISON) in one.outs for one in outcomes):  # what is there is of an earlier run
-        raise EckartError(f"dvc.yaml has no stage that writes {_COMPARISON}: bring it back, `git checkout dvc.yaml`")
-    _print_comparison(_COMPARISON)
+    _print_comparison(up_to_date.COMPARISON)
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
     if damage:
         print(f"WARNING: {damage}.")
@@ -486,9 +483,10 @@ def verify(
         print("No run wrote these entries:")
         for what, where in found.false.items():
             print("\n".join([f"  {what}", *(f"    in {one.place}" for one in where)]))
-    differing = 0
+    differing = failed = 0
     for recorded, made in module.sample(again, found):
         if isinstance(made, str):
+            failed += 1
             print(f"{recorded.stage} could not be made again: {made}", flush=True)
         elif made.same:
             print(f"{recorded.stage} was made again: the same bytes.", flush=True)
@@ -496,10 +494,11 @@ def verify(
             differing += 1
             reasons = "; ".join(made.reasons)
             print(f"{recorded.stage} was made again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
-    if found.false or differing:
+    if found.false or found.damaged or differing or failed:
         raise EckartError(
-            f"{len(found.false)} entries are false, {differing} stages differ. Remove false files of the run cache; "
-            "for dvc.lock: dvc repro --force --single-item STAGE"
+            f"{len(found.false)} entries are false, {len(found.damaged)} are damaged, {differing} stages differ, "
+            f"{failed} could not be made again. Remove files of the run cache that are false or damaged; for an entry "
+            "of dvc.lock: dvc repro --force --single-item STAGE"
         )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from flows import workspaces
+from flows.engine import supervisor
 from flows.engine.options import Options
 from flows.engine.stage_processes import terminable
 from flows.workspaces import WORKSPACES, WorkspaceError
@@ -95,7 +98,14 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
         prepare(study, seed)
         environment = workspaces.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
         # The study keeps the lock should this process be killed.
-        with _ending(subprocess.Popen(command, cwd=folder, env=environment, pass_fds=[lock.fileno()])) as process:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            pass_fds=[lock.fileno()],
+            preexec_fn=partial(supervisor.end_with_parent, signal.SIGTERM),
+        )
+        with _ending(process):
             return process.wait() == 0
 
 

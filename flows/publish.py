@@ -9,7 +9,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from flows.engine import stages
+from flows import up_to_date
 from tasks.candidate_files import CARDS, FINETUNED, ONNX
 from tasks.candidate_names import stage_name
 from tasks.errors import EckartError
@@ -62,7 +62,7 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
 
 
 def _files(candidate: str) -> dict[str, Path]:
-    planned = {one.name: one for one in stages.plan()}
+    planned = {one.name: one for one in up_to_date.plan()}
     made, exported = stage_name("finetune", candidate), stage_name("export", candidate)
     if made not in planned:
         known = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]

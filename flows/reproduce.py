@@ -262,11 +262,12 @@ def _bring_inputs(folder: Path, objects: Path) -> None:
 
 def _keep(objects: Path, wanted: LockedStage) -> None:
     """Put into the cache what was made again to the same bytes and was not there; objects alone, and no entry."""
-    for name in wanted.chain:
-        for out, digest in _digests(wanted.entries[name], "outs").items():
-            made = wanted.folder / out
-            if cached_objects.missing(objects, digest) and made.exists():
-                cached_objects.add(made, digest)
+    with locks.repository() as repo:
+        for name in wanted.chain:
+            for out, digest in _digests(wanted.entries[name], "outs").items():
+                made = wanted.folder / out
+                if cached_objects.missing(objects, digest) and made.exists():
+                    cached_objects.add(repo, made, digest)
 
 
 def _reasons(wanted: LockedStage) -> list[str]:

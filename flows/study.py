@@ -22,14 +22,13 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, live, open_runs, own_workspace, run_page, settings, silence
+from flows import cluster, installation, live, open_runs, own_workspace, run_page, settings, silence, up_to_date
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
 from flows.engine.stages import Outcome, Planned
 from flows.progress import Progress, roughly
 from flows.secrets import keep_out, shown
 from flows.tracking import database
-from flows.up_to_date import summary
 from tasks.errors import EckartError
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def study(
         if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
             get_run_logger().exception("the study failed")
         return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
-    message = " ".join(filter(None, [f"{summary(outcomes).removesuffix('.')}.", said, damage]))
+    message = " ".join(filter(None, [f"{up_to_date.summary(outcomes).removesuffix('.')}.", said, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 
@@ -145,7 +144,7 @@ def _run(options: Options) -> list[Outcome]:
 
     typed = torch_questions.checked_params()
     reference.refresh(typed["study"].name, typed["promotion"].model)
-    planned = stages.plan()
+    planned = up_to_date.plan()
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)

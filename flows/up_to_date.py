@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from flows.engine import computed, stages
-from flows.engine.stages import Outcome
+from flows.engine.locks import WorkspaceUnusable
+from flows.engine.stages import Outcome, Planned
 from tasks import check_params
+
+COMPARISON = Path("reports/comparison.txt")
+
+
+def plan() -> list[Planned]:
+    """The stages of the study: a dvc.yaml that was cut off is not taken for a smaller one.
+
+    Raises:
+        WorkspaceUnusable: nothing writes a comparison, or as `stages.plan`.
+    """
+    planned = stages.plan()
+    if not any(Path(path).match(str(COMPARISON)) for one in planned for path in one.writes):
+        raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON}: `git checkout dvc.yaml`")
+    return planned
 
 
 def outcomes() -> list[Outcome] | None:
@@ -17,7 +33,7 @@ def outcomes() -> list[Outcome] | None:
         ParamsError: params.yaml has mistakes.
         WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
-    planned = stages.plan()
+    planned = plan()
     found = [one.cached for one in planned if one.cached]
     if len(found) < len(planned):
         return None

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dvc.schema import COMPILED_LOCK_FILE_STAGE_SCHEMA, COMPILED_LOCKFILE_SCHEMA
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from voluptuous import Invalid
 
 from flows import reproduce
 from flows.engine import cached_objects, remote, stages
@@ -81,10 +83,10 @@ def verify() -> Findings:
         TransportFailed: the remote cannot be used.
     """
     damaged: list[str] = []
-    entries = [*_of_lock(damaged), *_of_runs(damaged)]
-    records = _records({entry.record for entry in entries if entry.record})
+    found = entries(damaged)
+    records = _records({entry.record for entry in found if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
-    for entry in entries:
+    for entry in found:
         if not (record := records.get(entry.record or "")):
             findings.unrecorded.append(entry)
         elif differing := entry.differences(record):
@@ -95,17 +97,22 @@ def verify() -> Findings:
     return findings
 
 
+def entries(damaged: list[str]) -> list[Entry]:
+    """All of dvc.lock, of the run cache and of that of the remote; files that are none are added to `damaged`."""
+    return [*_of_lock(damaged), *_of_runs(damaged)]
+
+
 def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction | str]]:
     """Make some stages of the last commit again, each from its recorded inputs.
 
-    They are drawn at random; those that no record vouches for more often.
+    They are drawn at random, first of those that no record vouches for.
     """
     doubtful = {entry.stage for entry in findings.doubtful}
     vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)} - doubtful
     pipeline = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
     timed = {name for name, described in pipeline.items() if (described.get("meta") or {}).get("alone")}
     names = [name for name in reproduce.recorded() if name.partition("@")[0] not in timed]  # times are never the same
-    for name in sorted(names, key=lambda name: random.random() * (2 if name in vouched else 1))[:count]:
+    for name in sorted(names, key=lambda name: (name in vouched, random.random()))[:count]:
         wanted = reproduce.record(name)
         try:
             yield wanted, reproduce.reproduce(wanted, alone=True)
@@ -115,13 +122,14 @@ def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reprod
 
 def _of_lock(damaged: list[str]) -> Iterator[Entry]:
     if LOCK.exists():
-        for name, content in _loaded(LOCK.read_text(), str(LOCK), "stages", damaged).get("stages", {}).items():
+        text = LOCK.read_text(errors="replace")
+        for name, content in _loaded(text, str(LOCK), COMPILED_LOCKFILE_SCHEMA, damaged).get("stages", {}).items():
             yield Entry(str(LOCK), name, content)
 
 
 def _of_runs(damaged: list[str]) -> Iterator[Entry]:
     for place, text in remote.run_entries():
-        if not (content := _loaded(text, place, "cmd", damaged)):
+        if not (content := _loaded(text, place, COMPILED_LOCK_FILE_STAGE_SCHEMA, damaged)):
             continue
         files = [Path(out["path"]) for out in content.get("outs", [])]
         own = [file.relative_to(inputs.FOLDER) for file in files if file.is_relative_to(inputs.FOLDER)]
@@ -129,16 +137,13 @@ def _of_runs(damaged: list[str]) -> Iterator[Entry]:
         yield Entry(place, names[0] if names else str(content["cmd"]), content)
 
 
-def _loaded(text: str, place: str, key: str, damaged: list[str]) -> dict[str, Any]:
-    """What a file with this key says; nothing if it is damaged, which is noted."""
+def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], damaged: list[str]) -> dict[str, Any]:
+    """What a file of this schema says; nothing if it is damaged, which is noted."""
     try:
-        content = YAML(typ="safe").load(text)
-    except YAMLError:
-        content = None
-    if isinstance(content, dict) and key in content:
-        return content
-    damaged.append(place)
-    return {}
+        return schema(YAML(typ="safe").load(text))
+    except (YAMLError, ValueError, Invalid):
+        damaged.append(place)
+        return {}
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:

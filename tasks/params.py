@@ -24,7 +24,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
 from tasks.candidate_names import candidate_name
 from tasks.errors import EckartError
@@ -253,8 +252,10 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         raise ParamsError(
             f"{path} does not exist: run this in the root of a workspace; `eckart init FOLDER` makes one"
         ) from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path} is no valid YAML: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # of a tag or a date that YAML has, whatever Python says of its value
+        raise ParamsError(f"{path} is no valid YAML: {error or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
     if lines := list(_nameless(content)):

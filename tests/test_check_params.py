@@ -625,7 +625,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return params
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=mutated())
 def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
     """Each with a path and what to write, whatever name or value it quotes."""
@@ -665,6 +665,14 @@ HOLDS_ITSELF = "study: &it\n  name: tiny\n  goals: *it\n"
         ("--- 1\n--- 2\n", ""),
         ("seed: 1e\n", "seed"),
         ("[" * 3000, ""),
+        ("[" * 3000 + "]" * 3000, ""),
+        ("seed: 2020-99-99\n", ""),
+        ("seed: 2020-01-01 99:99:99\n", ""),
+        ("seed: !!int abc\n", ""),
+        ("seed: !!int '_'\n", ""),
+        ("seed: !!float abc\n", ""),
+        ("seed: !!bool maybe\n", ""),
+        ("seed: " + "9" * 5000 + "\n", ""),
     ],
 )
 def test_what_yaml_has_and_parameters_have_not_is_said(tmp_path: Path, text: str, path: str) -> None:

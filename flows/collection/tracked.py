@@ -56,7 +56,7 @@ def look(recent: int) -> Iterator[Tracked]:
     users = os.environ.get("MLFLOW_TRACKING_URI")
     model = check_params.typed_section("promotion").model
     database.set_aside_damaged()
-    if damaged := sorted(Path().glob(f"{database.FILE}.damaged*")):
+    if damaged := database.damaged():
         raise CannotCollect(f"what the versions in {damaged[0]} name is not known: repair it, or move it elsewhere")
     if not (users or os.environ.get("MLFLOW_REGISTRY_URI") or database.FILE.exists() or champions.last(model)):
         yield Tracked(set(), [_registered(0)])

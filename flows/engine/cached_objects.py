@@ -11,13 +11,12 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from dvc.repo import Repo
 from dvc_data.hashfile.build import build
 from dvc_data.hashfile.hash import file_md5
 from dvc_data.hashfile.transfer import transfer
 from dvc_data.hashfile.tree import Tree
 from dvc_objects.fs.local import LocalFileSystem
-
-from flows.engine.locks import repository
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +75,12 @@ def copy(cache_dir: Path, digest: str, target: Path) -> None:
         shutil.copyfile(object_path(cache_dir, each), target / name)
 
 
-def add(path: Path, digest: str) -> None:
-    """Put a file or folder into the cache of this workspace, unless it has another digest than this."""
-    with repository() as repo:
-        odb = repo.cache.local
-        staged, _, found = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
-        if found.hash_info.value == digest:
-            transfer(staged, odb, {found.hash_info}, shallow=False)  # also files whose list is there
+def add(repo: Repo, path: Path, digest: str) -> None:
+    """Put a file or folder into the cache of a workspace, unless it has another digest than this."""
+    odb = repo.cache.local
+    staged, _, found = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
+    if found.hash_info.value == digest:
+        transfer(staged, odb, {found.hash_info}, shallow=False)  # also files whose list is there
 
 
 def remove(path: Path) -> None:

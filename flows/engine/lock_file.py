@@ -26,6 +26,7 @@ from voluptuous import Invalid
 
 log = logging.getLogger(__name__)
 
+_LOCK = Path("dvc.lock")
 _HEAD = "schema: '2.0'\nstages:\n"
 _ENTRIES = re.compile(r"(?:  .*\n|\n)*")
 _ANCHOR = re.compile(r"[&*]id\d{3}")  # of what stands twice: numbered throughout the file
@@ -53,26 +54,39 @@ def heal(repo: Repo) -> None:
 
     dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
     """
-    _heal(Path("dvc.lock"), _check_whole)
-    _heal(Path(repo.tmp_dir) / RWLOCK_FILE, lambda text: RWLOCK_SCHEMA(json.loads(text)))
+    for path, damaged in ((_LOCK, is_damaged()), _rwlock(repo)):
+        if damaged:
+            aside = path.with_name(f"{path.name}.damaged")
+            path.replace(aside)
+            log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
 
 
-def _check_whole(text: str) -> None:
-    """Refuse what DVC would not take, and half a line, which may be YAML: `hash: m`, say.
+def is_damaged() -> bool:
+    """Whether dvc.lock is there and was cut off: it is what DVC would not take, or ends in half a line.
 
-    Cut off between two lines it says less than it did, of which the worst is that a stage is not up to date.
+    Half a line may be YAML: `hash: m`, say. Cut off between two lines it says less than it did, of which the worst is
+    that a stage is not up to date.
     """
+    return _fails(_LOCK, _check)
+
+
+def _check(text: str) -> None:
     COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(text) or {})
     if not text.endswith("\n"):
         raise ValueError("half a line")
 
 
-def _heal(path: Path, check: Callable[[str], Any]) -> None:
+def _rwlock(repo: Repo) -> tuple[Path, bool]:
+    path = Path(repo.tmp_dir) / RWLOCK_FILE
+    return path, _fails(path, lambda text: RWLOCK_SCHEMA(json.loads(text)))
+
+
+def _fails(path: Path, check: Callable[[str], Any]) -> bool:
+    """Whether the file is there and does not pass."""
     try:
         check(path.read_text("utf-8"))
     except FileNotFoundError:
-        return
+        pass
     except (YAMLError, ValueError, Invalid):
-        aside = path.with_name(f"{path.name}.damaged")
-        path.replace(aside)
-        log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
+        return True
+    return False

@@ -25,7 +25,8 @@ from dvc.repo import Repo, lock_repo
 from dvc.rwlock import rwlock
 from voluptuous import Invalid
 
-from flows.engine import site_cache
+from flows.engine import site_cache, stage_processes
+from flows.engine.stage_processes import CommandFailed
 from flows.engine.whole_repo import WholeRepo
 from tasks.errors import EckartError
 
@@ -89,7 +90,8 @@ def workspace(repo: Repo) -> Iterator[None]:
 def machine(alone: bool = False) -> Iterator[None]:
     """Stages share the machine, except one that must have it alone; this holds for all flows of this user."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
         yield
 
 
@@ -98,10 +100,10 @@ def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterato
     """DVC's locks on what a stage reads and writes, waited for: `dvc repro` by hand respects them, too."""
     with ExitStack() as stack:
         for path in reads:
-            _wait_for(repo, partial(_read_locks.acquire, repo, path))
+            _wait_for(partial(_read_locks.acquire, repo, path))
             stack.callback(_read_locks.release, repo, path)
         written = ExitStack()
-        _wait_for(repo, lambda: written.enter_context(_rwlock(repo, write=writes)))
+        _wait_for(lambda: _enter(repo, written, _rwlock(repo, write=writes)))
         stack.callback(_close, repo, written)
         yield
 
@@ -114,11 +116,12 @@ class _ReadLocks:
         self._held: dict[str, ExitStack] = {}
 
     def acquire(self, repo: Repo, path: str) -> None:
-        if path not in self._held:
-            held = ExitStack()
-            held.enter_context(_rwlock(repo, read=[path]))
-            self._held[path] = held
-        self._readers[path] += 1
+        with bookkeeping(repo):
+            if path not in self._held:
+                held = ExitStack()
+                held.enter_context(_rwlock(repo, read=[path]))
+                self._held[path] = held
+            self._readers[path] += 1
 
     def release(self, repo: Repo, path: str) -> None:
         with bookkeeping(repo):
@@ -134,19 +137,29 @@ def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> 
     return rwlock(repo.tmp_dir, repo.fs, " ".join(sys.argv), list(read), list(write), False)
 
 
-def _wait_for(repo: Repo, acquire: Callable[[], object]) -> None:
-    """Take a DVC lock as soon as no other process has it. All edits of its lock file are bookkeeping."""
+def _wait_for(acquire: Callable[[], object]) -> None:
+    """Take a lock as soon as no other process has it.
+
+    Raises:
+        CommandFailed: the flow has ended meanwhile.
+    """
     said = False
     while True:
         try:
-            with bookkeeping(repo):
-                acquire()
-                return
-        except LockError as error:
+            acquire()
+            return
+        except (LockError, BlockingIOError) as error:
             if not said:
-                log.warning("waiting: %s", error)
+                log.warning("waiting: %s", error if isinstance(error, LockError) else "the machine is another flow's")
                 said = True
+        if stage_processes.flow_has_ended():
+            raise CommandFailed("not begun, since the flow has ended")
         time.sleep(_POLL)
+
+
+def _enter(repo: Repo, locks: ExitStack, lock: AbstractContextManager[None]) -> None:
+    with bookkeeping(repo):  # all edits of DVC's file of locks are
+        locks.enter_context(lock)
 
 
 def _close(repo: Repo, locks: ExitStack) -> None:

@@ -158,8 +158,8 @@ def push() -> set[str]:
     Raises:
         TransportFailed: the remote cannot be used.
     """
+    _refuse_damaged()
     with _transport("pushing") as repo:
-        lock_file.heal(repo)
         repo.push(run_cache=True)
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
         lacking: set[str] = set()
@@ -189,8 +189,8 @@ def pull() -> Pulled:
     Raises:
         TransportFailed: the remote cannot be used.
     """
+    _refuse_damaged()
     with _transport("pulling") as repo:
-        lock_file.heal(repo)
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
@@ -225,8 +225,8 @@ def fetch_objects(digests: Iterable[str]) -> None:
     Raises:
         TransportFailed: the remote cannot be used.
     """
+    _refuse_damaged()
     with _transport("pulling") as repo:
-        lock_file.heal(repo)
         repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
 
 
@@ -321,6 +321,13 @@ def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
     if out.fs_path == part or files is None:
         return [digest]
     return [each for name, each in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+
+
+def _refuse_damaged() -> None:
+    if lock_file.is_damaged():
+        raise TransportFailed(
+            "dvc.lock was cut off: `git checkout dvc.lock` brings it back, or `eckart run`, from the cache"
+        )
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:

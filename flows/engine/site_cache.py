@@ -14,7 +14,7 @@ import sqlite3
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 
@@ -71,7 +71,8 @@ def heal(folder: Path) -> None:
     if any(_is_damaged(file) for file in folder.rglob("*.db")):
         aside = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
+        with suppress(FileNotFoundError):  # another process was first
+            folder.rename(aside)
         log.warning("DVC's databases in %s are damaged, and set aside: files are hashed once more", folder)
 
 

@@ -43,8 +43,11 @@ _LONGEST = 60
 
 _SHORT_OF_MEMORY = ", as the system does where memory is short: run fewer stages at a time, or with smaller batches"
 
+_PATIENCE = 10  # seconds for the last lines of a stage that has ended
+
 _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
-"""What ends a process with all it started, what it prints, and its exit code once it has ended."""
+"""What ends a process with all it started, what it prints, which who reads it closes, and its exit code once it has
+ended."""
 
 _context = multiprocessing.get_context("forkserver")
 _running: set[Callable[[], None]] = set()  # each ends a supervisor
@@ -74,8 +77,8 @@ def run(
                 raise CommandFailed("not begun, since the flow has ended")
             end, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(end)
-        reaper = threading.Thread(target=_bury, args=(exit_code, root, env), daemon=True)
-        reaper.start()
+        lines = _Lines(output, log, end)
+        lines.start()
         expired = threading.Event()
 
         def expire() -> None:
@@ -85,28 +88,47 @@ def run(
         timer = threading.Timer(timeout or 0, expire)
         if timeout:
             timer.start()
-        last = ""
         try:
-            for line in map(shown, output):
-                last = line.rstrip() or last
-                log(line.rstrip())
-            reaper.join()
             code = exit_code()
+            if code and "DVC_STAGE" in env:  # its supervisor may have been killed
+                leftovers.kill(root, env["DVC_STAGE"])
+            lines.join(_PATIENCE)  # and no longer: what could not be killed may hold the output open
         finally:
             timer.cancel()
             end()
             _running.discard(end)
+    if lines.failure:
+        raise lines.failure
     if expired.is_set():
         raise CommandFailed(f"stopped after {timeout:g} s")
     if code:
-        raise CommandFailed(last if code == 1 and last else f"{_ending(code)}; its last line: {last}")
+        raise CommandFailed(lines.last if code == 1 and lines.last else f"{_ending(code)}; its last line: {lines.last}")
     return time.perf_counter() - start
 
 
-def _bury(exit_code: Callable[[], int], root: Path, env: Mapping[str, str]) -> None:
-    """Kill what a supervisor that was killed leaves behind, which would otherwise hold the stage's output open."""
-    if exit_code() < 0 and "DVC_STAGE" in env:
-        leftovers.kill(root, env["DVC_STAGE"])
+class _Lines(threading.Thread):
+    """Hands on the lines that a stage prints, and ends it where that fails."""
+
+    def __init__(self, output: IO[str], log: Callable[[str], None], end: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._output, self._log, self._end = output, log, end
+        self.last = ""
+        self.failure: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with self._output:
+                for line in map(shown, self._output):
+                    self.last = line.rstrip() or self.last
+                    self._log(line.rstrip())
+        except Exception as error:  # of whoever is told
+            self.failure = error
+            self._end()
+
+
+def flow_has_ended() -> bool:
+    """Whether no stage may begin any more."""
+    return _stopping.is_set()
 
 
 def _ending(code: int) -> str:
@@ -168,14 +190,16 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
         process.join()
         return process.exitcode or 0
 
-    with os.fdopen(os.dup(reader.fileno()), errors="replace") as output:
-        reader.close()
-        yield process.terminate, output, exit_code
+    output = os.fdopen(os.dup(reader.fileno()), errors="replace")
+    reader.close()
+    yield process.terminate, output, exit_code
     process.join()
 
 
 def _keep_sockets_short() -> None:
     """Have multiprocessing make its folder, which it makes once, where the path of a socket is not too long."""
+    if multiprocessing.process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        return
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > _LONGEST:
         tempfile.tempdir = "/tmp"
@@ -202,8 +226,8 @@ def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]
             pass_fds=[flow],
         )
         os.close(flow)
-        with process:
-            assert process.stdout
-            yield process.terminate, process.stdout, process.wait
+        assert process.stdout
+        yield process.terminate, process.stdout, process.wait
+        process.wait()
     finally:
         os.close(ours)

@@ -122,8 +122,6 @@ def plan() -> list[Planned]:
                 twin=None,
                 cached=_outcome(stage, "Cached", definition) if current else None,
             )
-    if not planned:  # it was cut off, say, and nothing would be taken for everything
-        raise WorkspaceUnusable("dvc.yaml has no stages: bring it back, `git checkout dvc.yaml`")
     return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
 
 

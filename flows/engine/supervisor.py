@@ -36,9 +36,9 @@ def fork() -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends, whose main thread must have started it."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when the thread ends that started it, which its process takes along."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -48,20 +48,29 @@ def _prctl(option: int, value: int) -> None:
 
 def _watch(stage: int, flow: int) -> NoReturn:
     """End when the stage does, with its code, or when the flow does."""
-    signal.signal(signal.SIGTERM, lambda *_: _end(1))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    signals = {signal.SIGTERM, signal.SIGCHLD}  # one after the other: no second one interrupts the end
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # one that is ignored may not be waited for
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     threading.Thread(target=_follow, args=(flow,), daemon=True).start()
-    ended = status = 0
-    while ended != stage:  # or an orphan that was taken in
-        ended, status = os.wait()
+    while (status := _status(stage)) is None:
+        if signal.sigwait(signals) == signal.SIGTERM:
+            _end(1)
     code = os.waitstatus_to_exitcode(status)
     _end(code if code >= 0 else 128 - code)  # as a shell has it
+
+
+def _status(stage: int) -> int | None:
+    """How the stage ended, if it has; orphans that were taken in and have ended are forgotten."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended in (0, stage):
+            return status if ended else None
 
 
 def _follow(flow: int) -> None:
     while os.read(flow, 1024):
         pass
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(code: int) -> NoReturn:

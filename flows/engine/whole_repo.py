@@ -1,4 +1,4 @@
-"""DVC's repository, which takes nothing of its own that is damaged: its databases, and entries of its run cache."""
+"""DVC's repository, which takes nothing of its own that is damaged: its databases, and what its run cache names."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ class WholeRepo(Repo):
 class _WholeEntries(StageCache):
     """The run cache. An entry is named by the digest of what it says, and DVC would take what is left of one.
 
-    Cut off between two outputs it is valid, and an output is missing once the stage is restored.
+    Cut off between two outputs it is valid, and an output is missing once the stage is restored. Of the objects that an
+    entry names DVC reads none: a corrupt one would be taken, and pushed.
     """
+
+    def _create_stage(self, cache: Any, wdir: str | None = None) -> Any:
+        digests = [str(out["md5"]) for out in cache["outs"] if "md5" in out]
+        cached_objects.discard_corrupt(Path(self.repo.cache.local_cache_dir), digests)
+        return super()._create_stage(cache, wdir)
 
     def _load_cache(self, key: str, value: str | None) -> Any:
         if value is None:  # a folder that has lost its last entry, on which DVC fails

@@ -17,7 +17,7 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import open_runs, own_workspace, run_page, settings
+from flows import open_runs, own_workspace, run_page, settings, up_to_date
 from flows.engine import stages
 from flows.engine.stages import Outcome
 from flows.promotion import gates
@@ -196,7 +196,7 @@ def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
 
 def _candidates() -> list[Recorded]:
     """The candidates of the study, with the numbers that its stages wrote."""
-    planned = stages.plan()
+    planned = up_to_date.plan()
     if stale := [one.name for one in planned if not one.cached]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `eckart run` first")

@@ -13,6 +13,7 @@ from typing import Any
 import mlflow
 import pandas as pd
 
+from flows.engine import supervisor
 from flows.secrets import shown
 from tasks.errors import EckartError
 
@@ -61,7 +62,13 @@ def _predict(model: str, question: Path, answer: Path) -> None:
     words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
     words += ["-i", str(question), "-t", "json", "-o", str(answer)]
     try:
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=_PATIENCE)
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            preexec_fn=supervisor.end_with_parent,
+        )
     except subprocess.TimeoutExpired as error:
         raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
     if done.returncode:

@@ -6,12 +6,14 @@ Without it a registry that was lost would look like a new one.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 _FILE = Path(".eckart/champions.json")
+log = logging.getLogger(__name__)
 
 
 class Noted(BaseModel):
@@ -33,14 +35,17 @@ def last(model: str) -> Noted | None:
 
 
 def note(model: str, champion: Noted) -> None:
-    """Note that a version of the model is the champion."""
+    """Note that a version of the model is the champion; a disk that is full is no failure of a promotion."""
     known = _read()
     if known.get(model) == champion:
         return
-    _FILE.parent.mkdir(exist_ok=True)
     new = _FILE.with_name(f"{_FILE.name}.new")
-    new.write_bytes(_Champions.dump_json(known | {model: champion}, indent=1))
-    os.replace(new, _FILE)
+    try:
+        _FILE.parent.mkdir(exist_ok=True)
+        new.write_bytes(_Champions.dump_json(known | {model: champion}, indent=1))
+        os.replace(new, _FILE)
+    except OSError as error:
+        log.warning("the champion cannot be noted: %s", error)
 
 
 def _read() -> dict[str, Noted]:

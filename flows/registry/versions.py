@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -154,12 +154,18 @@ class Registry:
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
                 self._note(str(champion.version))
-        elif (had := champions.last(self.name)) and not first:
+        elif not first and (had := self._had()):
             raise RegistryLost(
-                f"the model registry at {_place()} knows no champion of {self.name}, and this workspace has had one: "
-                f"version {had.version} in {had.registry}. Bring that registry back, or begin anew with "
-                "`eckart promote --first`"
+                f"the model registry at {_place()} knows no champion of {self.name}, and this workspace has had {had}. "
+                "Bring that registry back, or begin anew with `eckart promote --first`"
             )
+
+    def _had(self) -> str:
+        """The last champion, in words, or where one may be that was not noted here."""
+        if noted := champions.last(self.name):
+            return f"version {noted.version} in {noted.registry}"
+        damaged = database.damaged() if self._local else []
+        return f"another registry, which is kept as {damaged[-1]}" if damaged else ""
 
     def _note(self, number: str) -> None:
         champions.note(self.name, Noted(version=number, registry=_place()))
@@ -179,6 +185,12 @@ class Registry:
         """Those that were the champion and that nobody went back from, the latest last."""
         found = self.client.search_model_versions(f"name = '{self.name}'")
         return sorted((one for one in found if PROMOTED_AT in one.tags and ROLLED_BACK not in one.tags), key=_when)
+
+    def _now(self) -> str:
+        """The time, as it is sorted; just after the last promotion where the clock has gone back since."""
+        last = max(map(_when, self._promoted()), default="")
+        now = _stamp(datetime.now(UTC))
+        return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
         """MLflow's run of the candidate whose stages have `key`, if MLflow knows it, and the study's experiment."""
@@ -268,7 +280,7 @@ class Registry:
         if before and before.version not in [one.version for one in self._promoted()[-1:]]:
             # Someone made it the champion by hand: it counts as promoted now, so that one can go back to it.
             self._unmark(before.version, ROLLED_BACK)
-            self.mark(before.version, {PROMOTED_AT: timestamp()})
+            self.mark(before.version, {PROMOTED_AT: self._now()})
         self._move(number)
         return self._confirm(number)
 
@@ -322,7 +334,7 @@ class Registry:
         self._unmark(number, ROLLED_BACK)
         before = self.before(self.version(number))
         self._conclude(number, f"Promoted at {clock()}" + (f", in place of version {before}." if before else "."))
-        self.mark(number, {PROMOTED_AT: timestamp(), SMOKE: f"passed {clock()}"})
+        self.mark(number, {PROMOTED_AT: self._now(), SMOKE: f"passed {clock()}"})
         self._note(number)
         self._follow()
         return True
@@ -370,9 +382,8 @@ def _when(version: ModelVersion) -> str:
     return str(version.tags[PROMOTED_AT])
 
 
-def timestamp() -> str:
-    """Now, as it is sorted."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+def _stamp(moment: datetime) -> str:
+    return moment.isoformat(timespec="microseconds")
 
 
 def clock() -> str:

@@ -27,7 +27,7 @@ def set_aside_damaged() -> str:
     Results are in DVC, and MLflow is told of them again. What DVC does not have is the registry: it is lost unless the
     damaged file can be repaired.
     """
-    if "MLFLOW_TRACKING_URI" in os.environ or not FILE.exists() or not (cause := _damage()):
+    if os.environ.get("MLFLOW_TRACKING_URI") or not FILE.exists() or not (cause := _damage()):
         return ""
     _LOCK.parent.mkdir(exist_ok=True)
     with _LOCK.open("w") as lock:
@@ -35,10 +35,10 @@ def set_aside_damaged() -> str:
         if not (FILE.exists() and _damage()):  # another process was first, and a new one may be there
             return ""
         aside = _unused(FILE.with_name(f"{FILE.name}.damaged"))
-        FILE.replace(aside)
-        for ending in ("-wal", "-shm"):  # SQLite's own, without which nothing can be repaired
+        for ending in ("-journal", "-wal", "-shm"):  # SQLite's own: it would put them into the new one
             if (journal := FILE.with_name(FILE.name + ending)).exists():
                 journal.replace(aside.with_name(aside.name + ending))
+        FILE.replace(aside)
     said = (
         f"{FILE} is damaged ({cause}) and is kept as {aside}. MLflow begins a new one and is told again what DVC has; "
         f"the model registry, with its champion, was in it: `sqlite3 {aside} .recover` may bring it back"
@@ -47,10 +47,15 @@ def set_aside_damaged() -> str:
     return said
 
 
+def damaged() -> list[Path]:
+    """Databases that were set aside."""
+    return sorted(FILE.parent.glob(f"{FILE.name}.damaged*"))
+
+
 def _damage() -> str:
     """What is wrong with the database, by SQLite's own check of all its pages; nothing if it is merely locked."""
     try:
-        with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+        with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=rw", uri=True)) as connection:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError:  # locked, or not readable: MLflow says so
         return ""

@@ -51,7 +51,8 @@ class Command:
 
     def end(self) -> tuple[int | None, str]:
         """Wait for it: its code, and what it has printed."""
-        self._process.join(900)
+        self._process.join(600)
+        self._process.kill()  # one that waits for ever would hold what others wait for
         said = Path(self._said).read_text()
         Path(self._said).unlink()
         return self._process.exitcode, said

@@ -390,9 +390,10 @@ class Driver:
 
     def end(self) -> None:
         for one in reversed(self.family()):
-            one.kill()
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         self.process.kill()
-        self.process.communicate()
+        self.process.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -424,7 +425,8 @@ def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_pa
     stage = killed.children(recursive=True)
     killed.send_signal(signal.SIGKILL)
     for one in stage:
-        one.kill()
+        with suppress(psutil.NoSuchProcess):  # its supervisor was sooner
+            one.kill()
     first = driver.states()
     assert {name: state for name, (state, _) in first.items()} == {
         "source": "Executed",

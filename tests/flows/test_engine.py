@@ -435,6 +435,22 @@ def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, 
         assert path.read_bytes() == whole
 
 
+def test_a_corrupt_object_that_the_run_cache_alone_names_is_made_again(workspace: Path) -> None:
+    params, made = workspace / "params.yaml", workspace / "out/b"
+    run_all(workspace)
+    whole = made.read_bytes()
+    (first,) = [path for path in objects(workspace) if path.read_bytes() == whole]
+    params.write_text(PARAMS.replace("b: 2", "b: 3"))
+    run_all(workspace)
+    first.chmod(0o644)
+    first.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    first.chmod(0o444)
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    params.write_text(PARAMS)
+    assert run_all(workspace)["work@b"] == "Executed"
+    assert first.read_bytes() == made.read_bytes() == whole
+
+
 @pytest.mark.parametrize("content", ["", "schema: '2.0'\nstages:\n  source:\n    cmd: [ec", "schema: '2.0'\nsta"])
 def test_a_lock_file_that_was_cut_off_costs_nothing(workspace: Path, content: str) -> None:
     run_all(workspace)
@@ -591,7 +607,7 @@ class TestLinks:
 
 
 BROKEN = {
-    "dvc.yaml": ["", "stages:\n  source:\n", "stages: [\n", "stages: 3\n", "\udcff", None],
+    "dvc.yaml": ["stages:\n  source:\n", "stages: [\n", "stages: 3\n", "\udcff", None],
     ".dvc/config": ["[core\n", "[remote]\n    url = 3\n", "[core]\n    colour = red\n", "\udcff"],
     ".dvc/config.local": ["[core\n"],
     ".dvcignore": ["\udcff"],

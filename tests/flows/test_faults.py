@@ -91,8 +91,10 @@ def meanwhile(root: Path, stage: str, act: Callable[[], object]) -> Iterator[Non
 
     def wait_and_act() -> None:
         until(lambda: begins(root, stage) or over.is_set())
-        act()
-        hold.unlink()
+        try:
+            act()
+        finally:
+            hold.unlink()
 
     with ThreadPoolExecutor() as pool:
         acting = pool.submit(wait_and_act)

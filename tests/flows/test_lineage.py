@@ -102,13 +102,14 @@ def test_pull_writes_none_and_push_carries_none(
     assert_made_anew(other)
 
 
-def test_pull_after_dvc_lock_was_cut_off_brings_all_back(main: Path) -> None:
-    remote.push()
+def test_a_dvc_lock_that_was_cut_off_is_neither_pushed_nor_pulled(main: Path) -> None:
     text = (main / "dvc.lock").read_text()
     (main / "dvc.lock").write_text(text[: text.index("md5") + 1])
-    shutil.rmtree(main / "data/splits")
-    assert not remote.pull().lacking
-    assert (main / "data/splits/train").exists()
+    before = entries(main)
+    for act in (remote.push, remote.pull):
+        with pytest.raises(remote.TransportFailed, match=r"git checkout dvc\.lock"):
+            act()
+    assert entries(main) == before
     assert "Executed" not in run(main).values()
 
 
@@ -209,6 +210,21 @@ class TestVerify:
         found = verify.verify()
         assert found.damaged == [str(entry.with_name("0" * 64).resolve())]
         assert found.agree
+
+    def test_an_entry_may_be_cut_off_at_any_byte(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        entry = next((main / ".dvc/cache/runs").glob("*/*/*")).read_text()
+        lock = (main / "dvc.lock").read_text()
+        (tmp_path / "empty").mkdir()
+        monkeypatch.chdir(tmp_path / "empty")
+        for size in range(max(len(entry), 600)):
+            monkeypatch.setattr(remote, "run_entries", lambda cut=entry[:size]: [("the run cache", cut)])
+            Path("dvc.lock").write_text(lock[:size])
+            damaged: list[str] = []
+            for one in verify.entries(damaged):
+                assert one.differences(inputs.Inputs(parameters={}, code={})) is not None
+            assert {*damaged} <= {"the run cache", "dvc.lock"}
 
     def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:
         """As entries were before stages recorded anything."""

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry
 def test_nobody_goes_back_to_what_was_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a kill came between the two tags of a promotion."""
     promote(models, "1", "2")
-    models.mark("3", {PROMOTED_AT: versions.timestamp(), SMOKE: "pending"})
+    models.mark("3", {PROMOTED_AT: models._now(), SMOKE: "pending"})
     models.client.set_registered_model_alias("m", CHAMPION, "3")
 
     def silent(_: Registry, reference: str) -> None:
@@ -299,6 +300,15 @@ def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
         promote(begun, "3")
     with connected("m") as found:
         assert found.aliases() == {CHAMPION: "3"}
+
+
+def test_a_clock_that_goes_back_makes_no_other_order(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    promote(models, "1")
+    back = datetime.now(UTC) - timedelta(days=1)
+    monkeypatch.setattr(versions, "datetime", type("Back", (datetime,), {"now": lambda _: back}))
+    promote(models, "2", "3")
+    assert models.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
+    assert models.roll_back() == ("3", "2")
 
 
 def test_a_champion_that_has_yet_to_answer_is_none_that_was_had(database: Path, tmp_path: Path) -> None:

@@ -364,6 +364,20 @@ def test_a_damaged_database_is_kept_and_said(root: Path, plan: list[Planned], ca
     assert not (root / "mlflow.db").exists()
 
 
+def test_a_damaged_database_leaves_no_journal_behind(root: Path) -> None:
+    """SQLite would put what stands in it into the database that comes next."""
+    with closing(sqlite3.connect(root / "mlflow.db")) as writer:
+        writer.execute("PRAGMA cache_size = 1")
+        writer.execute("CREATE TABLE one (number)")
+        writer.commit()
+        writer.executemany("INSERT INTO one VALUES (?)", [(number,) for number in range(10_000)])
+        journal = (root / "mlflow.db-journal").read_bytes()
+    (root / "mlflow.db-journal").write_bytes(journal)
+    (root / "mlflow.db").write_bytes(b"no database" * 1000)
+    assert database_file.set_aside_damaged()
+    assert {file.name for file in root.glob("mlflow.db*")} <= {"mlflow.db.damaged", "mlflow.db.damaged-journal"}
+
+
 def test_a_database_that_another_process_writes_to_is_whole(root: Path) -> None:
     with closing(sqlite3.connect(root / "mlflow.db")) as writer:
         writer.execute("BEGIN EXCLUSIVE")
