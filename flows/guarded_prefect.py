@@ -7,8 +7,8 @@ process, and macOS has nothing alike. Where the server does not start, the cause
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import logging
 import os
 import signal
 import socket
@@ -16,10 +16,9 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from flows.guard import Guard
 
@@ -41,7 +40,7 @@ def main() -> None:
     try:
         if file:
             _look_at(file, settings.server.memo_store_path)
-        _serve(listener)
+        asyncio.run(_serve(listener))
     except Exception as error:
         print(_words(error, file), flush=True)
         os._exit(1)  # services may have begun
@@ -66,41 +65,15 @@ def _look_at(file: Path, memory: Path) -> None:
         raise sqlite3.DatabaseError(found)
 
 
-def _serve(listener: socket.socket) -> None:
+async def _serve(listener: socket.socket) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
-    app = _Told(Guard(create_app(final=True), os.environ["ECKART_SERVER_KEY"]))
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", log_level="error"))
-    logging.getLogger("uvicorn.error").addFilter(lambda _: app.failure is None)  # which is said in our words
-    try:
-        server.run(sockets=[listener])
-    except SystemExit:
-        if app.failure:
-            raise app.failure from None
-        raise
-
-
-class _Told:
-    """An application that keeps why it did not start, where uvicorn would log a traceback."""
-
-    def __init__(self, app: Guard) -> None:
-        self._app = app
-        self.failure: Exception | None = None
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] != "lifespan":
-            await self._app(scope, receive, send)
-            return
-
-        async def without_traceback(message: Mapping[str, Any]) -> None:
-            await send({"type": message["type"]})
-
-        try:
-            await self._app(scope, receive, without_traceback)
-        except Exception as error:
-            self.failure = error
-            raise
+    app = create_app(final=True)
+    config = uvicorn.Config(Guard(app, os.environ["ECKART_SERVER_KEY"]), lifespan="off", log_level="error")
+    async with app.router.lifespan_context(app):  # not by uvicorn, which would log a traceback where it fails
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn heeds it, and sends it again after that
+        await uvicorn.Server(config).serve(sockets=[listener])
 
 
 def _words(error: Exception, file: Path | None) -> str:

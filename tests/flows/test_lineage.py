@@ -241,7 +241,7 @@ class TestVerify:
         assert len(found.unrecorded) == 2
         assert found.doubtful == found.unrecorded
 
-    def test_a_sample_is_made_again_first_of_what_nothing_vouches_for(self, main: Path) -> None:
+    def test_a_sample_is_made_again_and_compared(self, main: Path) -> None:
         """In a toy, whose stages record nothing."""
         call(main, "dvc", "push", "-q")
         found = verify.verify()
