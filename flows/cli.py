@@ -484,7 +484,7 @@ def verify(
         for what, where in found.false.items():
             print("\n".join([f"  {what}", *(f"    in {one.place}" for one in where)]))
     differing = failed = 0
-    for recorded, made in module.sample(again, found):
+    for recorded, made in module.sample(again, found) if again else ():
         if isinstance(made, str):
             failed += 1
             print(f"{recorded.stage} could not be made again: {made}", flush=True)

@@ -52,6 +52,8 @@ def _download(requirement: str, folder: Path, sdist: bool) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "it does not say why").splitlines()[-1]
+        if "connection broken" in done.stderr:  # of which the last line says nothing
+            reason = f"no package index answers; run again where there is a network ({reason})"
         raise StageError(f"pip cannot download {requirement}: {reason}")
     return next((folder / "archive").iterdir())
 

@@ -102,6 +102,14 @@ def test_a_package_that_cannot_be_had_is_named(index: Path, requirement: str) ->
         pass
 
 
+def test_an_index_that_does_not_answer_is_said(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(StageError, match="network"), member("pypi://absent==1.0/a"):
+        pass
+
+
 def test_a_member_that_there_is_not_is_named(index: Path) -> None:
     address = "pypi://toy_model==1.0/toy_model/absent"
     with pytest.raises(StageError, match=r"toy_model==1\.0 .*toy_model/absent"), member(address):

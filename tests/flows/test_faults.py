@@ -187,7 +187,7 @@ class TestAfterAFinishedRun:
         assert list((workspace / "models/finetuned").iterdir()) == []
         assert "9 cached, 4 executed" in flows(workspace, "run").output
 
-    def test_a_pipeline_that_was_cut_off(self, workspace: Path, flows: Flows) -> None:
+    def test_a_pipeline_that_was_cut_off_and_then_a_report_that_is_gone(self, workspace: Path, flows: Flows) -> None:
         """What stands before the cut is up to date, and the comparison that is there is an earlier run's."""
         file = workspace / "dvc.yaml"
         whole = file.read_text()
@@ -199,7 +199,9 @@ class TestAfterAFinishedRun:
                 assert any(line.startswith("dvc.yaml ") for line in done.output.splitlines())
         finally:
             file.write_text(whole)
-        assert "Nothing was recomputed" in flows(workspace, "run").output
+        (workspace / "reports/comparison.csv").unlink()
+        assert ", 1 restored" in flows(workspace, "run").output
+        assert (workspace / "reports/comparison.csv").exists()
 
     def test_a_corrupt_object_of_the_cache(
         self, workspace: Path, flows: Flows, caplog: pytest.LogCaptureFixture

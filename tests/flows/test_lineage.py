@@ -176,6 +176,7 @@ class TestVerify:
         assert not found.unrecorded
         names = {entry.stage for entry in found.agree if entry.place == "dvc.lock"}
         assert names == set(YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"])
+        assert CliRunner().invoke(app, ["verify"]).exit_code == 0
 
     def test_a_false_entry_is_named_in_dvc_lock_and_in_the_run_cache_of_the_remote(self, root: Path) -> None:
         """As `dvc commit` writes one: it takes outputs for those of whatever the inputs are now."""

@@ -26,6 +26,7 @@ from tasks import study_file
 from tasks.report import seeds_table as summary
 from tasks.study_file import StudyFile
 from tasks.trials import Trials
+from tests.flows.forked import gone
 from tests.flows.toy import ENVIRONMENT, Flows, Study, call
 from tests.test_seeds_table import made_up
 from tests.test_trials import scored
@@ -248,7 +249,8 @@ class TestRunning:
         assert set(failed) == {0, 2}
         assert not folder_of(study, 0).exists()
 
-    def test_who_is_terminated_takes_the_study_along(self, repository: Path) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+    def test_who_is_ended_takes_the_study_along(self, repository: Path, number: signal.Signals) -> None:
         script = (
             "import os, sys; from pathlib import Path\n"
             "from flows import other_studies; from flows.engine import options; from tasks import study_file\n"
@@ -262,9 +264,9 @@ class TestRunning:
         while not (pid.exists() and pid.read_text()):
             assert process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=600) == 128 + signal.SIGTERM
-        assert not Path("/proc", pid.read_text()).exists()
+        process.send_signal(number)
+        assert process.wait(timeout=600) == (-number if number == signal.SIGKILL else 128 + number)
+        assert gone([int(pid.read_text())])
 
 
 class TestCarry:
