@@ -498,7 +498,7 @@ def verify(
         raise EckartError(
             f"{len(found.false)} entries are false, {len(found.damaged)} are damaged, {differing} stages differ, "
             f"{failed} could not be made again. Remove files of the run cache that are false or damaged; for an entry "
-            "of dvc.lock: dvc repro --force --single-item STAGE"
+            "of dvc.lock: dvc repro --force --single-item STAGE; for all of it: git checkout dvc.lock"
         )
 
 

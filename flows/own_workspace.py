@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Callable
@@ -90,7 +91,7 @@ def _here() -> str:
 
 
 def _place(owner: str) -> str:
-    return owner.removeprefix(_TAG).partition(" ")[2] or "somebody who left no word"
+    return re.sub(r"^[0-9a-f]{16} ", "", owner.removeprefix(_TAG)) or "somebody who left no word"
 
 
 def main() -> None:

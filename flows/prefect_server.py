@@ -22,7 +22,9 @@ from contextlib import ExitStack, contextmanager
 from typing import IO
 from urllib.parse import urlsplit
 
+import httpx
 import prefect
+from prefect.client.base import ServerType
 from prefect.client.orchestration import get_client
 from prefect.context import refresh_global_settings_context
 from prefect.exceptions import PrefectHTTPStatusError
@@ -53,7 +55,7 @@ def require() -> str | None:
     status, body = settings.asked(f"{address.rstrip('/')}/health", told.request_timeout)
     if not status:
         raise ServerError(f"Prefect's server at {shown(address)} does not answer: start it, or unset {_URL}")
-    if (status, body) != (200, b"true") and (status == 200 or _is_here(address)):
+    if (status == 200 and body != b"true") or (status == 404 and _is_here(address)):
         raise ServerError(f"{shown(address)} is answered by a program that is no Prefect: correct {_URL}, or unset it")
     given = told.auth_string.get_secret_value() if told.auth_string else None
     if _is_here(address) and given in (None, key.known()):
@@ -61,13 +63,18 @@ def require() -> str | None:
             # By number: another user may listen at the other address that `localhost` has, and would get the key.
             _set(_client(f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}", key.auth_string()))
         elif given:
-            raise ServerError(f"{shown(address)} is answered by a server that does not have our key: it is not told it")
+            raise ServerError(
+                f"{shown(address)} is answered by a server that does not have this machine's key, and is not told it. "
+                "One on another machine needs a key of its own: PREFECT_SERVER_API_AUTH_STRING"
+            )
     _check_key()
     return get_current_settings().api.url
 
 
 def _check_key() -> None:
     with get_client(sync_client=True) as client:
+        if client.server_type is ServerType.CLOUD:
+            return
         try:
             client.api_version()
         except PrefectHTTPStatusError as error:
@@ -76,6 +83,8 @@ def _check_key() -> None:
                     f"Prefect's server at {shown(str(client.api_url))} asks for another key: set {_AUTH} to the one "
                     "that it was started with"
                 ) from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerError(f"Prefect's server at {shown(str(client.api_url))} fails: {shown(str(error))}") from error
 
 
 def use_local() -> None:
@@ -179,10 +188,12 @@ def how_to_reach(address: str) -> str:
 def _turn() -> IO[str]:
     """One server starts at a time: the first one builds the database, and another one would, too."""
     try:
-        turn = key.path().open("r+")
+        turn = key.path().with_name("eckart.lock").open("a")
         fcntl.flock(turn, fcntl.LOCK_EX)
     except OSError as error:
-        raise ServerError(f"{key.path()} cannot be locked ({error}): set PREFECT_HOME to another folder") from error
+        raise ServerError(
+            f"Prefect's home cannot be written ({error}): make room, or set PREFECT_HOME to another folder"
+        ) from error
     return turn
 
 
@@ -200,6 +211,8 @@ def _stranger() -> str:
     """Who has the port of our pages."""
     place = settings.PREFECT_ADDRESS.removeprefix("http://")
     status, body = settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")
+    if is_ours(settings.PREFECT_ADDRESS):
+        return f"{place} is the server of `eckart ui` or `eckart serve`, which has just started"
     if status == 200 and body == b"true":
         return (
             f"{place} is answered by a Prefect server that Eckart has not started, or with another key. Whoever "

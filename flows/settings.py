@@ -51,14 +51,22 @@ def apply() -> None:
     """Set the defaults, and keep secrets out of all that this process says."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
-    for name in ("no_proxy", "NO_PROXY"):  # libraries read one or the other; no proxy reaches this machine's servers
-        others = [one for one in os.environ.get(name, "").split(",") if one not in ("", LOOPBACK, "localhost")]
-        os.environ[name] = ",".join([*others, LOOPBACK, "localhost"])
+    _pass_proxies_by()
     site_cache.choose()
     secrets.keep_out()
     warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")  # flows/key.py says it
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
+
+
+def _pass_proxies_by() -> None:
+    """No proxy of the environment stands before this machine's own servers."""
+    if not {"http_proxy", "https_proxy", "all_proxy"} & {name.lower() for name in os.environ}:
+        return
+    told = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    others = [one for one in map(str.strip, told.split(",")) if one not in ("", LOOPBACK, "localhost")]
+    if "*" not in others:
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join([*others, LOOPBACK, "localhost"])
 
 
 def _is_no_empty_curve(record: logging.LogRecord) -> bool:

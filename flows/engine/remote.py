@@ -158,12 +158,13 @@ def push() -> set[str]:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    _refuse_damaged()
     with _transport("pushing") as repo:
-        repo.push(run_cache=True)
+        _refuse_damaged()
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
+        used = list(repo.stage_cache.get_used_objs(runs).values())  # first: what is corrupt goes with it
+        repo.push(run_cache=True)
         lacking: set[str] = set()
-        for objects in repo.stage_cache.get_used_objs(runs).values():
+        for objects in used:
             repo.cloud.push(objects)
             state = repo.cloud.status(objects)
             lacking.update(str(one.value) for one in (*state.missing, *state.new))
@@ -189,8 +190,8 @@ def pull() -> Pulled:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    _refuse_damaged()
     with _transport("pulling") as repo:
+        _refuse_damaged()
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
@@ -225,7 +226,6 @@ def fetch_objects(digests: Iterable[str]) -> None:
     Raises:
         TransportFailed: the remote cannot be used.
     """
-    _refuse_damaged()
     with _transport("pulling") as repo:
         repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
 

@@ -90,9 +90,11 @@ def run(
             timer.start()
         try:
             code = exit_code()
+            timer.cancel()
             if code and "DVC_STAGE" in env:  # its supervisor may have been killed
                 leftovers.kill(root, env["DVC_STAGE"])
-            lines.join(_PATIENCE)  # and no longer: what could not be killed may hold the output open
+            while lines.is_alive() and lines.goes_on():
+                lines.join(_PATIENCE)
         finally:
             timer.cancel()
             end()
@@ -114,16 +116,23 @@ class _Lines(threading.Thread):
         self._output, self._log, self._end = output, log, end
         self.last = ""
         self.failure: Exception | None = None
+        self._count, self._seen = 0, -1
 
     def run(self) -> None:
         try:
             with self._output:
                 for line in map(shown, self._output):
+                    self._count += 1
                     self.last = line.rstrip() or self.last
                     self._log(line.rstrip())
         except Exception as error:  # of whoever is told
             self.failure = error
             self._end()
+
+    def goes_on(self) -> bool:
+        """Whether a line was handed on since this was asked: what could not be killed may hold the output open."""
+        before, self._seen = self._seen, self._count
+        return before < self._count
 
 
 def flow_has_ended() -> bool:
@@ -227,7 +236,10 @@ def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]
         )
         os.close(flow)
         assert process.stdout
-        yield process.terminate, process.stdout, process.wait
-        process.wait()
+        try:
+            yield process.terminate, process.stdout, process.wait
+        finally:
+            process.terminate()
+            process.wait()
     finally:
         os.close(ours)

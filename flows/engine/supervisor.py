@@ -41,9 +41,12 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
+_LIBC = ctypes.CDLL(None)  # here: between a fork and an exec nothing may be loaded
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+        _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def _watch(stage: int, flow: int) -> NoReturn:

@@ -38,9 +38,14 @@ class _WholeEntries(StageCache):
     entry names DVC reads none: a corrupt one would be taken, and pushed.
     """
 
+    def __init__(self, repo: Repo) -> None:
+        super().__init__(repo)
+        self._checked: set[str] = set()
+
     def _create_stage(self, cache: Any, wdir: str | None = None) -> Any:
-        digests = [str(out["md5"]) for out in cache["outs"] if "md5" in out]
+        digests = {str(out["md5"]) for out in cache["outs"] if "md5" in out} - self._checked
         cached_objects.discard_corrupt(Path(self.repo.cache.local_cache_dir), digests)
+        self._checked |= digests
         return super()._create_stage(cache, wdir)
 
     def _load_cache(self, key: str, value: str | None) -> Any:
