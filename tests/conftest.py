@@ -44,8 +44,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for a core: tests of flows wait for servers and for processes, half of the time."""
-    return 2 * cores()
+    """Two for a core, but for one: tests of flows wait for servers and for processes, half of the time."""
+    return 2 * cores() - 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
