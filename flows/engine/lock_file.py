@@ -54,8 +54,10 @@ def heal(repo: Repo) -> None:
 
     dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
     """
-    for path, damaged in ((_LOCK, is_damaged()), _rwlock(repo)):
-        if damaged:
+    rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
+    checks = {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}
+    for path, check in checks.items():
+        if _fails(path, check):
             aside = path.with_name(f"{path.name}.damaged")
             path.replace(aside)
             log.warning("%s was cut off; it is now %s, and results are taken from the cache", path.name, aside.name)
@@ -74,11 +76,6 @@ def _check(text: str) -> None:
     COMPILED_LOCKFILE_SCHEMA(YAML(typ="safe").load(text) or {})
     if not text.endswith("\n"):
         raise ValueError("half a line")
-
-
-def _rwlock(repo: Repo) -> tuple[Path, bool]:
-    path = Path(repo.tmp_dir) / RWLOCK_FILE
-    return path, _fails(path, lambda text: RWLOCK_SCHEMA(json.loads(text)))
 
 
 def _fails(path: Path, check: Callable[[str], Any]) -> bool:
