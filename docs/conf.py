@@ -45,6 +45,7 @@ _BELOW = {
         "Use": [
             "docs/tour",
             "docs/tasks",
+            "docs/models",
             "docs/big-models",
             "docs/files-to-ship",
             "docs/serving",

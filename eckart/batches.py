@@ -11,27 +11,23 @@ from transformers import PreTrainedModel
 from eckart.losses import IGNORED, Batch
 
 
-def checked(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], need: str | None) -> list[Batch]:
+def checked(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
     """The batches, ready for the model.
 
     Args:
         batches: each input name → tensor `(batch, …)`.
-        need: what asks for labels, in words; None if nothing does.
 
     Raises:
-        ValueError: there is none, one is no mapping of tensors with the same number of rows, or one lacks labels.
+        ValueError: there is none, one is no mapping of tensors with the same number of rows, or one has other inputs.
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one batch: give a list of them")
     data = [_ready(model, number, batch) for number, batch in enumerate(batches)]
     if not data:
         raise ValueError("there is no batch to calibrate with: give some hundred rows")
-    if need and (without := [number for number, batch in enumerate(data) if not _has_labels(batch)]):
-        which = "the batches have" if len(without) == len(data) else f"batch {without[0]} has"
-        raise ValueError(
-            f"{need} asks for the loss, and {which} no labels: add labels to each batch, or take the recipe drone, "
-            "which reads inputs alone"
-        )
+    for number, batch in enumerate(data):
+        if others := set(batch) ^ set(data[0]):
+            raise ValueError(f"of batch {number} and batch 0 only one has {', '.join(sorted(others))}: give both it")
     return data
 
 
@@ -54,10 +50,6 @@ def _ready(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -> 
 def _reads_summaries(model: PreTrainedModel) -> bool:
     """Whether a decoder reads what it is to write, token by token."""
     return bool(model.config.is_encoder_decoder) and model.can_generate()
-
-
-def _has_labels(batch: Batch) -> bool:
-    return "labels" in batch or {"start_positions", "end_positions"} <= set(batch)
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:

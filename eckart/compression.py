@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -32,21 +33,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart import hub, lstm
 from eckart.batches import checked
-from eckart.budget import NoRank, Rank, cost, stored
-from eckart.evidence import Evidence, EvidenceKind, collect
+from eckart.budget import NoRank, Rank, cost, largest_rank, stored
+from eckart.calibration import few_tokens, padding_warning, underflow_warning
+from eckart.census import Census
+from eckart.evidence import NO_GRADIENT, OF_GRADIENTS, Evidence, EvidenceKind, collect, has_gradients
 from eckart.factorization import factorize_at_once, factorize_in_order
-from eckart.losses import (
-    Batch,
-    Loss,
-    Objective,
-    batch_size,
-    causal_loss,
-    logits_of,
-    mean_loss_times_batch,
-    span_logits,
-    span_loss,
-    token_loss,
-)
+from eckart.head_loss import objective_of
+from eckart.losses import Batch, Loss, Objective, batch_size, logits_of, row_of
 from eckart.macs import macs
 from eckart.modes import eval_mode
 from eckart.pivots import pivot
@@ -70,12 +63,14 @@ class CompressedTarget:
         parameters: (before, after), without biases.
         predicted_loss: ½ Σ S_k² over the weighted singular values that were cut; under kfac what the loss of a sample
             grows by, in its units. None where the search of ranks knows none.
+        no_rank: whether no rank makes it smaller, as a matrix of one row, so that it stays dense at any keep.
     """
 
     shape: tuple[int, int]
     rank: Rank
     parameters: tuple[int, int]
     predicted_loss: float | None
+    no_rank: bool
 
 
 @dataclass(frozen=True)
@@ -85,6 +80,7 @@ class Report:
     Attributes:
         targets: by name, in order of execution.
         excluded: other linear maps, and why each is no target.
+        census: what all parameters of the dense model are.
         parameters: of the whole model, (before, after).
         macs: multiply-accumulates of a forward of the first batch ÷ its samples, (before, after).
         scores: of the dense model and of this one, where a largest drop was asked for.
@@ -92,6 +88,7 @@ class Report:
 
     targets: Mapping[str, CompressedTarget]
     excluded: Mapping[str, str]
+    census: Census
     parameters: tuple[int, int]
     macs: tuple[int, int]
     scores: tuple[float, float] | None
@@ -109,12 +106,17 @@ class Report:
         return None if None in losses else sum(cast("list[float]", losses))
 
     def __str__(self) -> str:
-        dense = sum(one.rank is None for one in self.targets.values())
+        dense = [one for one in self.targets.values() if one.rank is None]
+        small = sum(one.no_rank for one in dense)
         lines = [
-            f"{len(self.targets)} targets keep {self.keep:.1%} of their parameters; {dense} of them stay dense",
+            f"{len(self.targets)} targets keep {self.keep:.1%} of their parameters; {len(dense)} of them stay dense"
+            + (f", {small} because no rank makes them smaller" if small else ""),
             f"model: {self.parameters[0]:,} → {self.parameters[1]:,} parameters, "
             f"{self.macs[0]:,} → {self.macs[1]:,} multiply-accumulates a sample",
+            "of these before: " + ", ".join(f"{count:,} in {name}" for name, count in self.census.rows),
         ]
+        if self.census.warning:
+            lines.append(f"warning: {self.census.warning}")
         if self.predicted_loss is not None:
             lines.append(f"predicted loss, the weighted error that is left: {self.predicted_loss:.4g}")
         if self.scores is not None:
@@ -161,6 +163,7 @@ def compress(
     tied: bool = False,
     loss: Loss | None = None,
     seed: int = 0,
+    check: bool = True,
 ) -> Compressed:
     """Factorize a copy of `model`, which stays as it is.
 
@@ -180,8 +183,11 @@ def compress(
         include, exclude: shell patterns over names of linear maps, such as `*.attention.*`.
         embeddings: whether embeddings are targets, too.
         tied: whether an embedding and the head that has its weight are one, too.
-        loss: model, batch → the sum over the batch's samples of each sample's loss; None: by the model's head.
+        loss: model, batch → the sum over the batch's samples of each sample's loss; None: the model's own, where it is
+            known how it is made of its samples' (eckart/head_loss.py).
         seed: of what a search of ranks draws.
+        check: whether to save the model to a temporary folder, load it and compare its answers; for a big model that
+            takes as much disk, memory and time as saving it does.
 
     Returns:
         The compressed model, which `save_pretrained` writes and, after `import eckart`, `from_pretrained` reads; and
@@ -190,8 +196,9 @@ def compress(
     Raises:
         ValueError: there is no such recipe, or it trains before it factorizes; there are no batches, no tensors in
             them, or no labels where gradients are read; the model has no head where these are, or no linear map that is
-            a target, or no pair that is `tied`; `keep` leaves one no rank; a largest drop comes with a keep, without a
-            score that gives numbers, or is out of reach.
+            a target, or no pair that is `tied`; the loss depends on how samples are batched, or has no gradient;
+            `keep` leaves one no rank; a largest drop comes with a keep, without a score that gives numbers, or is out
+            of reach; the model is quantized or has adapters, or cannot be saved and loaded.
     """
     _check_model(model)
     _check_goal(keep, largest_drop, score)
@@ -202,24 +209,50 @@ def compress(
             f"{need} asks for the loss, and {type(model).__name__} has no head to compute one: load the model by its "
             "class for a task, such as AutoModelForSequenceClassification, or take the recipe drone"
         )
-    data = checked(model, batches, need)
+    data = checked(model, batches)
     found = find_targets(
-        model, _first_row(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
+        model, _first_rows(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
     )
     targets = stored(found.targets, wanted.storage)
-    objective = _objective(model, loss)
+    objective = _objective(model, data, loss, need)
     evidence = _evidence(model, data, targets, wanted, objective.loss)
+    _warn(
+        found.census.warning,
+        padding_warning(model, data),
+        few_tokens(targets, evidence, _samples(data)),
+        underflow_warning(model, _first_rows(data[0]), targets, objective.loss) if need or loss else None,
+    )
     case = _Case(model, data, found, targets, wanted, objective, evidence, seed, _macs(model, data[0]))
     if largest_drop is None or score is None:
-        return case.at(0.33 if keep is None else keep)
-    return case.smallest(largest_drop, score)
+        compressed = case.at(0.33 if keep is None else keep)
+    else:
+        compressed = case.smallest(largest_drop, score)
+    if check:
+        hub.check_saved(compressed.model, row_of(data[0], 0))
+    return compressed
+
+
+def _first_rows(batch: Batch) -> Batch:
+    """Two, by which rows that a router sends to a map are told from tokens."""
+    return {name: values[:2] for name, values in batch.items()}
+
+
+def _samples(data: Iterable[Batch]) -> int:
+    return sum(map(batch_size, data))
+
+
+def _warn(*found: str | None) -> None:
+    for message in filter(None, found):
+        warnings.warn(message, stacklevel=3)
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"model is a {type(model).__name__}: give a model of transformers, as from_pretrained loads it"
+            + (", with adapters merged by merge_and_unload()" if hasattr(model, "merge_and_unload") else "")
         )
+    hub.check_base(model)
 
 
 def _check_goal(keep: float | None, largest_drop: float | None, score: Score | None) -> None:
@@ -310,6 +343,7 @@ class _Case:
         return Report(
             targets={target.name: _target(target, decided) for target in self.targets},
             excluded=self.found.excluded,
+            census=self.found.census,
             parameters=(self.model.num_parameters(), small.num_parameters()),
             macs=(self.macs, _macs(small, self.data[0])),
             scores=None,
@@ -334,7 +368,7 @@ def _target(target: Target, decided: Found) -> CompressedTarget:
     if decided.spectra is not None:
         lost = 0.0 if rank is None else float(decided.spectra[target.name][rank:].square().sum() / 2)
     shape = target.out_features, target.in_features
-    return CompressedTarget(shape, rank, (target.parameters, cost(target, rank)), lost)
+    return CompressedTarget(shape, rank, (target.parameters, cost(target, rank)), lost, not largest_rank(target))
 
 
 def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -396,23 +430,12 @@ def _trains(recipe: Recipe) -> bool:
     return bool(recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base")
 
 
-def _first_row(batch: Batch) -> Batch:
-    return {name: values[:1] for name, values in batch.items()}
-
-
-def _objective(model: PreTrainedModel, loss: Loss | None) -> Objective:
-    """By the head, as its class is named. The own loss of heads of tokens would weigh a sample by its length."""
-    name, predictions = type(model).__name__, logits_of
-    if name.endswith("ForQuestionAnswering"):
-        own, predictions = span_loss, span_logits
-    elif name.endswith(("ForCausalLM", "LMHeadModel")):
-        own = causal_loss
-    elif name.endswith("ForTokenClassification") or (model.config.is_encoder_decoder and model.can_generate()):
-        own = token_loss
-    else:
-        own = mean_loss_times_batch
-    chosen = loss or own
-    return Objective(chosen, chosen, chosen, predictions, model.config.problem_type != "regression")
+def _objective(model: PreTrainedModel, data: Sequence[Batch], loss: Loss | None, need: str | None) -> Objective:
+    """By the model's own loss, if `need` says what reads one."""
+    if loss is None and need:
+        return objective_of(model, data, need)
+    chosen = loss or _forward
+    return Objective(chosen, chosen, chosen, logits_of, model.config.problem_type != "regression")
 
 
 def _evidence(
@@ -421,7 +444,11 @@ def _evidence(
     kinds = {*recipe.weighting.evidence, *recipe.ranks.evidence}
     if not kinds:
         return {}
-    return collect(model, data, targets, cast("set[EvidenceKind]", kinds), loss if kinds - {"inputs"} else _forward)
+    reads = loss if kinds & {*OF_GRADIENTS} else _forward
+    evidence = collect(model, data, targets, cast("set[EvidenceKind]", kinds), reads)
+    if kinds & {*OF_GRADIENTS} and not has_gradients(evidence):
+        raise ValueError(NO_GRADIENT)
+    return evidence
 
 
 def _forward(model: Any, batch: Batch) -> Tensor:
@@ -438,11 +465,7 @@ def _rows_of(data: Sequence[Batch]) -> Callable[[int], Sequence[Batch]]:
     """Batches of so many rows in all, at most."""
 
     def rows(count: int) -> Sequence[Batch]:
-        single = (
-            {name: values[row : row + 1] for name, values in one.items()}
-            for one in data
-            for row in range(batch_size(one))
-        )
+        single = (row_of(one, row) for one in data for row in range(batch_size(one)))
         return list(islice(single, count))
 
     return rows

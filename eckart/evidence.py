@@ -36,10 +36,12 @@ from transformers import PreTrainedModel
 
 from eckart.losses import Batch, Loss, mean_loss_times_batch
 from eckart.modes import eval_mode
-from eckart.targets import MASKS, Product, Target, is_embedding, weight_of
+from eckart.probing import MASKS, is_embedding
+from eckart.targets import Product, Target, weight_of
 
 EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
 EVIDENCE_KINDS: tuple[EvidenceKind, ...] = get_args(EvidenceKind)
+OF_GRADIENTS: tuple[EvidenceKind, ...] = ("output_gradients", "fisher", "taylor")
 Axis = Literal["input", "output"]
 Evidence = Mapping[str, Mapping[str, Tensor]]
 """Kind → key → statistic.
@@ -209,6 +211,8 @@ class Collector:
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
         """Of this batch: what each call read and its gradient, kept where calls must be joined."""
+        self.counts: dict[str, int] = {}
+        """Rows for each sample of a target that sees no mask."""
         self.samples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in EVIDENCE_KINDS if kind in kinds}
 
@@ -310,32 +314,42 @@ class Collector:
         Args:
             shape: of its rows.
         """
-        size = _batch_size(self.batch)
-        if shape[0] != size if len(shape) > 1 else shape[0] % size:
+        size, mask = _batch_size(self.batch), self._mask(target)
+        whole = mask is None or len(shape) == 1 or shape[0] in (size, math.prod(mask.shape[:-1]))
+        if shape[0] % size or not whole:
             raise ValueError(
                 f"{target.name}: rows of {tuple(shape)} cannot be split into {size} samples; exclude this target"
             )
-        tokens, mask = math.prod(shape) // size, self._mask(target)
-        if mask is not None and target.mask and target.repeated and tokens == 1:
-            # a cell: its calls are the tokens, in their order
-            mask = mask[:, call : call + 1]
-        elif mask is None or tokens == 1 or bool(mask.all()):
+        tokens = math.prod(shape) // size
+        if mask is None:
+            self._check_count(target, tokens)
             return None
+        mask = mask.flatten(1)
+        if target.repeated and tokens == 1:  # a cell: its calls are the tokens, in their order
+            mask = mask[:, call : call + 1]
         if mask.shape != (size, tokens):
             raise ValueError(
-                f"{target.name}: {tokens} tokens per sample, but {target.mask or MASKS[0]} has {mask.shape[1]}, "
-                "so padding cannot be told from data; exclude this target"
+                f"{target.name}: {tokens} tokens per sample, but {target.mask} has {mask.shape[1]}, so padding cannot "
+                "be told from data; exclude this target"
             )
-        return mask
+        return None if bool(mask.all()) else mask
 
     def _mask(self, target: Target) -> Tensor | None:
-        """The mask of what `target` sees; of what sees the tokens of none, some mask, which will not fit."""
-        masks = {name: self.batch[name] for name in MASKS if name in self.batch}
-        if target.mask is None:
-            return next((mask for mask in masks.values() if not mask.all()), None)
-        if masks and target.mask not in masks:
+        """The mask of what `target` sees; None: it sees none."""
+        masks = [name for name in MASKS if name in self.batch]
+        if target.mask is None or not masks:
+            return None
+        if target.mask not in masks:
             raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
-        return masks.get(target.mask)
+        return self.batch[target.mask]
+
+    def _check_count(self, target: Target, tokens: int) -> None:
+        """Where texts differ in length, what does not see their tokens has as many rows for each sample."""
+        if any(name in self.batch for name in MASKS) and self.counts.setdefault(target.name, tokens) != tokens:
+            raise ValueError(
+                f"{target.name}: {self.counts[target.name]} rows for each sample of one batch and {tokens} of another, "
+                "which belong to no mask; exclude this target"
+            )
 
     def _samples(self, values: Tensor, real: Tensor | None) -> Tensor:
         """`values` as `(batch, tokens, features)`, in float32 or better if no ids; zero where the token is padding."""
@@ -378,7 +392,20 @@ class Collector:
                 edges = torch.stack(value.div_(self.samples).aminmax())  # isfinite of all would copy it
                 if not torch.isfinite(edges).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
+                if kind == "tokens" and not value:
+                    raise ValueError(f"{key} sees no token: the mask of the calibration data is 0 everywhere")
         return self.sums
+
+
+def has_gradients(evidence: Evidence) -> bool:
+    """Whether statistics of gradients are other than zero for any target; else they weigh nothing."""
+    return any(bool(value.any()) for kind in OF_GRADIENTS for value in evidence.get(kind, {}).values())
+
+
+NO_GRADIENT = (
+    "the loss has a gradient of zero for every target, so the calibration data say nothing of what matters: look "
+    "whether any label counts, and whether the loss depends on the targets"
+)
 
 
 SquareSums = dict[str, tuple[Tensor, Tensor]]

@@ -11,19 +11,25 @@ answers the same to rounding: how some processors sum a product depends on where
 
 transformers alone would skip a quantizer that it does not know, and answer with random weights in place of the factors.
 So `config.json` names as the file of weights what is no file, in words, which transformers quotes as it fails; with
-this package imported it is read as if it were not there.
+this package imported it is read as if it were not there. Whoever calls `save_pretrained` of a compressed model writes
+it, the Trainer and `push_to_hub` included.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import os
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from eckart.layers import (
@@ -38,6 +44,7 @@ from eckart.layers import (
     tie_head,
     tied_heads,
 )
+from eckart.modes import eval_mode
 
 NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
 """What transformers quotes where it meets a compressed model alone."""
@@ -92,6 +99,7 @@ class EckartQuantizer(HfQuantizer):
                 tie_head(model, head, _place(model, embedding, names) or embedding)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        _guard(model)
         return model
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -123,23 +131,121 @@ def _place(model: PreTrainedModel, name: str, names: Collection[str]) -> str | N
 
 
 def describe(model: PreTrainedModel) -> None:
-    """Have the config of `model` say how it is stored, so that `save_pretrained` and `push_to_hub` write all of it."""
+    """Have `model` say how it is stored, so that `save_pretrained` and `push_to_hub` write all of it."""
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(
             ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
         )
+        _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
+        vars(model).pop("save_pretrained", None)
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
     describe(model)
     model.save_pretrained(folder)
-    if factorized(model):
-        file = folder / "config.json"
-        content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+class _GuardedSave:
+    """`save_pretrained` of a compressed model, which names NEEDED in config.json.
+
+    transformers drops that from any config that it writes, so it is added afterwards. An object, not a closure: it is
+    copied and pickled with its model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __call__(
+        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        hub = {name: kwargs.pop(name) for name in _UPLOAD if name in kwargs} if push_to_hub else {}
+        type(self._model).save_pretrained(self._model, save_directory, *args, **kwargs)
+        file = Path(save_directory) / "config.json"
+        if kwargs.get("is_main_process", True) and file.exists():
+            content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
+            file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        if push_to_hub:  # all of it once more, as it is now
+            upload: Any = self._model.push_to_hub
+            upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
+
+
+_UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_pr", "commit_description", "tags")
+
+
+def _guard(model: PreTrainedModel) -> None:
+    model.save_pretrained = _GuardedSave(model)  # type: ignore[method-assign]
+
+
+def check_base(model: PreTrainedModel) -> None:
+    """Refuse what cannot be saved once it is compressed.
+
+    Raises:
+        ValueError: the model is quantized, or has adapters; the message says what to load in its place.
+    """
+    config = getattr(model.config, "quantization_config", None)
+    if config is not None and not isinstance(config, EckartConfig):
+        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        method = getattr(method, "value", method)
+        advice = "load it unquantized, compress it, and quantize what comes out"
+        if method == "gguf":
+            advice = "load it with quantization_config=GgufConfig(dequantize=True)"
+        raise ValueError(f"the model is quantized by {method}, and both cannot be in one config: {advice}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model has adapters, and save_pretrained would write these alone: merge them first, by "
+            "merge_and_unload() of a PeftModel"
+        )
+
+
+def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """Save `model`, load it, and compare what both answer to `batch`.
+
+    Raises:
+        ValueError: it cannot be saved or loaded, or answers otherwise then.
+    """
+    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_bars():
+        try:
+            save(model, Path(folder))
+            loaded: Any = type(model).from_pretrained(folder, dtype=model.dtype)
+            loaded.to(model.device)
+        except Exception as error:  # of each family its own
+            raise ValueError(
+                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. check=False gives it "
+                "nevertheless"
+            ) from error
+    with torch.no_grad(), eval_mode(model), eval_mode(loaded):
+        pairs = zip(_floats(model(**batch)), _floats(loaded(**batch)), strict=True)
+        change = max((float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
+    if not change <= _ROUNDING[model.dtype in (torch.float32, torch.float64)]:
+        raise ValueError(
+            f"a compressed {type(model).__name__} answers otherwise once it is saved and loaded, by {change:.1%}: not "
+            "all that it computes with is in its state. check=False gives it nevertheless"
+        )
+
+
+_ROUNDING = {True: 1e-3, False: 5e-2}
+"""What saving and loading may change: how some processors sum depends on where in memory operands begin."""
+
+
+def _floats(outputs: Any) -> list[Tensor]:
+    """The answers: what a model returns of floats, but for the loss."""
+    some = [value for name, value in outputs.items() if name != "loss"]
+    return [value.float() for value in some if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bars of transformers, which a check has not asked for."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def forget_needed(config: PreTrainedConfig) -> None:

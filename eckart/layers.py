@@ -41,6 +41,16 @@ class LowRankMap(nn.Module):
         return self.bias
 
     @property
+    def out_features(self) -> int:
+        """As a Linear's: some models look at it to draw their first weights."""
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """As a Linear's."""
+        return self.shape[1]
+
+    @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
         """`(out, in)`."""
@@ -210,6 +220,16 @@ class HeadRows(nn.Module):
     def dense_bias(self) -> Tensor | None:
         """`(out,)`."""
         return None if self.bias is None else self._spread(self.bias[:, None])[:, 0]
+
+    @property
+    def out_features(self) -> int:
+        """As a Linear's."""
+        return self.heads * self.width
+
+    @property
+    def in_features(self) -> int:
+        """As a Linear's."""
+        return self.factor.shape[1]
 
     def dense(self) -> Tensor:
         """Ŵ `(out, in)`, with rows of zeros."""

@@ -87,6 +87,12 @@ def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:
     return model(**batch).loss * batch_size(batch)
 
 
+def sum_loss(model: Model, batch: Batch) -> Tensor:
+    """The Loss of heads whose own is the sum over samples."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
 def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
     """Mean over samples of `loss`, of outputs that are there already; None: the model's own."""
     return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
@@ -95,6 +101,11 @@ def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
 def batch_size(batch: Batch) -> int:
     """Its samples."""
     return next(iter(batch.values())).shape[0]
+
+
+def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
+    """One sample of it, as a batch."""
+    return {name: values[row : row + 1] for name, values in batch.items()}
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:
@@ -136,7 +147,7 @@ def token_loss(model: Model, batch: Batch) -> Tensor:
 
     The model's own loss is a mean over the tokens of the batch, so it weighs a sample by its length.
     """
-    return _sum_of_means(model(**batch).logits, batch["labels"])
+    return sum_of_means(model(**batch).logits, batch["labels"])
 
 
 def causal_loss(model: Model, batch: Batch) -> Tensor:
@@ -145,10 +156,10 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
     labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
     if mask is not None:
         labels = labels.masked_fill(mask[:, :-1] == 0, IGNORED)
-    return _sum_of_means(model(**batch).logits[:, :-1], labels)
+    return sum_of_means(model(**batch).logits[:, :-1], labels)
 
 
-def _sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
     """Over samples, of each one's mean cross-entropy; `(batch, tokens, classes)` and `(batch, tokens)`."""
     losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counts = (labels != IGNORED).sum(1).clamp(min=1)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from eckart.census import Census, census, other_matrices
+from eckart.layers import shape_of
 from eckart.modes import eval_mode
-
-MASKS = ("attention_mask", "decoder_attention_mask")
-"""Entries of a batch, each `(batch, tokens)`, that are 0 where a token is padding."""
+from eckart.probing import MASKS, Probe, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
 """How a map of rank r is stored: as two factors, r (out + in) parameters, or as r of its rows and what the others are
@@ -104,22 +104,16 @@ class Tied(Target):
 
 
 class Targets(BaseModel):
-    """What probing found: the targets in order of execution, and why each other linear map is none."""
+    """What probing found: the targets in order of execution, and why each other linear map is none.
+
+    `excluded` also names what multiplies by a matrix and is no linear layer, such as experts that share one tensor.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     targets: tuple[Product | Tied | Target, ...]
     excluded: dict[str, str]
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Exact types only: a subclass may use its weight in a way of its own."""
-    return type(module) in (nn.Linear, Conv1D)
-
-
-def is_embedding(module: nn.Module) -> bool:
-    """Exact type only, and none whose lookups change its weight."""
-    return type(module) is nn.Embedding and module.max_norm is None
+    census: Census
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -146,7 +140,8 @@ def find_targets(
 
     A linear map is a target if its forward runs for `batch` on what belongs to its samples, nothing but its forward
     uses its weight, its weight belongs to it alone, its name matches a pattern of `include` and none of `exclude`, and
-    it is no head (a module outside `model.base_model`), unless `heads`.
+    it is no head (a module outside `model.base_model`), unless `heads`. A subclass of Linear is one if what it computes
+    is x Wᵀ + b.
 
     Args:
         batch: model inputs, each `(batch, …)`; an encoder-decoder's with `decoder_input_ids` and
@@ -157,8 +152,9 @@ def find_targets(
         tied: whether an embedding and the head that has its weight may be, as one target.
 
     Raises:
-        ValueError: no linear map is a target (the message gives the reason for each), the batch does not say which
-            tokens of a decoder are padding, or there is no head with an embedding's weight and there must be.
+        ValueError: no linear map is a target (the message gives the reason for each), the model cannot be called with
+            the batch, the batch does not say which tokens are padding, or there is no head with an embedding's weight
+            and there must be.
     """
     _check(model, batch)
     pair = _tied_pair(model) if tied else ()
@@ -168,7 +164,7 @@ def find_targets(
         if is_linear(module) or ((embeddings or name in pair) and is_embedding(module))
     }
     with eval_mode(model), torch.no_grad():
-        probe = _Probe(model, maps, batch)
+        probe = Probe(model, maps, batch)
         reasons = _unseen_reasons(model, maps, include, exclude, heads, pair)
         reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.unusable(name))}
         mixed = {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
@@ -178,14 +174,15 @@ def find_targets(
 
     targets = _described(model, {name: maps[name] for name in wanted if name not in reasons}, probe, mixed)
     targets = _with_pair(targets, pair, reasons)
-    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons}
+    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons} | other_matrices(model)
     if not targets:
         raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
-    return Targets(targets=tuple(targets), excluded=excluded)
+    names = [each.name for target in targets for each in target.maps]
+    return Targets(targets=tuple(targets), excluded=excluded, census=census(model, names, excluded))
 
 
 def _described(
-    model: PreTrainedModel, maps: Mapping[str, nn.Module], probe: _Probe, mixed: Collection[str]
+    model: PreTrainedModel, maps: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
 ) -> list[Target]:
     """What the probe knows of `maps`, in order of execution; of those in `mixed` no rows can be told apart."""
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -220,7 +217,14 @@ def _grouped(excluded: Mapping[str, str]) -> str:
 
 
 def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """A decoder that reads tokens of its own, given or made from labels, needs a mask of its own."""
+    """Masks are of tokens; a decoder that reads tokens of its own, given or made from labels, needs one of its own."""
+    for name in MASKS:
+        mask, ids = batch.get(name), batch.get("input_ids")
+        if mask is not None and mask.dim() != 2 and (ids is None or mask.shape != ids.shape):
+            raise ValueError(
+                f"{name} is {tuple(mask.shape)}, from which padding cannot be told: give it as (batch, tokens), 0 "
+                "where a token is padding"
+            )
     labels = batch.get("labels")
     tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     has_decoder = "decoder_input_ids" in signature(model.forward).parameters
@@ -329,122 +333,7 @@ def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
     return {name: owners[id(parameter)] for name, parameter in every}
 
 
-# --- reasons that running the model gives ----------------------------------------------------------------------------
-
-
-class _Probe:
-    """What some maps read when the model runs: for the batch, for every sample twice, and for other lengths."""
-
-    def __init__(self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
-        self.samples = _samples(batch)
-        self._inputs = _inputs(model, maps, batch)
-        self.order = list(self._inputs)
-        self._rows = _rows(maps, self._inputs)
-        doubled = _inputs(model, maps, {name: torch.cat([x, x]) for name, x in batch.items()})
-        self._doubled = _rows(maps, doubled)
-        self._by_sample = {name for name in doubled if self._starts_with_samples(name, doubled[name])}
-        self._changed = {
-            mask: _rows(maps, _inputs(model, maps, _other_length(batch, mask))) for mask in MASKS if mask in batch
-        }
-
-    def reads(self, name: str) -> tuple[int, ...]:
-        """What tells the tensors that it reads from others, as long as this probe lives and holds them."""
-        return tuple(map(id, self._inputs[name]))
-
-    def calls(self, name: str) -> int:
-        """How often it runs for the batch."""
-        return len(self._rows[name])
-
-    def repeated(self, name: str) -> bool:
-        """A cell runs once where the batch has a single token, and twice where it has another."""
-        return any(len(rows.get(name, ())) > 1 for rows in (self._rows, *self._changed.values()))
-
-    def mask(self, name: str) -> str | None:
-        """The mask whose tokens it sees."""
-        return next((mask for mask in self._changed if self._change(name, mask)), None)
-
-    def unusable(self, name: str) -> str | None:
-        """Why it cannot be a target whatever is asked of it, if so."""
-        if not self._rows.get(name):
-            return "its forward ran 0 times for one batch"
-        if any(x.is_nested for x in self._inputs[name]):
-            return "it reads a nested tensor, whose rows no mask of the batch describes"
-        return None
-
-    def reason(self, name: str) -> str | None:
-        """Why its rows cannot be told apart by sample and token, if so."""
-        rows = self._rows[name]
-        if self._doubled.get(name) != [2 * count for count in rows]:
-            return "not all that it reads belongs to the samples of a batch"
-        if name not in self._by_sample:
-            return "its rows are not in order of samples"
-        changes = [self._change(name, mask) for mask in self._changed]
-        if None in changes or sum(map(bool, changes)) > 1:
-            return "its tokens are not those of a mask"
-        if changes and not any(changes) and set(rows) != {self.samples}:  # one row a sample, or what the model makes up
-            return "its tokens are not those of a mask"
-        return None
-
-    def _starts_with_samples(self, name: str, doubled: Sequence[Tensor]) -> bool:
-        """Whether the first half of what it reads of every sample twice is what it reads of every sample once."""
-        pairs = zip(self._inputs[name], doubled, strict=False)
-        return all(not x.is_nested and len(y) == 2 * len(x) and _alike(y[: len(x)], x) for x, y in pairs if x.dim() > 0)
-
-    def _change(self, name: str, mask: str) -> bool | None:
-        """Whether it reads one token of each sample less, or more, where there is one less or more; None: neither."""
-        rows, others = self._rows[name], self._changed[mask].get(name, [])
-        if rows == others:
-            return False
-        if len(rows) == len(others):
-            each = {abs(count - other) for count, other in zip(rows, others, strict=True)}
-            return True if each == {self.samples} else None
-        cell = abs(len(rows) - len(others)) == 1 and {*rows, *others} == {self.samples}  # a call for each token
-        return True if cell else None
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal but for rounding, that of bfloat16 included."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.float().nan_to_num(), other.float().nan_to_num()
-    return float((one - other).norm()) <= 0.05 * float(other.norm())
-
-
-def _inputs(model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """What each map reads in each of its calls, in order of first execution."""
-    inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: inputs.setdefault(name, []).append(args[0]))
-        for name, module in maps.items()
-    ]
-    try:
-        model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return inputs
-
-
-def _rows(maps: Mapping[str, nn.Module], inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, list[int]]:
-    """How many rows each map sees in each of its calls: tokens of all samples."""
-    return {
-        name: [x.numel() // (1 if is_embedding(maps[name]) else x.size(-1)) for x in calls]
-        for name, calls in inputs.items()
-    }
-
-
-def _other_length(batch: Mapping[str, Tensor], mask: str) -> dict[str, Tensor]:
-    """The batch without its first column of what `mask` masks, or with it twice where it is the only one; no labels.
-
-    Less, not more: a model may take no longer batch. The first, not the last: a model may look for a token at the end.
-    """
-    shape = batch[mask].shape
-    inputs = {name: values for name, values in batch.items() if name != "labels"}
-    side = mask.startswith("decoder_")
-    for name, values in inputs.items():
-        if values.shape == shape and name.startswith("decoder_") == side:
-            inputs[name] = values[:, 1:] if shape[1] > 1 else values.repeat(1, 2)
-    return inputs
+# --- reasons that putting others in their place gives ----------------------------------------------------------------
 
 
 class _StandIn(nn.Module):
@@ -454,6 +343,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self.module = module
         self.bias = getattr(module, "bias", None)
+        self.out_features, self.in_features = shape_of(module)
         self.read = False
         self.calls = 0
 
@@ -510,7 +400,3 @@ def _not_numbers(output: Any) -> list[bool]:
     if isinstance(output, Mapping):
         output = tuple(output.values())
     return [found for part in output for found in _not_numbers(part)] if isinstance(output, tuple | list) else []
-
-
-def _samples(batch: Mapping[str, Tensor]) -> int:
-    return next(iter(batch.values())).shape[0]

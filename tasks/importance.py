@@ -2,53 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from eckart.evidence import collect, passes, save_evidence
-from eckart.losses import Batch
+from transformers import PreTrainedModel
+
+from eckart.calibration import few_tokens, padding_warning, underflow_warning
+from eckart.evidence import NO_GRADIENT, OF_GRADIENTS, collect, has_gradients, passes, save_evidence
+from eckart.losses import Batch, Loss
 from eckart.products import find_products
-from eckart.targets import find_targets
+from eckart.targets import Target, Targets, find_targets
 from tasks.batches import batches, encoded
 from tasks.dataset import load_task
 from tasks.importance_files import IMPORTANCE, TARGETS
 from tasks.kinds import evidence_loss, kind_of
 from tasks.models import TEACHER, load, place
 from tasks.params import Importance, Model, TargetPatterns, section
-from tasks.stage import explained, output, run, say
+from tasks.stage import explained, output, run, say, warn
+
+Rows = Callable[[int, int], Iterator[Batch]]
+"""So many calibration rows at most, in batches of that size, where the model is."""
 
 
 def importance() -> None:
     """Write targets.json, with the reason why each other linear map is none, and the evidence, a file for each kind."""
-    params, patterns = section("importance", Importance), section("targets", TargetPatterns)
-    task = load_task()
+    params, task = section("importance", Importance), load_task()
     kind = kind_of(task)
     model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
     data, collate = encoded("calibration", tokenizer), kind.collate(tokenizer, model)
     device = place(model)
+
+    def rows(count: int, size: int) -> Iterator[Batch]:
+        return batches(data.select(range(min(count, len(data)))), collate, size, device)
+
     with explained(), output(IMPORTANCE) as folder:
-        batch = next(batches(data.select(range(1)), collate, 1, device))
-        found = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
-        if patterns.products:
-            found = find_products(model, batch, found)
-        pairs = sum(len(target.maps) > 1 for target in found.targets)
-        say(f"{len(found.targets)} targets, {pairs} of them of two maps, {len(found.excluded)} linear maps excluded")
-        todo = passes([target for target in found.targets if target.sampled], params.layers_at_once)
-        for number, each in enumerate(todo, 1):
-            every = _progress(batches(data, collate, params.batch_size, device), len(data), f"{number}/{len(todo)}")
-            save_evidence(  # and let it go before the next pass
-                collect(
-                    model,
-                    every,
-                    each.targets,
-                    params.evidence,
-                    evidence_loss(task, params.labels),
-                    then=each.then,
-                    offload_activations=params.offload_activations,
-                ),
-                folder,
-                part=number if len(todo) > 1 else None,
-            )
+        found = _find(model, next(rows(2, 2)))
+        sampled = [target for target in found.targets if target.sampled]
+        loss = evidence_loss(task, params.labels)
+        warn(padding_warning(model, rows(params.batch_size, params.batch_size)))
+        if {*params.evidence} & {*OF_GRADIENTS}:
+            warn(underflow_warning(model, next(rows(2, 2)), sampled, loss))
+        _gather(model, sampled, loss, rows, len(data), folder)
         (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
+
+
+def _find(model: PreTrainedModel, batch: Batch) -> Targets:
+    patterns = section("targets", TargetPatterns)
+    found = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
+    if patterns.products:
+        found = find_products(model, batch, found)
+    pairs = sum(len(target.maps) > 1 for target in found.targets)
+    say(f"{len(found.targets)} targets, {pairs} of them of two maps, {len(found.excluded)} linear maps excluded")
+    warn(found.census.warning)
+    return found
+
+
+def _gather(model: PreTrainedModel, targets: list[Target], loss: Loss, rows: Rows, count: int, folder: Path) -> None:
+    """Write the evidence of each pass before the next one begins.
+
+    Raises:
+        ValueError: no target has a gradient, and some evidence is of these; or as `collect` says.
+    """
+    params = section("importance", Importance)
+    todo, moved = passes(targets, params.layers_at_once), False
+    for number, each in enumerate(todo, 1):
+        evidence = collect(
+            model,
+            _progress(rows(count, params.batch_size), count, f"{number}/{len(todo)}"),
+            each.targets,
+            params.evidence,
+            loss,
+            then=each.then,
+            offload_activations=params.offload_activations,
+        )
+        moved |= has_gradients(evidence)
+        warn(few_tokens(each.targets, evidence, count))
+        save_evidence(evidence, folder, part=number if len(todo) > 1 else None)
+        del evidence  # before the next pass
+    if todo and {*params.evidence} & {*OF_GRADIENTS} and not moved:
+        raise ValueError(NO_GRADIENT)
 
 
 def _progress(every: Iterator[Batch], rows: int, number: str) -> Iterator[Batch]:

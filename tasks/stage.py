@@ -100,6 +100,12 @@ def say(message: str) -> None:
         print(message, flush=True)
 
 
+def warn(message: str | None) -> None:
+    """A line of what a reader of the log must know, if there is any."""
+    if message:
+        say(f"WARNING: {message}")
+
+
 @contextmanager
 def output(path: Path) -> Iterator[Path]:
     """A fresh folder to fill, which becomes `path` only when it is complete, and only in the process that leads."""

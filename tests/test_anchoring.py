@@ -17,9 +17,10 @@ from eckart.evidence import Evidence, collect
 from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
 from eckart.layers import factorized
 from eckart.losses import Batch
+from eckart.probing import is_embedding
 from eckart.products import find_products
 from eckart.svd import weighted_loss
-from eckart.targets import Target, find_targets, is_embedding, weight_of
+from eckart.targets import Target, find_targets, weight_of
 from eckart.walk import walking
 from eckart.weighting import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weighting, weigh
 from tests import architectures, tiny

@@ -21,6 +21,7 @@ from eckart.factorization import rest
 from eckart.hub import save
 from eckart.layers import factorize_target, factorized
 from eckart.losses import Batch
+from eckart.probing import is_embedding
 from eckart.ranks import tolerance
 from eckart.ranks.hypernetwork import HypernetworkSearch
 from eckart.ranks.search_problem import ByFormula
@@ -33,7 +34,7 @@ from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual.sparse_rows import RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.svd import decompose, spectrum
-from eckart.targets import Target, Targets, find_targets, is_embedding, weight_of
+from eckart.targets import Target, Targets, find_targets, weight_of
 from eckart.training_rules import Rule
 from eckart.weighting import ErrorNorm, Weighting, weigh
 from tasks.params import read

@@ -92,7 +92,9 @@ def make_study(
         "stride": None,
     }
     write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
-    write("data/importance/targets.json", {"targets": [target(name) for name in target_names], "excluded": {}})
+    parameters = {"targets": 1000, "linear": {"is a head": 20}, "experts": 0, "embeddings": 300, "rest": 40}
+    found = {"targets": [target(name) for name in target_names], "excluded": {}, "census": parameters}
+    write("data/importance/targets.json", found)
     write_dense(dense, dense)
     write("reports/teacher.jsonl", curve(20))
     write("reports/control.jsonl", curve(10))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from eckart.losses import IGNORED, expected_losses
 from eckart.recipe import Recipe
 from tests import tiny
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BATCHES = tiny.batches(tiny.samples(12), 4)
 INPUTS = {name: values for name, values in BATCHES[0].items() if name != "labels"}
 CLOSED = ("svd", "fwsvd", "iwsvd", "drone", "kfac", "anchored")
@@ -227,7 +229,7 @@ def test_mistakes_are_said_before_anything_is_computed() -> None:
 @pytest.mark.parametrize(
     ("second", "match"),
     [
-        (INPUTS, "batch 1 has no labels"),
+        (INPUTS, "batch 1 .* labels"),
         ({name: values.tolist() for name, values in BATCHES[1].items()}, "list"),
         ({**BATCHES[1], "labels": BATCHES[1]["labels"][:2]}, r"labels \(2,\)"),
         (["some text"], "mapping"),
@@ -265,6 +267,100 @@ def test_what_a_decoder_reads_is_made_of_the_labels() -> None:
     }
     (small, _), (same, _) = (eckart.compress(model, [one], 0.5, "kfac") for one in (short, long))
     tiny.assert_same(small, same, long)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gguf"])
+def test_a_quantized_model_is_refused(method: str) -> None:
+    """Its config says how it is stored, and there is one place for that."""
+    model = tiny.bert()
+    model.config.quantization_config = {"quant_method": method, "load_in_8bit": True}
+    with pytest.raises(ValueError, match=method):
+        eckart.compress(model, BATCHES, 0.5)
+
+
+def test_a_model_with_adapters_is_refused() -> None:
+    model = tiny.bert()
+    model._hf_peft_config_loaded = True
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        eckart.compress(model, BATCHES, 0.5)
+
+
+class Counting(type(tiny.bert())):  # type: ignore[misc]
+    """It answers by what is in no state: how often it was called."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        self.calls += 1
+        outputs.logits = outputs.logits * 2**self.calls
+        return outputs
+
+
+def test_what_does_not_come_back_from_a_folder_is_refused() -> None:
+    model = Counting(tiny.bert().config)
+    with pytest.raises(ValueError, match="saved and loaded"):
+        eckart.compress(model, BATCHES, 0.5, "svd")
+    small, _ = eckart.compress(model, BATCHES, 0.5, "svd", check=False)
+    assert factorized(small)
+
+
+def test_labels_that_all_are_left_out_are_an_error() -> None:
+    labels = {"labels": torch.full_like(BATCHES[0]["input_ids"], IGNORED)}
+    with pytest.raises(ValueError, match=str(IGNORED)):
+        eckart.compress(tiny.causal_llama(), [BATCHES[0] | labels], 0.5, "kfac")
+
+
+def test_a_loss_without_a_gradient_is_an_error() -> None:
+    """It would leave all ranks to chance, and predict that nothing is lost."""
+
+    def flat(model: Any, batch: Any) -> torch.Tensor:
+        return 0 * model(**batch).logits.sum()
+
+    with pytest.raises(ValueError, match="gradient of zero"):
+        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=flat)
+
+
+def test_what_is_padding_alone_is_an_error() -> None:
+    masks = {"attention_mask": torch.zeros_like(BATCHES[0]["attention_mask"])}
+    with pytest.raises(ValueError, match="mask"):
+        eckart.compress(tiny.bert(), [BATCHES[0] | masks], 0.5, "drone")
+
+
+def warned(model: PreTrainedModel, batches: Any, **options: Any) -> str:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        eckart.compress(model, batches, 0.5, "kfac", check=False, **options)
+    return " ".join(str(one.message) for one in found)
+
+
+def test_fewer_tokens_than_inputs_are_warned_of() -> None:
+    assert "fewer tokens" in warned(tiny.llama(), BATCHES[:1])
+    assert "fewer tokens" not in warned(tiny.llama(), BATCHES)
+
+
+def test_padding_that_changes_the_answers_is_warned_of() -> None:
+    """GPT-2 counts positions from the first column, where it is not told them."""
+    left = tiny.batches(tiny.samples(12), 4, side="left")
+    untold = [{name: values for name, values in batch.items() if name != "position_ids"} for batch in left]
+    assert "padding" in warned(tiny.gpt2(), untold)
+    assert "padding" not in warned(tiny.gpt2(), left)
+    assert "padding" not in warned(tiny.gpt2(), BATCHES)
+    assert "padding" not in warned(tiny.llama(), untold)
+
+
+def test_gradients_that_float16_cannot_hold_are_warned_of() -> None:
+    def scaled(factor: float) -> Any:
+        return lambda model, batch: factor * model(**batch).loss * len(batch["labels"])
+
+    assert "float16" in warned(tiny.bert().half(), BATCHES, loss=scaled(1e-5))
+    assert "float16" not in warned(tiny.bert().half(), BATCHES, loss=scaled(1.0))
+    assert "float16" not in warned(tiny.bert(), BATCHES, loss=scaled(1e-5))
+
+
+def test_targets_that_are_the_least_of_a_model_are_warned_of() -> None:
+    assert "targets are only" in warned(tiny.bert(), BATCHES, include="*.query")
+    assert "targets are only" not in warned(tiny.bert(), BATCHES)
 
 
 def test_the_pipelines_packages_are_not_needed() -> None:

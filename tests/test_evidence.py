@@ -585,12 +585,16 @@ def test_a_batch_without_the_mask_of_a_target_is_an_error():
         collect(Sum(), [batch], [target])
 
 
-def test_tokens_of_no_mask_beside_padding_are_an_error():
+def test_rows_of_no_mask_all_count():
+    """Those of a picture, beside a text that is padded; each sample has as many."""
     target = MAP.model_copy(update={"mask": None})
     assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
-    batch = {"x": torch.cat([TWO, TWO], 1), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
-    with pytest.raises(ValueError, match=r"^map: 4 "):
-        collect(Reshaped(lambda x: x), [batch], [target])
+    twice = torch.cat([TWO, TWO], 1)
+    mask = {"attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    model = Reshaped(lambda x: x)
+    assert_same(collect(model, [{"x": twice, **mask}], [target]), collect(Sum(), [{"x": twice}], [MAP]))
+    with pytest.raises(ValueError, match=r"^map: 4 .*\b2\b"):
+        collect(model, [{"x": twice, **mask}, {"x": TWO, **mask}], [target])
 
 
 # --- a few layers at once ---------------------------------------------------------------------------------------------

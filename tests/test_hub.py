@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ from transformers import (
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.hub import save
-from eckart.layers import factorize_target, factorized, pivoted
+from eckart.layers import factorize_target, factorized, merge, pivoted
 from eckart.pivots import pivot
 from eckart.svd import decompose
 from eckart.targets import find_targets, weight_of
@@ -166,7 +170,7 @@ def train(model: PreTrainedModel, folder: Path) -> None:
         learning_rate=1e-2,
         use_cpu=True,
         report_to=[],
-        save_strategy="no",
+        save_steps=2,
         disable_tqdm=True,
     )
     Trainer(model=model, args=arguments, train_dataset=examples).train()
@@ -276,3 +280,41 @@ def test_transformers_alone_refuses_it_and_names_the_package(tmp_path):
 def test_what_is_dense_needs_nothing(tmp_path):
     save(tiny.llama(), tmp_path)
     assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def guarded(folder: Path) -> bool:
+    return "eckart" in json.loads((folder / "config.json").read_text()).get("transformers_weights", "")
+
+
+def test_whoever_saves_it_writes_what_transformers_alone_refuses(tmp_path, monkeypatch):
+    """The Trainer in its checkpoints, a copy, one that was pickled, one that was loaded, and the hub."""
+    model = compress(tiny.bert())
+    save(model, tmp_path / "saved")
+    loaded = load(tmp_path / "saved")
+    loaded.save_pretrained(tmp_path / "loaded")
+    copy.deepcopy(loaded).save_pretrained(tmp_path / "copied")
+    pickle.loads(pickle.dumps(loaded)).save_pretrained(tmp_path / "pickled")
+    train(loaded, tmp_path / "trained")
+    hub = MagicMock()
+    monkeypatch.setattr("transformers.utils.hub.hf_api", hub)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", hub)
+    monkeypatch.setattr(
+        PreTrainedModel,
+        "_upload_modified_files",
+        lambda _, folder, *args, **options: shutil.copytree(folder, tmp_path / "uploaded"),
+    )
+    loaded.save_pretrained(tmp_path / "pushed", push_to_hub=True, repo_id="some/one")
+    assert hub().create_repo.call_args.args == ("some/one",)
+    for folder in ("saved", "loaded", "copied", "pickled", "trained/checkpoint-2", "pushed", "uploaded"):
+        assert guarded(tmp_path / folder), folder
+        assert factorized(load(tmp_path / folder)) == factorized(model)
+
+
+def test_what_was_merged_is_saved_as_any_model(tmp_path):
+    model = compress(tiny.bert())
+    save(model, tmp_path / "small")
+    for name in factorized(model):
+        merge(model, name)
+    save(model, tmp_path / "merged")
+    assert guarded(tmp_path / "small")
+    assert not guarded(tmp_path / "merged")

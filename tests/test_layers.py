@@ -20,8 +20,9 @@ from eckart.layers import (
     replace,
     shape_of,
 )
+from eckart.probing import is_linear
 from eckart.svd import decompose
-from eckart.targets import find_targets, is_linear, weight_of
+from eckart.targets import find_targets, weight_of
 from eckart.weighting import ErrorNorm
 from tests import tiny
 

@@ -236,9 +236,28 @@ def test_by_rank_what_a_rank_would_enlarge_stays_dense():
     assert {name: rank for name, rank in ranks.items() if rank is not None} == {"in": 390, "out": 390}
 
 
-def test_uniform_names_the_target_that_has_no_rank():
-    with pytest.raises(NoRank, match="small"):
-        UNIFORM.ranks([target("large", 100, 100), target("small", 2, 3)], {}, 0.3)
+@pytest.mark.parametrize("keep", [0.1, 0.3, 0.6, 0.97])
+def test_uniform_leaves_what_no_rank_makes_smaller_dense_and_holds_the_budget(keep):
+    """A gate of one row has none; of one of two rows the share would be less than the least rank takes."""
+    targets = [target("large", 100, 100), target("gate", 1, 40), target("types", 2, 30), target("other", 60, 80)]
+    ranks = UNIFORM.ranks(targets, {}, keep)
+    assert ranks["gate"] is None
+    assert ranks["types"] == 1
+    assert total(targets, ranks) <= allowance(targets, keep)
+    shares = [cost(one, ranks[one.name]) / one.parameters for one in (targets[0], targets[3])]
+    assert all(0 < share <= keep for share in shares)
+    assert abs(shares[0] - shares[1]) <= max(one.step / one.parameters for one in (targets[0], targets[3]))
+
+
+def test_uniform_gives_those_of_few_rows_nothing_where_none_is_there():
+    """All have their share, as before."""
+    targets = [target("one", 100, 100), target("other", 60, 80)]
+    assert UNIFORM.ranks(targets, {}, 0.3) == {"one": 15, "other": 10}
+
+
+def test_a_keep_that_does_not_pay_for_the_least_ranks_is_an_error():
+    with pytest.raises(NoRank, match=r"keep=0\.01\b"):
+        UNIFORM.ranks([target("large", 100, 100), target("small", 2, 3)], {}, 0.01)
 
 
 # --- waterfill -------------------------------------------------------------------------------------------------------

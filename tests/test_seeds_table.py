@@ -9,6 +9,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from eckart.census import Census
+from eckart.targets import Targets
 from tasks.metrics import METRICS, MetricName
 from tasks.records import SECONDS
 from tasks.report import published
@@ -76,7 +78,9 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
     dense |= {"zero_shot": {}, "continuations": [], "validation": dense["score"]}
     dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
     (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
-    (root / summary.TARGETS).write_text('{"targets": [], "excluded": {}}')
+    census = Census(targets=0, linear={}, experts=0, embeddings=0, rest=0)
+    found = Targets(targets=(), excluded={}, census=census)
+    (root / summary.TARGETS).write_text(found.model_dump_json())
     (root / "data/splits").mkdir()
     task = a_task("classification", ("no", "yes"), "accuracy")
     (root / "data/splits/task.json").write_text(task.model_dump_json())

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-from eckart.budget import NoRank, Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
+from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.targets import Target
 
@@ -28,20 +28,37 @@ class Uniform(ByFormula):
     by: Literal["share", "rank"]
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
-        if self.by == "rank":
-            return _one_rank(targets, keep)
-        return {target.name: _rank(target, keep) for target in targets}
+        return _one_rank(targets, keep) if self.by == "rank" else _one_share(targets, keep)
+
+
+def _one_share(targets: Sequence[Target], keep: float) -> Ranks:
+    """The same keep for all but those of few rows, which it would leave no rank.
+
+    These have rank 1, or stay dense where no rank makes them smaller, and the others share what is left (choice).
+    """
+    budget = ranked_allowance(targets, keep)
+    least: dict[str, Rank] = {}
+    while True:
+        others = [target for target in targets if target.name not in least]
+        share = _share(budget, targets, least) if least else keep
+        ranks = {target.name: _rank(target, share) for target in others}
+        if 0 not in ranks.values():
+            return {target.name: (least | ranks)[target.name] for target in targets}
+        least |= {target.name: rank_or_dense(target, 1) for target in others if ranks[target.name] == 0}
+
+
+def _share(budget: int, targets: Sequence[Target], least: Ranks) -> float:
+    """Of the parameters of the others, what of `budget` is left where some have their `least`; positive."""
+    left = budget - sum(cost(target, least[target.name]) for target in targets if target.name in least)
+    return max(left / max(sum(one.parameters for one in targets if one.name not in least), 1), 1e-9)
 
 
 def _rank(target: Target, keep: float) -> Rank:
-    """The largest r that `keep` pays for: as factors ⌊keep · out · in / (out + in)⌋."""
+    """The largest r that `keep` pays for: as factors ⌊keep · out · in / (out + in)⌋; 0 if none."""
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
         return None
-    rank = bisect_right(range(1, largest_rank(target) + 1), allowed, key=lambda some: cost(target, some))
-    if rank < 1:
-        raise NoRank(f"keep={keep:g} leaves {target.name} no rank: raise keep or exclude it")
-    return rank
+    return bisect_right(range(1, largest_rank(target) + 1), allowed, key=lambda some: cost(target, some))
 
 
 def _one_rank(targets: Sequence[Target], keep: float) -> Ranks:
