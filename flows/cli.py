@@ -323,6 +323,9 @@ def promote(
     """Make the study's best candidate the champion of the model registry, if it passes the gates."""
     if rollback and (again or first):
         raise EckartError(f"--{'again' if again else 'first'} and --rollback contradict each other: give one of them")
+    if rollback:
+        _roll_back()
+        return
     settings.use_local_server()
     from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
@@ -331,9 +334,6 @@ def promote(
     from flows.promotion.gates import Refused
     from tasks import check_params
 
-    if rollback:
-        print(flow.rollback())
-        return
     check_params.check()
     stages.check_workspace()
     prefect_server.require()
@@ -346,6 +346,16 @@ def promote(
         raise
     _print_gates(conclusion.gates)
     print(conclusion.message)
+
+
+def _roll_back() -> None:
+    from flows.registry import nothing_before  # slow imports, not for --help
+    from tasks import check_params
+
+    nothing_before.refuse(check_params.typed_section("promotion").model)
+    from flows.promotion import flow  # slower ones
+
+    print(flow.rollback())
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:
