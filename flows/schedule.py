@@ -57,6 +57,7 @@ def serve(
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}
+    logging.getLogger("prefect.runner").addFilter(_is_no_wait)
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
         while True:
@@ -102,6 +103,11 @@ def _now(name: str, address: str) -> str:
     if not is_ours(address):
         return command
     return f"{how_to_reach(address)} {command}"
+
+
+def _is_no_wait(record: logging.LogRecord) -> bool:
+    """While a run goes on Prefect's runner says at each of its polls that the next one waits."""
+    return "skipped (at capacity)" not in record.getMessage()
 
 
 def _something_new(name: str) -> DeploymentEventTrigger:
