@@ -556,8 +556,15 @@ def _print_files(files: Sequence[ComparedFile], title: str) -> None:
 
 
 @app.command()
-def ui() -> None:
-    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone."""
+def ui(
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="of Prefect's; default: PREFECT_SERVER_API_PORT, or 4200")
+    ] = None,
+    mlflow_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="of MLflow's; default: MLFLOW_PORT, or 5000")
+    ] = None,
+) -> None:
+    """Show where the pages of Prefect and MLflow are; until Ctrl-C serve those that are missing, on this machine."""
     from flows.ui import show_pages
 
-    show_pages(Console())
+    show_pages(Console(), port, mlflow_port)
