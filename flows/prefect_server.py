@@ -103,7 +103,7 @@ def use_temporary() -> None:
     if get_current_settings().api.url:
         return
     if settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
-        log.warning("%s; this run has a server of its own", _stranger(PORT))
+        log.warning("%s; this run has a server of its own", _stranger(settings.PREFECT_ADDRESS))
     logging.getLogger("prefect.flow_runs").addFilter(lambda one: not one.getMessage().startswith("View at "))  # no page
     stack = ExitStack()
     atexit.register(stack.close)  # Prefect's threads deliver what they have before that
@@ -218,20 +218,20 @@ def _listener(port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         another = "set PREFECT_SERVER_API_PORT, or `eckart ui --port`, to another port"
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise ServerError(f"{_stranger(port)}: stop it, or {another}") from error
+            raise ServerError(f"{_stranger(f'http://{settings.LOOPBACK}:{port}')}: stop it, or {another}") from error
         raise ServerError(f"no server can listen at {settings.LOOPBACK}:{port} ({error}): {another}") from error
 
 
-def _stranger(port: int) -> str:
+def _stranger(address: str) -> str:
     """Who has the port of our pages."""
-    place = f"{settings.LOOPBACK}:{port}"
-    status, body = settings.asked(f"http://{place}/api/health")
-    if is_ours(f"http://{place}"):
-        return f"{place} is a server of `eckart ui` or `eckart serve` ({serves(f'http://{place}') or 'an older one'})"
+    place = address.removeprefix("http://")
+    status, body = settings.asked(f"{address}/api/health")
+    if is_ours(address):
+        return f"{place} is a server of `eckart ui` or `eckart serve` ({serves(address) or 'an older one'})"
     if status == 200 and body == b"true":
         return (
             f"{place} is answered by a Prefect server that Eckart has not started, or with another key. Whoever "
-            f"started it can run code as you: if it is yours, {_URL}=http://{place}/api uses it"
+            f"started it can run code as you: if it is yours, {_URL}={address}/api uses it"
         )
     return f"{place} is answered by a program that is no Prefect"
 

@@ -222,7 +222,21 @@ def test_a_success_is_missing_after_the_longest_gap_of_the_schedule(cron: str, h
     assert notifications.longest_gap(cron) - timedelta(hours=2) == timedelta(hours=hours)
 
 
-def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cron", "timezone", "due"),
+    [
+        ("0 2 * * *", "UTC", datetime(2026, 3, 29, 2, tzinfo=UTC)),
+        ("0 4 * * *", "Europe/Berlin", datetime(2026, 3, 29, 2, tzinfo=UTC)),  # by the summer time that begins then
+        ("0 2 * * 1", "America/New_York", datetime(2026, 3, 30, 6, tzinfo=UTC)),
+    ],
+)
+def test_when_the_next_run_is_due(cron: str, timezone: str, due: datetime) -> None:
+    assert schedule.next_run(cron, timezone, datetime(2026, 3, 28, 12, tzinfo=UTC)) == due
+
+
+def test_serve_sets_up_who_is_told_anew(
+    prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(schedule.study, "serve", lambda **_: None)
     address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
     with temporary_settings(address), get_client(sync_client=True) as client:
@@ -234,6 +248,7 @@ def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: py
 
         told = automations("custom-webhook/sink")
         assert len(told) == 2
+        assert f"PREFECT_API_URL={prefect['PREFECT_API_URL']} prefect " in capsys.readouterr().out
         assert automations("custom-webhook/sink", "custom-webhook/sink") == told
         assert automations() == []
         for wrong in ("custom-webhook/nobody", "nothing/sink", "sink"):
