@@ -89,16 +89,24 @@ def init(
     task: Annotated[
         TaskKindName | None, typer.Option(help="the kind of task; default: what the label looks like")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="amend the workspace that is there; nothing of it is lost")
+    ] = False,
 ) -> None:
     """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
     from flows import new_workspace, workspaces  # slow imports, not for --help
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here: the Hugging Face hub is asked for it.", flush=True)
-    changes = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task))
-    for line in new_workspace.in_words(changes):
+    laid = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
+    for line in new_workspace.in_words(laid, again):
         print(f"  {line}")
-    said = "the rest of params.yaml is the default study's" if changes else "params.yaml has the default study"
+    if laid.head:
+        print(laid.head)
+    if again:
+        print("The rest of params.yaml is as it was." if laid.changes else "Nothing of params.yaml has changed.")
+        return
+    said = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
     if (root := workspaces.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc want a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "

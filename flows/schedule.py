@@ -109,8 +109,9 @@ def _serve_until_lost(
 
 def next_run(cron: str, timezone: str, now: datetime) -> datetime:
     """When a schedule is due next, in its own time zone."""
-    found: datetime = croniter(cron, now.astimezone(ZoneInfo(timezone))).get_next(datetime)
-    return found
+    zone = ZoneInfo(timezone)
+    local = now.astimezone(zone).replace(tzinfo=None)  # as Prefect does: the clock on the wall counts
+    return croniter(cron, local).get_next(datetime).replace(tzinfo=zone)
 
 
 def _words(name: str, due: Callable[[datetime], datetime], address: str) -> str:
