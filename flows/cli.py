@@ -89,16 +89,24 @@ def init(
     task: Annotated[
         TaskKindName | None, typer.Option(help="the kind of task; default: what the label looks like")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="amend the workspace that is there; nothing of it is lost")
+    ] = False,
 ) -> None:
     """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
     from flows import new_workspace, workspaces  # slow imports, not for --help
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here: the Hugging Face hub is asked for it.", flush=True)
-    changes = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task))
-    for line in new_workspace.in_words(changes):
+    laid = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
+    for line in new_workspace.in_words(laid, again):
         print(f"  {line}")
-    said = "the rest of params.yaml is the default study's" if changes else "params.yaml has the default study"
+    if laid.head:
+        print(laid.head)
+    if again:
+        print("The rest of params.yaml is as it was." if laid.changes else "Nothing of params.yaml has changed.")
+        return
+    said = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
     if (root := workspaces.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc want a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
@@ -323,6 +331,9 @@ def promote(
     """Make the study's best candidate the champion of the model registry, if it passes the gates."""
     if rollback and (again or first):
         raise EckartError(f"--{'again' if again else 'first'} and --rollback contradict each other: give one of them")
+    if rollback:
+        _roll_back()
+        return
     settings.use_local_server()
     from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
@@ -331,9 +342,6 @@ def promote(
     from flows.promotion.gates import Refused
     from tasks import check_params
 
-    if rollback:
-        print(flow.rollback())
-        return
     check_params.check()
     stages.check_workspace()
     prefect_server.require()
@@ -346,6 +354,16 @@ def promote(
         raise
     _print_gates(conclusion.gates)
     print(conclusion.message)
+
+
+def _roll_back() -> None:
+    from flows.registry import nothing_before  # slow imports, not for --help
+    from tasks import check_params
+
+    nothing_before.refuse(check_params.typed_section("promotion").model)
+    from flows.promotion import flow  # slower ones
+
+    print(flow.rollback())
 
 
 def _print_gates(gates: Sequence[Gate]) -> None:
@@ -546,8 +564,15 @@ def _print_files(files: Sequence[ComparedFile], title: str) -> None:
 
 
 @app.command()
-def ui() -> None:
-    """Serve Prefect's and MLflow's pages until Ctrl-C, on this machine alone."""
+def ui(
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="of Prefect's; default: PREFECT_SERVER_API_PORT, or 4200")
+    ] = None,
+    mlflow_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="of MLflow's; default: MLFLOW_PORT, or 5000")
+    ] = None,
+) -> None:
+    """Show where the pages of Prefect and MLflow are; until Ctrl-C serve those that are missing, on this machine."""
     from flows.ui import show_pages
 
-    show_pages(Console())
+    show_pages(Console(), port, mlflow_port)

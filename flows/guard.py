@@ -17,6 +17,8 @@ from typing import Any
 
 PROOF = "/eckart/proof"
 """Where a server of ours shows that it has the key, and asks for none."""
+SERVES = "/eckart/serves"
+"""Where it says whose pages it has: which program's, and of which database. It asks for the key."""
 
 _HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")  # with a tunnel the port may be another one
 _REALM = b'Basic realm="eckart", charset="UTF-8"'
@@ -37,11 +39,12 @@ class Guard:
         app: which is reached by all others.
         key: which `PROOF` proves.
         auth: `user:password` that must be given by HTTP's Basic scheme; None where the application asks by itself.
+        serves: what `SERVES` answers.
     """
 
-    def __init__(self, app: Application, key: str, auth: str | None = None) -> None:
-        self._app, self._key = app, key
-        self._wanted = b"Basic " + base64.b64encode(auth.encode()) if auth else None
+    def __init__(self, app: Application, key: str, auth: str | None = None, serves: str = "") -> None:
+        self._app, self._key, self._serves = app, key, serves
+        self._wanted = _basic(auth) if auth else None
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -52,10 +55,19 @@ class Guard:
         elif scope["path"] == PROOF and scope["type"] == "http":
             nonce = scope["query_string"].decode("latin-1")
             await _answer(send, 200, proof(self._key, scope["server"][1], nonce).encode())
-        elif self._wanted and not hmac.compare_digest(_header(scope, b"authorization"), self._wanted):
+        elif (wanted := self._wanted_at(scope)) and not hmac.compare_digest(_header(scope, b"authorization"), wanted):
             await _refuse(scope, send, 401, b"The key is wanted.", (b"www-authenticate", _REALM))
+        elif scope["path"] == SERVES and scope["type"] == "http":
+            await _answer(send, 200, self._serves.encode())
         else:
             await self._app(scope, receive, _unframed(send))
+
+    def _wanted_at(self, scope: Mapping[str, Any]) -> bytes | None:
+        return _basic(self._key) if scope["path"] == SERVES else self._wanted
+
+
+def _basic(auth: str) -> bytes:
+    return b"Basic " + base64.b64encode(auth.encode())
 
 
 def _foreign(scope: Mapping[str, Any]) -> bytes:

@@ -10,4 +10,5 @@ from flows.guard import Guard
 def app() -> Guard:
     from mlflow.server.fastapi_app import app as page  # which reads settings of a server as it is imported
 
-    return Guard(page, os.environ["ECKART_SERVER_KEY"], os.environ.get("ECKART_AUTH_STRING"))
+    told = os.environ
+    return Guard(page, told["ECKART_SERVER_KEY"], told.get("ECKART_AUTH_STRING"), told["ECKART_SERVES"])

@@ -21,6 +21,7 @@ from contextlib import closing
 from pathlib import Path
 
 from flows.guard import Guard
+from flows.secrets import shown
 
 _SAID = 200  # characters of what a library says
 _GRACE = 10.0  # seconds for a usual end
@@ -40,7 +41,7 @@ def main() -> None:
     try:
         if file:
             _look_at(file, settings.server.memo_store_path)
-        asyncio.run(_serve(listener))
+        asyncio.run(_serve(listener, f"Prefect {shown(database)}"))
     except Exception as error:
         print(_words(error, file), flush=True)
         os._exit(1)  # services may have begun
@@ -65,12 +66,13 @@ def _look_at(file: Path, memory: Path) -> None:
         raise sqlite3.DatabaseError(found)
 
 
-async def _serve(listener: socket.socket) -> None:
+async def _serve(listener: socket.socket, serves: str) -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
     app = create_app(final=True)
-    config = uvicorn.Config(Guard(app, os.environ["ECKART_SERVER_KEY"]), lifespan="off", log_level="error")
+    guard = Guard(app, os.environ["ECKART_SERVER_KEY"], serves=serves)
+    config = uvicorn.Config(guard, lifespan="off", log_level="error")
     async with app.router.lifespan_context(app):  # not by uvicorn, which would log a traceback where it fails
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn heeds it, and sends it again after that
         await uvicorn.Server(config).serve(sockets=[listener])

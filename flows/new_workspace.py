@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import chdir
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tasks.code_folders import code_folders
 from tasks.dataset import REFERENCE
 from tasks.errors import EckartError
 from tasks.metrics import TaskKindName
-from tasks.params import PARAMS
+from tasks.params import PARAMS, read
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
 _RECIPE = "anchored"
@@ -48,19 +49,34 @@ class Wishes:
     task: TaskKindName | None
 
 
-def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
-    """Make `folder` a workspace; what is in it already stays.
+@dataclass(frozen=True)
+class Laid:
+    """What `init` has done: what params.yaml says otherwise than before, which in a new workspace is the default study.
 
-    Returns:
-        What params.yaml says otherwise than the default study.
+    before: what stood there, by the same keys.
+    head: what becomes of the base model's head, in words.
+    """
+
+    changes: dict[str, Any]
+    before: dict[str, Any]
+    head: str
+
+
+def init(folder: Path, wishes: Wishes, again: bool = False) -> Laid:
+    """Make `folder` a workspace, or amend the one that it is; what is in it already stays.
+
+    Args:
+        again: whether it is one. What params.yaml says stays, too, but for what the wishes decide.
 
     Raises:
-        InitError: there is a workspace already, or a file is missing; nothing is written.
-        EckartError: the files cannot be read, or the study would refuse them; the new files are removed.
+        InitError: it is a workspace and is not to be amended, or is none and is to be, a file is missing, or another
+            one is in its place; nothing is written.
+        EckartError: the files cannot be read, or the study would refuse them; all is as it was.
     """
-    _check(folder, wishes)
+    _check(folder, wishes, again)
     made = _Made(folder)
     try:
+        made.keep(PARAMS)
         made.write(PARAMS, (code_folders()["eckart"] / PARAMS).read_text())
         for path, text in installation.derived().items():
             made.write(path, text)
@@ -68,8 +84,8 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
         made.write(REFERENCE / ".gitkeep", "")
         ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]
         made.append(Path(".gitignore"), ignored)
-        changes = _named(folder, wishes, made)
-        params_file.update(changes, folder / PARAMS)
+        laid = _named(folder, wishes, made, again)
+        params_file.update(laid.changes, folder / PARAMS)
         _set_up(folder, made)
         for part in CARRIED:
             _hand_to_dvc(part, made)
@@ -78,7 +94,7 @@ def init(folder: Path, wishes: Wishes) -> dict[str, Any]:
         if isinstance(error, EckartError):  # of copies that are gone by now
             raise InitError(_by_own_names(str(error), wishes)) from error
         raise
-    return changes
+    return laid
 
 
 def _by_own_names(message: str, wishes: Wishes) -> str:
@@ -107,12 +123,17 @@ class _Made:
         if not (self.folder / path).exists():
             self.note(path).write_text(text)
 
+    def keep(self, path: Path) -> None:
+        """Note a file that is about to change, if it is there."""
+        if (whole := self.folder / path).exists():
+            self._before[whole] = whole.read_text()
+
     def append(self, path: Path, text: str) -> None:
         whole = self.folder / path
         if not whole.exists():
             self.write(path, text)
         elif text not in (before := whole.read_text()):
-            self._before[whole] = before
+            self.keep(path)
             whole.write_text(f"{before.rstrip()}\n\n{text}" if before.strip() else text)
 
     def remove(self) -> None:
@@ -125,57 +146,138 @@ class _Made:
                 path.unlink(missing_ok=True)
 
 
-def _check(folder: Path, wishes: Wishes) -> None:
-    for path in (PARAMS, *installation.derived(), Path(".dvc")):
-        if (folder / path).exists():
-            raise InitError(f"{folder} has {path} already: it is a workspace, or name another folder")
+def _check(folder: Path, wishes: Wishes, again: bool) -> None:
+    parts = (PARAMS, *installation.derived(), Path(".dvc"))
+    for path in parts:
+        if not again and (folder / path).exists():
+            raise InitError(
+                f"{folder} has {path} already: if it is a workspace, `eckart init {folder} --again` with what is to be "
+                "otherwise amends it; if not, name another folder"
+            )
+        if again and not (folder / path).exists():
+            raise InitError(f"{folder} has no {path}: it is no workspace that could be amended; leave out --again")
     if folder.exists() and not folder.is_dir():
         raise InitError(f"{folder} is a file: name a folder")
     if wishes.data and not wishes.data.exists():
         raise InitError(f"--data {wishes.data} does not exist")
     if wishes.base and not Path(wishes.base).exists() and wishes.base.startswith((".", "/", "~")):
         raise InitError(f"--base {wishes.base} does not exist")
-    if not wishes.data and (wishes.text or wishes.text_pair or wishes.label or wishes.task):
+    if not (wishes.data or again) and (wishes.text or wishes.text_pair or wishes.label or wishes.task):
         raise InitError("--text, --text-pair, --label and --task are about --data: name that, too")
 
 
-def _named(folder: Path, wishes: Wishes, made: _Made) -> dict[str, Any]:
+def _named(folder: Path, wishes: Wishes, made: _Made, again: bool) -> Laid:
     """What params.yaml is to say, once the files are where it names them."""
+    present, default = read(folder / PARAMS), read(code_folders()["eckart"] / PARAMS)
     name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
     changes: dict[str, Any] = {}
+    head = ""
     base = wishes.base
     if base and Path(base).exists():
         base = str(_brought(Path(base), BASE, made))
-    if base or wishes.data:
+    source = str(_brought(wishes.data, RAW, made)) if wishes.data else _own_data(present)
+    if base or source:
         from tasks import first_params  # torch, and transformers
     if base:
         changes["model"] = {"base": base}
         with chdir(folder):
             first_params.read_base(base)
-    if wishes.data:
-        source = str(_brought(wishes.data, RAW, made))
+    if source:
+        told = _completed(wishes, present)
         with chdir(folder):
-            present = base or _default_base()
-            found = first_params.of_data(source, present, wishes.text, wishes.text_pair, wishes.label, wishes.task)
-        changes |= found
+            found = first_params.of_data(
+                source, base or present["model"]["base"], told.text, told.text_pair, told.label, told.task
+            )
+        changes |= found.changes
+        head = found.head
+    elif wishes.text or wishes.text_pair or wishes.label or wishes.task:
+        raise InitError("--text, --text-pair, --label and --task are about data of your own: name them, --data")
     if changes:
         changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
         changes["promotion"] = {"model": name}
-    return changes
+    if again:
+        changes = _amending(changes, wishes, present, default)
+    return Laid(changes, _as_before(changes, present), head)
 
 
-def _default_base() -> str:
-    from tasks.params import read
+def _own_data(params: Mapping[str, Any]) -> str | None:
+    """The data that an earlier `init`, or its user, has named, if they are the workspace's own."""
+    source = str(params["data"]["source"])
+    return source if Path(source).is_relative_to(RAW) else None
 
-    return str(read()["model"]["base"])
+
+def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
+    """The wishes, and what params.yaml says of the workspace's own data where there is none."""
+    if not _own_data(params):
+        return wishes
+    data = params["data"]
+    columns = {name: getattr(wishes, name) or data["columns"][name] for name in ("text", "text_pair", "label")}
+    task = wishes.task or (None if wishes.data or wishes.label else data["task"])
+    return replace(wishes, task=task, **columns)
+
+
+def _amending(
+    changes: dict[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of all that model and data say what the wishes decide, and what nobody has changed yet."""
+    data = changes.get("data", {})
+    if not wishes.data:
+        data = {key: value for key, value in data.items() if key not in ("source", "splits", "sizes")}
+    if data.get("task") == present["data"]["task"]:
+        data.pop("metric", None)
+    if not (wishes.base or wishes.data or wishes.text or wishes.text_pair):
+        data.pop("max_length", None)
+    kept = {
+        section: {
+            key: value
+            for key, value in changes.get(section, {}).items()
+            if present[section][key] == default[section][key]
+        }
+        for section in ("study", "promotion")
+    }
+    # Zero epochs were for a head that knew the labels.
+    learn = data and "teacher" not in changes and present["teacher"]["epochs"] == 0
+    teacher = {"teacher": {"epochs": default["teacher"]["epochs"]}} if learn else {}
+    return _differing({**changes, "data": data, **teacher, **kept}, present)
+
+
+def _differing(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Those changes that change something."""
+    found = {}
+    for key, value in changes.items():
+        before = present.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := _differing(value, before):
+                found[key] = inner
+        elif value != before:
+            found[key] = value
+    return found
+
+
+def _as_before(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """What stood in the places of the changes."""
+    return {
+        key: _as_before(value, present[key])
+        if isinstance(value, Mapping) and isinstance(present.get(key), Mapping)
+        else present.get(key)
+        for key, value in changes.items()
+    }
 
 
 def _brought(source: Path, place: Path, made: _Made) -> Path:
-    """`source` copied to where DVC sees it change, as the workspace names it; what lies there already is named."""
+    """`source` copied to where DVC sees it change, as the workspace names it; what lies there already is named.
+
+    Raises:
+        InitError: another file of that name lies there.
+    """
     root = (made.folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
     path = place / source.resolve().name
+    if (made.folder / path).exists():
+        if not _same(source, made.folder / path):
+            raise InitError(f"{made.folder / path} is there already, and is not {source}: rename one of them")
+        return path
     target = made.note(path)
     if source.is_dir():
         shutil.copytree(source, target)
@@ -184,12 +286,27 @@ def _brought(source: Path, place: Path, made: _Made) -> Path:
     return path
 
 
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files, or all files of two folders, have the same content."""
+    if not (one.is_dir() and other.is_dir()):
+        return one.is_file() and other.is_file() and cmp(one, other, shallow=False)
+    names = [
+        sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file()) for folder in (one, other)
+    ]
+    return names[0] == names[1] and all(cmp(one / name, other / name, shallow=False) for name in names[0])
+
+
 def _hand_to_dvc(part: Path, made: _Made) -> None:
     """So that a commit says which bytes a study read, and others can pull them; an empty folder waits for some."""
     folder = made.folder
     if not (folder / part).exists():
         made.write(part / ".gitkeep", "")
-    elif not workspaces.git(folder, "ls-files", "--", str(part)):
+        return
+    tracked = workspaces.git(folder, "ls-files", "--", str(part)).split()
+    if tracked in ([], [str(part / ".gitkeep")]):
+        if tracked:  # it was empty until now
+            workspaces.git(folder, "rm", "--quiet", "--cached", "--", *tracked)
+        made.keep(part.with_name(f"{part.name}.dvc"))
         made.note(part.with_name(f"{part.name}.dvc"))
         made.append(part.with_name(".gitignore"), f"/{part.name}\n")
         workspaces.dvc(folder, "add", "--quiet", str(part))
@@ -200,6 +317,8 @@ def _set_up(folder: Path, made: _Made) -> None:
     if not _in_git(folder):
         made.note(Path(".git"))
         workspaces.git(folder, "init", "--quiet")
+    if (folder / ".dvc").exists():
+        return
     made.note(Path(".dvc"))
     workspaces.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
     (folder / ".dvc/config").write_text(_CONFIG)
@@ -212,12 +331,15 @@ def _in_git(folder: Path) -> bool:
     return asked.returncode == 0
 
 
-def in_words(changes: Mapping[str, Any], path: str = "") -> list[str]:
-    """Each change on a line, by its path in params.yaml."""
-    return [
-        line
-        for key, value in changes.items()
-        for line in (
-            in_words(value, f"{path}{key}.") if isinstance(value, Mapping) else [f"{path}{key}: {json.dumps(value)}"]
-        )
-    ]
+def in_words(laid: Laid, again: bool) -> list[str]:
+    """Each change on a line, by its path in params.yaml; of what is amended, what stood there, too."""
+    now, before = _flat(laid.changes), _flat(laid.before)
+    return [f"{path}: {f'{json.dumps(before.get(path))} → ' if again else ''}{json.dumps(now[path])}" for path in now]
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Dotted name → value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _PATIENCE = 300  # seconds until a server must answer; a first start builds its database
 _GRACE = 10  # seconds for a usual end
+_ANSWER = 5  # seconds for an answer
 _URL, _AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
 
 
@@ -102,7 +103,7 @@ def use_temporary() -> None:
     if get_current_settings().api.url:
         return
     if settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")[0]:
-        log.warning("%s; this run has a server of its own", _stranger())
+        log.warning("%s; this run has a server of its own", _stranger(settings.PREFECT_ADDRESS))
     logging.getLogger("prefect.flow_runs").addFilter(lambda one: not one.getMessage().startswith("View at "))  # no page
     stack = ExitStack()
     atexit.register(stack.close)  # Prefect's threads deliver what they have before that
@@ -175,6 +176,20 @@ def is_ours(address: str) -> bool:
     return status == 200 and hmac.compare_digest(body, guard.proof(own, port, nonce).encode())
 
 
+def serves(address: str) -> str:
+    """Whose pages a server of ours has, as `guard.SERVES` says it; empty if it is none of ours, or an older one."""
+    if not is_ours(address) or not (own := key.known()):
+        return ""
+    place = f"http://{settings.LOOPBACK}:{urlsplit(address).port or 80}{guard.SERVES}"
+    user, _, password = own.partition(":")
+    try:
+        with httpx.Client(trust_env=False, timeout=_ANSWER) as client:  # no proxy gets the key
+            answer = client.get(place, auth=(user, password))
+    except httpx.HTTPError:
+        return ""
+    return answer.text if answer.status_code == httpx.codes.OK else ""
+
+
 def _is_here(address: str) -> bool:
     return urlsplit(address).hostname in (settings.LOOPBACK, "localhost")
 
@@ -201,22 +216,22 @@ def _listener(port: int) -> socket.socket:
     try:
         return socket.create_server((settings.LOOPBACK, port))
     except (OSError, OverflowError) as error:
-        another = "set PREFECT_SERVER_API_PORT to another port"
+        another = "set PREFECT_SERVER_API_PORT, or `eckart ui --port`, to another port"
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise ServerError(f"{_stranger()}: stop it, or {another}") from error
+            raise ServerError(f"{_stranger(f'http://{settings.LOOPBACK}:{port}')}: stop it, or {another}") from error
         raise ServerError(f"no server can listen at {settings.LOOPBACK}:{port} ({error}): {another}") from error
 
 
-def _stranger() -> str:
+def _stranger(address: str) -> str:
     """Who has the port of our pages."""
-    place = settings.PREFECT_ADDRESS.removeprefix("http://")
-    status, body = settings.asked(f"{settings.PREFECT_ADDRESS}/api/health")
-    if is_ours(settings.PREFECT_ADDRESS):
-        return f"{place} is the server of `eckart ui` or `eckart serve`, which has just started"
+    place = address.removeprefix("http://")
+    status, body = settings.asked(f"{address}/api/health")
+    if is_ours(address):
+        return f"{place} is a server of `eckart ui` or `eckart serve` ({serves(address) or 'an older one'})"
     if status == 200 and body == b"true":
         return (
             f"{place} is answered by a Prefect server that Eckart has not started, or with another key. Whoever "
-            f"started it can run code as you: if it is yours, {_URL}={settings.PREFECT_ADDRESS}/api uses it"
+            f"started it can run code as you: if it is yours, {_URL}={address}/api uses it"
         )
     return f"{place} is answered by a program that is no Prefect"
 

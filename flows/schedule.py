@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
-from zoneinfo import available_timezones
+from zoneinfo import ZoneInfo, available_timezones
 
+from prefect._vendor.croniter import croniter
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
@@ -19,6 +22,7 @@ from flows import notifications, own_workspace
 from flows.engine.options import Options
 from flows.engine.stage_processes import terminable
 from flows.prefect_server import how_to_reach, is_ours, prefect_server
+from flows.progress import roughly
 from flows.secrets import shown
 from flows.settings import answers
 from flows.study import study
@@ -57,11 +61,13 @@ def serve(
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}
+    logging.getLogger("prefect.runner").addFilter(_is_no_wait)
+    due = partial(next_run, cron, timezone)
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
         while True:
             with prefect_server() as address:
-                if _serve_until_lost(name, schedule, parameters, set_up, address):
+                if _serve_until_lost(name, schedule, parameters, set_up, due, address):
                     return
             log.warning("Prefect's server does not answer; the schedule goes on when it does")
             while (theirs := get_current_settings().api.url) and not answers(f"{theirs.rstrip('/')}/health"):
@@ -69,13 +75,18 @@ def serve(
 
 
 def _serve_until_lost(
-    name: str, schedule: Schedule, parameters: Mapping[str, Any], set_up: Callable[[], None], address: str
+    name: str,
+    schedule: Schedule,
+    parameters: Mapping[str, Any],
+    set_up: Callable[[], None],
+    due: Callable[[datetime], datetime],
+    address: str,
 ) -> bool:
     """Whether it was ended by a signal; else the server is lost."""
     try:
         own_workspace.check_name(name)
         set_up()
-        print(f"Prefect: {shown(address).removesuffix('/api')}\nThis runs it now: {_now(name, address)}", flush=True)
+        print(_words(name, due, address), flush=True)
         study.serve(
             name=name,
             schedule=schedule,
@@ -96,12 +107,29 @@ def _serve_until_lost(
     return True
 
 
-def _now(name: str, address: str) -> str:
-    """The command, with what leads it to a server of ours; what leads to another one has whoever named it."""
-    command = f"prefect deployment run study/{name}"
-    if not is_ours(address):
-        return command
-    return f"{how_to_reach(address)} {command}"
+def next_run(cron: str, timezone: str, now: datetime) -> datetime:
+    """When a schedule is due next, in its own time zone."""
+    zone = ZoneInfo(timezone)
+    local = now.astimezone(zone).replace(tzinfo=None)  # as Prefect does: the clock on the wall counts
+    return croniter(cron, local).get_next(datetime).replace(tzinfo=zone)
+
+
+def _words(name: str, due: Callable[[datetime], datetime], address: str) -> str:
+    """What is run when, where that is seen, and how it is run now; what leads to a server of ours has no key in it."""
+    now = datetime.now(UTC)
+    following, place = due(now), shown(address)
+    variables = how_to_reach(address) if is_ours(address) else f"PREFECT_API_URL={place}"
+    return (
+        f"study/{name} is the study of {Path.cwd()}. Its next run is due {following:%Y-%m-%d %H:%M %Z}, "
+        f"in {roughly((following - now).total_seconds())}.\n"
+        f"Prefect: {place.removesuffix('/api')}\n"
+        f"This runs it now: {variables} prefect deployment run study/{name}"
+    )
+
+
+def _is_no_wait(record: logging.LogRecord) -> bool:
+    """While a run goes on Prefect's runner says at each of its polls that the next one waits."""
+    return "skipped (at capacity)" not in record.getMessage()
 
 
 def _something_new(name: str) -> DeploymentEventTrigger:

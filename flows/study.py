@@ -25,7 +25,7 @@ from pydantic import Field
 from flows import cluster, installation, live, open_runs, own_workspace, run_page, settings, silence, up_to_date
 from flows.engine import computed, stage_processes, stages, torch_questions
 from flows.engine.options import Options
-from flows.engine.stages import Outcome, Planned
+from flows.engine.stages import Outcome, Planned, StageChanged
 from flows.progress import Progress, roughly
 from flows.secrets import keep_out, shown
 from flows.tracking import database
@@ -42,6 +42,9 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:
 _THREADS = 256
 _RECORD_POLLS = 25
 _RECORDS = 200  # that the server tells of at once
+_CHANGED = "Changed"
+"""State of a run, and of a stage, for which data, parameters or code changed meanwhile: no news, and no success."""
+_NAMED = 3  # of what changed
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
 """Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see stages.run."""
@@ -49,6 +52,10 @@ Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
 
 class StudyFailed(EckartError):
     """Some stages failed; the message names each with its cause. What was finished is in DVC."""
+
+
+class StudyChanged(StudyFailed):
+    """Nothing failed but stages for which something changed while the study ran."""
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
@@ -74,7 +81,8 @@ def stage(
         outcome = stages.run(planned, followed)
     except (EckartError, OSError) as error:
         progress.failed(planned.name, str(error))
-        return Failed(message=shown(str(error)))
+        name = _CHANGED if isinstance(error, StageChanged) else "Failed"
+        return Failed(name=name, message=shown(str(error)))
     progress.done(outcome)
     mirror.record(outcome)
     place = f", in {outcome.place}" if outcome.place else ""
@@ -105,6 +113,7 @@ def study(
         OtherWorkspace: the run's deployment is of another folder; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
+        StudyChanged: something changed for some stages while the study ran; the others finished.
         RegistryError: the study is finished, and the registry failed.
     """
     settings.apply()  # a deployment's run begins here
@@ -115,27 +124,47 @@ def study(
         with open_runs.noted(str(flow_run.id)):
             damage = database.set_aside_damaged()
             outcomes = _run(Options.told(workers, timeout, task_runner))
-            name, said = _promoted() if promote else ("Completed", "")
+            name, said = _promoted(outcomes) if promote else ("Completed", "")
     except Exception as error:  # a state, which Prefect raises to the caller
         if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
             get_run_logger().exception("the study failed")
-        return Failed(message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
+        name = _CHANGED if isinstance(error, StudyChanged) else "Failed"
+        return Failed(name=name, message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
     message = " ".join(filter(None, [f"{up_to_date.summary(outcomes).removesuffix('.')}.", said, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 
-def _promoted() -> tuple[str, str]:
+def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """What came of promoting the best candidate: the name of the state, by which Prefect tells it, and in words.
 
-    A refusal is no failure; the champion that stays one is no news.
+    A refusal is no failure; the champion that stays one is no news, nor is what arrived while the study ran.
     """
+    if changed := _changed_since(outcomes):
+        return _CHANGED, _left(changed)
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
         conclusion = promotion()
     except Refused as refusal:
+        if not refusal.gates and (changed := _changed_since(outcomes)):  # in the seconds since
+            return _CHANGED, _left(changed)
         return "Refused", shown(f"Not promoted: {refusal}")
     return "Promoted" if conclusion.gates else "Completed", conclusion.message
+
+
+def _left(changed: str) -> str:
+    return f"Not promoted: {changed} changed while the run went on; the next run takes that."
+
+
+def _changed_since(outcomes: Sequence[Outcome]) -> str:
+    """Which data, parameters and code are not what the stages have read, in words."""
+    from flows import last_run  # a slow import
+
+    before, now = (last_run.of("", read, complete=False) for read in (outcomes, stages.read_now()))
+    found = {kind: [name for name, _, _ in rows] for kind, rows in last_run.changes(before, now).items()}
+    return " and ".join(
+        f"{kind} ({', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''})" for kind, names in found.items()
+    )
 
 
 def _run(options: Options) -> list[Outcome]:
@@ -170,7 +199,9 @@ def _run(options: Options) -> list[Outcome]:
     finally:
         mirror.finish(complete)
     if not complete:
-        raise StudyFailed(_report(causes, finished, len(planned)))
+        changed = all(states[name].name == _CHANGED for name in causes)
+        advice = "The next run takes that" if changed else "Fix the cause and run again"
+        raise (StudyChanged if changed else StudyFailed)(_report(causes, finished, len(planned), advice))
     return list(finished.values())
 
 
@@ -264,10 +295,10 @@ def _causes(states: Mapping[str, State[Outcome]]) -> dict[str, str]:
     return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
 
 
-def _report(causes: Mapping[str, str], finished: Mapping[str, Outcome], total: int) -> str:
+def _report(causes: Mapping[str, str], finished: Mapping[str, Outcome], total: int, advice: str) -> str:
     lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
     waiting = total - len(finished) - len(causes)
     return (
         f"{len(causes)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
-        f"{lines}\nFix the cause and run again: only what is not finished will run."
+        f"{lines}\n{advice}: only what is not finished will run."
     )

@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack, redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tasks import licence, packages
+from tasks import heads, licence, packages
 from tasks.dataset import Task
 from tasks.kinds import kind_of
 from tasks.models import UNLOADABLE, check_weights
@@ -35,10 +35,21 @@ _CONVERT = (
 """What makes safetensors of a pickle, of which it reads tensors alone."""
 
 
-def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, licence.Licence]:
-    """The base model in `params.dtype` with a head for `task`, its tokenizer and what its card says of its licence.
+class Base(NamedTuple):
+    """A base model with a head for the task."""
 
-    A head that the base model has already is kept, its outputs put into the order of the task's labels.
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    licence: licence.Licence
+    """What its card says."""
+    fit: heads.Fit
+    """Of the head that it had."""
+    head: str
+    """What became of that, in words; empty where there is nothing to say."""
+
+
+def load_base(params: Model, task: Task) -> Base:
+    """The base model in `params.dtype` with a head for `task`, the one that it has where that is one for the task.
 
     Raises:
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
@@ -57,8 +68,14 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
                 options["quantization_config"] = GgufConfig(dequantize=True)
                 stack.enter_context(redirect_stderr(StringIO()))  # a progress bar that nothing else turns off
-            model = kind.auto.from_pretrained(
-                source, use_safetensors=True, dtype=getattr(torch, params.dtype), **options, **kind.head(task)
+            model, loading = kind.auto.from_pretrained(
+                source,
+                use_safetensors=True,
+                dtype=getattr(torch, params.dtype),
+                ignore_mismatched_sizes=True,  # they are looked at below
+                output_loading_info=True,
+                **options,
+                **kind.head(task),
             )
             terms = licence.stated(source, options["revision"])
         except UNLOADABLE as error:
@@ -74,9 +91,8 @@ def load_base(params: Model, task: Task) -> tuple[PreTrainedModel, PreTrainedTok
     tokenizer.padding_side = "right"  # before a text it would shift the positions of models that count them (GPT-2)
     model.config.pad_token_id = tokenizer.pad_token_id
     _check_prefix(found, task)
-    if task.labels:
-        _order_outputs(model, found.id2label, task.labels)
-    return model, tokenizer, terms
+    said = heads.adapt(model, found, task, loading)
+    return Base(model, tokenizer, terms, heads.fit(found, task.kind, task.labels), said)
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
@@ -125,15 +141,3 @@ def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
 def _folder(path: Path) -> tuple[str, dict[str, str]]:
     """A GGUF file, which holds tensors, a config and a tokenizer, is read as part of its folder."""
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})
-
-
-def _order_outputs(model: PreTrainedModel, found: dict[int, str], labels: tuple[str, ...]) -> None:
-    """Permute the outputs of a head that was trained for the same labels in another order."""
-    names = list(found.values())
-    if sorted(names) != sorted(labels) or names == list(labels):
-        return
-    order = torch.tensor([names.index(label) for label in labels])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.startswith(f"{model.base_model_prefix}.") and parameter.shape[0] == len(labels):
-                parameter.copy_(parameter[order])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks import licence
+from tasks import heads, licence
 from tasks.dataset import load_task
 from tasks.kinds import kind_of
 from tasks.models import CONTROL, TEACHER, load, place, size
@@ -25,7 +25,8 @@ def dense() -> None:
         place(model)
         control, control_rows = all_scores(model, tokenizer, "control")
     write_rows("dense", {"dense": rows, "control": control_rows})
-    result = DenseReport(**dict(scores), size=measured, control=control, licence=licence.stated(TEACHER))
+    stated = {"licence": licence.stated(TEACHER), "head": heads.noted(TEACHER)}
+    result = DenseReport(**dict(scores), size=measured, control=control, **stated)
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import pandas as pd
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from tasks import params_file
+from tasks import heads, params_file
 from tasks.base_model import located
 from tasks.extract import FORMATS, load, read_file
 from tasks.labels import convert_labels
@@ -24,21 +24,21 @@ from tasks.stage import StageError
 _FEW = 20  # classes; whole numbers of more values are a scale
 _SAMPLE = 1000  # rows whose tokens are counted
 _SHARE = 0.95  # of the rows that are to be read in full
-_HEADS: dict[TaskKindName, str] = {
-    "classification": "ForSequenceClassification",
-    "regression": "ForSequenceClassification",
-    "token_classification": "ForTokenClassification",
-    "question_answering": "ForQuestionAnswering",
-    "summarization": "ForConditionalGeneration",
-    "language_modeling": "ForCausalLM",
-}
-"""How the class of a model ends that has learned the task."""
+
+
+class Found(NamedTuple):
+    """What files and a base model say."""
+
+    changes: dict[str, Any]
+    """The sections of params.yaml that they decide."""
+    head: str
+    """What becomes of the base model's head, in words; empty where there is nothing to say."""
 
 
 def of_data(
     source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskKindName | None
-) -> dict[str, Any]:
-    """The sections that a file under data/raw and the base model decide.
+) -> Found:
+    """What a file under data/raw and the base model decide of params.yaml.
 
     Args:
         source: the file, or a folder of files named by split, in the workspace that is the working directory.
@@ -69,7 +69,8 @@ def of_data(
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     labels = _labels(changes["data"])
     changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
-    return changes | ({"teacher": {"epochs": 0}} if _knows(config, kind, labels) else {})
+    knows = heads.fit(config, kind, labels) == "known"
+    return Found(changes | ({"teacher": {"epochs": 0}} if knows else {}), heads.in_words(config, kind, labels))
 
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,20 +145,6 @@ def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
             return AutoConfig.from_pretrained(source, **options), AutoTokenizer.from_pretrained(source, **options)
         except UNLOADABLE as error:
             raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
-
-
-def _knows(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> bool:
-    """Whether the base model has learned the task: it has its head, whose outputs are of these labels.
-
-    A head without names, as transformers writes it where nobody gave any, is taken for that of labels 0, 1, ….
-    """
-    name = (config.architectures or [""])[0]
-    if not name.endswith(_HEADS[kind]) or (kind == "regression" and config.num_labels != 1):
-        return False
-    numbers = [str(number) for number in range(len(labels))]
-    unnamed = [f"LABEL_{number}" for number in numbers]
-    outputs = list((config.id2label or {}).values())
-    return not labels or sorted(outputs) == sorted(labels) or (outputs == unnamed and list(labels) == numbers)
 
 
 def _length(

@@ -85,6 +85,8 @@ class DenseReport(Scores):
     """Of the teacher with the recovery that candidates get."""
     licence: dict[str, str]
     """Of the base model (tasks/licence.py)."""
+    head: str = ""
+    """What became of the base model's head, in words (tasks/heads.py); empty where there is nothing to say."""
 
 
 class TargetSize(BaseModel):

@@ -9,7 +9,7 @@ import math
 
 from transformers import set_seed
 
-from tasks import licence
+from tasks import heads, licence
 from tasks.base_model import load_base
 from tasks.batches import encoded
 from tasks.dataset import load_task
@@ -18,7 +18,7 @@ from tasks.kinds.kind import loss_of_training
 from tasks.models import TEACHER, UNTAUGHT, check_length
 from tasks.params import Model, Seed, Trainer, Training, section
 from tasks.records import TEACHER_CURVE
-from tasks.stage import output, run
+from tasks.stage import StageError, output, run, say
 from tasks.training import train
 
 
@@ -28,7 +28,14 @@ def teacher() -> None:
     kind = kind_of(task)
     seed = section("seed", Seed)
     set_seed(seed)
-    model, tokenizer, terms = load_base(section("model", Model), task)
+    model, tokenizer, terms, fit, said = load_base(section("model", Model), task)
+    if fit == "other" and not settings.epochs:
+        raise StageError(
+            f"{said} With teacher.epochs: 0 nothing would teach it: raise them, or give the outputs the names of the "
+            "labels, in id2label and label2id of its config.json"
+        )
+    if said:
+        say(said)
     check_length(model, task.max_length, "data.max_length")
     check_length(model, task.target_length or 0, "data.target_length")
     data = encoded("train", tokenizer)
@@ -51,6 +58,7 @@ def teacher() -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         licence.write(folder, terms)
+        heads.note(folder, said)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +36,11 @@ RATING = a_task("regression", (), "pearson")
 
 
 def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_base(Model(base=source, revision=None, dtype="float32", device_map=None), task)[:2]
+    return load_base(told(source), task)[:2]
+
+
+def told(source: str) -> Model:
+    return Model(base=source, revision=None, dtype="float32", device_map=None)
 
 
 def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
@@ -117,10 +124,62 @@ def test_a_folder_without_a_tokenizer_is_an_error() -> None:
         base("models/base/mute")
 
 
-def test_a_head_for_other_classes_is_an_error() -> None:
-    """The fine-tuned head cannot be kept, and nobody said that it may be thrown away."""
-    folder = save("three", BertForSequenceClassification(tiny_config(num_labels=3)))
-    with pytest.raises(StageError, match=folder):
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"num_labels": 3}, SENTIMENT),
+        ({"num_labels": 2}, RATING),
+        ({"num_labels": 1, "problem_type": "regression"}, SENTIMENT),
+        ({"id2label": {0: "joy", 1: "anger"}}, SENTIMENT),
+        ({"id2label": dict(enumerate(LABELS)), "problem_type": "multi_label_classification"}, SENTIMENT),
+        ({"num_labels": 2}, a_task("token_classification", LABELS, "f1")),
+    ],
+)
+def test_a_head_for_something_else_is_made_anew_and_that_is_said(config: dict[str, Any], task: Task) -> None:
+    """Also where the shapes are the same, and the rest of the model stays."""
+    tuned = BertForSequenceClassification(tiny_config(**config))
+    found = load_base(told(save("tuned", tuned)), task)
+    assert found.fit == "other"
+    assert found.head
+    head = found.model.classifier
+    assert head.out_features == (len(task.labels) or 1)
+    before = tuned.classifier.weight
+    assert head.weight.shape != before.shape or not torch.equal(head.weight, before)
+    assert head.weight.abs().sum() > 0
+    ours = found.model.bert.state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in tuned.bert.state_dict().items() if name in ours)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "fit"),
+    [
+        (None, LABELS, "by position"),
+        (None, ("0", "1"), "known"),
+        (("NEGATIVE", "POSITIVE"), LABELS, "known"),
+        (("positive", "negative"), LABELS, "known"),
+    ],
+)
+def test_a_head_for_the_labels_is_kept(names: Sequence[str] | None, labels: tuple[str, ...], fit: str) -> None:
+    tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
+    found = load_base(told(save("tuned", tuned)), a_task("classification", labels, "accuracy"))
+    assert found.fit == fit
+    assert bool(found.head) == (fit == "by position")
+    order = [1, 0] if names and names[0] == "positive" else [0, 1]
+    assert torch.equal(found.model.classifier.weight, tuned.classifier.weight[order])
+
+
+def test_a_model_without_a_head_gets_one_and_nothing_is_said() -> None:
+    found = load_base(told(BASE), SENTIMENT)
+    assert (found.fit, found.head) == ("none", "")
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_an_error() -> None:
+    """They are not the head's, so that nothing may take their place."""
+    folder = save("tuned", BertForSequenceClassification(tiny_config(num_labels=3)))
+    file = Path(folder, "config.json")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1}))
+    with pytest.raises(StageError, match=r"bert\.encoder.*config\.json"):
         base(folder)
 
 

@@ -948,6 +948,13 @@ def test_a_card_states_the_licence_of_the_base_model() -> None:
         assert {key: value for key, value in found.items() if key.startswith("license")} == licence
 
 
+def test_a_card_says_what_became_of_the_head() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    write_dense(0.8, 0.8, head="A new head took its place.")
+    compare.compare()
+    assert "A new head took its place." in (compare.CARDS / "svd-0.5.md").read_text()
+
+
 def test_nothing_is_said_of_files_where_none_is_exported() -> None:
     make_study(["svd"], [0.5], ["map"])
     compare.compare()

@@ -36,7 +36,7 @@ def table(name: str = "rows.csv", **columns: Any) -> str:
 
 def told(source: str, **given: Any) -> dict[str, Any]:
     wishes = {"text": None, "text_pair": None, "label": None, "task": None} | given
-    return first_params.of_data(source, BASE, **wishes)
+    return first_params.of_data(source, BASE, **wishes).changes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The licence of the base model: read from its card, carried from the base model to the report of the dense model."""
+"""The licence of the base model, and its head: carried from the base model to the report of the dense model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasks.licence import stated, write
-from tests.workspace import BASE, run_stage, tiny_workspace
+from tests.workspace import BASE, bert, run_stage, tiny_workspace
 
 OWN = {"license": "other", "license_name": "own", "license_link": "https://example.org/terms"}
 
@@ -50,7 +50,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_it_goes_from_the_base_model_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"recovery": {"steps": 0}}}))
     card("---\nlicense: mit\n---\nThe base model.\n", Path(BASE))
+    bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained(BASE)
     for stage in ("extract", "teacher", "control", "dense"):
         run_stage(stage)
-    assert json.loads(Path("reports/dense.json").read_text())["licence"] == {"license": "mit"}
+    report = json.loads(Path("reports/dense.json").read_text())
+    assert report["licence"] == {"license": "mit"}
+    assert "joy" in report["head"]  # which another took the place of
     assert "The base model" not in Path("models/teacher/README.md").read_text()
+
+
+def test_a_new_head_that_nobody_would_teach_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_workspace(tmp_path, teacher={"epochs": 0}))
+    bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained(BASE)
+    run_stage("extract")
+    with pytest.raises(SystemExit, match=r"teacher\.epochs"):
+        run_stage("teacher")
+    assert not Path("models/teacher").exists()

@@ -138,7 +138,7 @@ class TestModels:
         command = shlex.split("python" + refusal().partition("python")[2])
         assert command[0] == "python"
         subprocess.run([sys.executable, *command[1:]], cwd=BASE, check=True)
-        model, _, _ = load_base(Model(base=BASE, revision=None, dtype="float32", device_map=None), TASK)
+        model = load_base(Model(base=BASE, revision=None, dtype="float32", device_map=None), TASK).model
         state = model.bert.state_dict()
         assert all(torch.equal(state[name], value) for name, value in weights.items())
 

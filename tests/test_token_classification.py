@@ -335,7 +335,7 @@ def test_a_head_for_the_same_tags_in_another_order_is_kept() -> None:
     model = BertForTokenClassification(tiny_config(id2label=dict(enumerate(names))))
     model.save_pretrained("models/base/tagger")
     tiny_tokenizer().save_pretrained("models/base/tagger")
-    loaded, tokenizer, _ = load_base(
+    loaded, tokenizer, *_ = load_base(
         Model(base="models/base/tagger", revision=None, dtype="float32", device_map=None), TASK
     )
     batch = tokenizer("the plot is dull", return_tensors="pt")

@@ -25,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.registry import champions, package
 from flows.registry.ask import SmokeFailed, ask
 from flows.registry.champions import Noted
+from flows.registry.nothing_before import NothingBefore
 from flows.registry.turns import turn
 from flows.secrets import shown
 from flows.tracking import database, mirror
@@ -55,10 +56,6 @@ class RegistryError(EckartError):
 
 class RegistryLost(RegistryError):
     """The registry knows no champion, and the workspace has had one; the message says which and what to do."""
-
-
-class NothingBefore(EckartError):
-    """There is no version to go back to, or none to go back from."""
 
 
 @contextmanager

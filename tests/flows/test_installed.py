@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tasks import params_file
 from tasks.errors import EckartError
 from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, call
-from tests.workspace import REPOSITORY, reviews, write_base
+from tests.workspace import REPOSITORY, bert, reviews, write_base
 
 NONE = Wishes(None, None, None, None, None, None)
 _SMALL: dict[str, Any] = {
@@ -149,7 +150,7 @@ def test_nobody_finds_tasks_or_flows_in_the_environment(environment: Mapping[str
 
 
 def test_a_new_workspace_has_the_default_study_and_whole_git_and_dvc(own: Path) -> None:
-    assert new_workspace.init(Path("new"), NONE) == {}
+    assert new_workspace.init(Path("new"), NONE).changes == {}
     assert Path("new/params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
     stages = YAML(typ="safe").load(Path("new/dvc.yaml").read_text())["stages"]
     assert list(stages) == list(YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"])
@@ -208,6 +209,78 @@ def test_a_workspace_is_not_made_twice(own: Path) -> None:
     with pytest.raises(EckartError):
         new_workspace.init(Path("new"), NONE)
     assert Path("new/params.yaml").read_text() == "mine"
+
+
+def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
+    """What its user has, and has changed, stays; the head is for other labels than those that are named now."""
+    shop = own / "shop"
+    new_workspace.init(Path("shop"), NONE)
+    call(shop, "git", "add", "-A")
+    params_file.update({"seed": 7, "study": {"keeps": [0.4]}}, shop / "params.yaml")
+    reviews = Wishes(None, Path("reviews.csv"), "body", None, "stars", None)
+    new_workspace.init(shop, reviews, again=True)
+    params_file.update({"data": {"metric": "f1"}, "study": {"recipes": ["kfac"]}}, shop / "params.yaml")
+    first = params(shop)
+    assert (first["study"]["name"], first["data"]["columns"]["label"]) == ("shop", "stars")
+    assert (first["seed"], first["study"]["keeps"]) == (7, [0.4])
+    assert "data/raw.dvc" in call(shop, "git", "ls-files", "--others", "--exclude-standard")
+
+    bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained("my-model")
+    laid = new_workspace.init(shop, replace(NONE, base="my-model"), again=True)
+    assert laid.changes["model"] == {"base": "models/base/my-model"}
+    assert laid.before["model"] == {"base": first["model"]["base"]}
+    assert "joy" in laid.head
+    assert params(shop)["data"] | {"max_length": 0} == first["data"] | {"max_length": 0}
+    assert params(shop)["study"] == first["study"]
+    same = (shop / "params.yaml").read_bytes()
+    assert new_workspace.init(shop, replace(NONE, base="my-model"), again=True).changes == {}
+    assert (shop / "params.yaml").read_bytes() == same
+
+
+def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
+    known = bert(id2label={0: "negative", 1: "positive"})
+    known.save_pretrained("my-model")
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    assert params(Path("shop"))["teacher"]["epochs"] == 0
+    write_base(Path("bare"))
+    new_workspace.init(Path("shop"), replace(NONE, base="bare"), again=True)
+    assert params(Path("shop"))["teacher"]["epochs"] == params(REPOSITORY)["teacher"]["epochs"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "other/reviews.csv"],
+        ["--label", "none"],
+        ["--base", "./missing"],
+        ["--text", "stars", "--data", "b.csv"],
+    ],
+)
+def test_what_cannot_be_amended_is_left_as_it_was(own: Path, words: list[str]) -> None:
+    """Other rows under a name that is taken, say, which would be lost."""
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    Path("other").mkdir()
+    Path("other/reviews.csv").write_text("body,stars\nother,positive\n")
+    Path("b.csv").write_text("body\nother\n")
+    before = {
+        file: file.read_bytes() for file in Path("shop").rglob("*") if file.is_file() and ".dvc" not in file.parts
+    }
+    assert CliRunner().invoke(app, ["init", "shop", "--again", *words]).exit_code == 1
+    assert all(file.read_bytes() == content for file, content in before.items())
+    assert not Path("shop/data/raw/b.csv").exists()
+
+
+def test_what_is_no_workspace_is_not_amended(own: Path) -> None:
+    Path("params.yaml").write_text("mine")
+    done = CliRunner().invoke(app, ["init", ".", "--again", "--base", "my-model"])
+    assert done.exit_code == 1
+    assert Path("params.yaml").read_text() == "mine"
+    assert "--again" in CliRunner().invoke(app, ["init", "."]).output
+
+
+def params(root: Path) -> dict[str, Any]:
+    content: dict[str, Any] = YAML(typ="safe").load((root / "params.yaml").read_text())
+    return content
 
 
 def test_the_digest_of_a_stage_follows_the_code_that_it_can_run(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

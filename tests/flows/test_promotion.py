@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import chdir, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_GIT_COMMIT
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import State
 from ruamel.yaml import YAML
 
+from flows import notifications, up_to_date
+from flows import study as study_module
 from flows.engine import stage_processes
 from flows.engine import stages as engine
 from flows.promotion import flow as promotion
@@ -110,10 +114,10 @@ def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
         return promotion.promotion(again).message
 
 
-def scheduled(root: Path, prefect: dict[str, str]) -> str:
-    """What a scheduled run ends with that promotes."""
+def scheduled(root: Path, prefect: dict[str, str]) -> State[Any]:
+    """How a scheduled run ends that promotes."""
     with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
-        return str(run_study(promote=True, return_state=True).message)
+        return run_study(promote=True, return_state=True)
 
 
 def referred(root: Path) -> None:
@@ -148,7 +152,7 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
     kill_at({"champion": "2"}, start(workspace, prefect), workspace)
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)  # the first has answered above, in many seconds
     monkeypatch.setattr(promotion, "_smoke", lambda *_: None)
-    assert scheduled(workspace, prefect).endswith(" kfac-0.5 is the champion already (version 2)")
+    assert str(scheduled(workspace, prefect).message).endswith(" kfac-0.5 is the champion already (version 2)")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
     (exported,) = (workspace / "mlruns").rglob("artifacts/onnx/int8.onnx")  # of version 2 alone
     assert exported.read_bytes() == (workspace / "models/onnx/kfac-0.5/int8.onnx").read_bytes()
@@ -173,6 +177,43 @@ def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkey
     assert promote(workspace, prefect, again=True).startswith("kfac-0.5 is the champion now: version 2")
     assert aliases(workspace) == {"champion": "2", "previous": "1"}
     assert len(versions(workspace)) == 2
+
+
+def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
+    workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the study nothing is promoted; before a stage that is to run, that one fails."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.delenv(name, raising=False)
+    rows = workspace / "data/raw/reviews.csv"
+    before = rows.read_bytes()
+
+    def followed(module: Any, name: str, act: Callable[[], object]) -> None:
+        """Have something else happen behind a function of a module, once."""
+        whole = getattr(module, name)
+
+        def both(*arguments: Any) -> Any:
+            found = whole(*arguments)
+            monkeypatch.setattr(module, name, whole)
+            act()
+            return found
+
+        monkeypatch.setattr(module, name, both)
+
+    followed(study_module, "_run", lambda: rows.write_text(f"{rows.read_text()}a warm and clever film,positive\n"))
+    late = scheduled(workspace, prefect)
+    assert late.is_completed()
+    assert "data/raw" in str(late.message)
+    assert not versions(workspace)
+
+    rows.write_bytes(before)
+    change(workspace, "benchmark", repetitions=7)
+    followed(up_to_date, "plan", lambda: change(workspace, "benchmark", repetitions=8))
+    amid = scheduled(workspace, prefect)
+    assert amid.is_failed()
+    assert "benchmark: " in str(amid.message)
+    assert late.name == amid.name
+    assert late.name not in notifications._TOLD + notifications._SUCCESSES
 
 
 def decision(root: Path, number: str) -> str:

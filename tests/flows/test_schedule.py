@@ -59,10 +59,13 @@ def served(
         "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
     }
     command = [sys.executable, "-m", "flows", "serve", "--cron", "0 2 1 1 *", "--workers", "2"]
+    said = (workspace.parent / "said").open("w")
     process = subprocess.Popen(
         command,
         cwd=workspace,
         env=ENVIRONMENT | places,
+        stdout=said,
+        stderr=said,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores Ctrl-C
     )
@@ -77,6 +80,7 @@ def served(
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(600)
+        said.close()
     assert not settings.answers(f"{address}/api/health")
 
 
@@ -131,7 +135,7 @@ def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClien
 
 
 def test_runs_come_one_after_the_other_and_do_what_changed(
-    served: SyncPrefectClient, told: list[dict[str, str]]
+    served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
     submitted = [submit(served), submit(served, promote=True)]
     first, second = sorted((ended(served, run) for run in submitted), key=began)
@@ -142,6 +146,9 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert second.state.is_completed()
     assert first.end_time
     assert first.end_time <= began(second)
+    printed = (workspace.parent / "said").read_text()
+    assert first.name in printed
+    assert "at capacity" not in printed  # while the second waited
     assert str(said(first)).startswith("10 cached, 3 executed")
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
@@ -222,7 +229,21 @@ def test_a_success_is_missing_after_the_longest_gap_of_the_schedule(cron: str, h
     assert notifications.longest_gap(cron) - timedelta(hours=2) == timedelta(hours=hours)
 
 
-def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cron", "timezone", "due"),
+    [
+        ("0 2 * * *", "UTC", datetime(2026, 3, 29, 2, tzinfo=UTC)),
+        ("0 4 * * *", "Europe/Berlin", datetime(2026, 3, 29, 2, tzinfo=UTC)),  # by the summer time that begins then
+        ("0 2 * * 1", "America/New_York", datetime(2026, 3, 30, 6, tzinfo=UTC)),
+    ],
+)
+def test_when_the_next_run_is_due(cron: str, timezone: str, due: datetime) -> None:
+    assert schedule.next_run(cron, timezone, datetime(2026, 3, 28, 12, tzinfo=UTC)) == due
+
+
+def test_serve_sets_up_who_is_told_anew(
+    prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(schedule.study, "serve", lambda **_: None)
     address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
     with temporary_settings(address), get_client(sync_client=True) as client:
@@ -234,6 +255,7 @@ def test_serve_sets_up_who_is_told_anew(prefect: dict[str, str], monkeypatch: py
 
         told = automations("custom-webhook/sink")
         assert len(told) == 2
+        assert f"PREFECT_API_URL={prefect['PREFECT_API_URL']} prefect " in capsys.readouterr().out
         assert automations("custom-webhook/sink", "custom-webhook/sink") == told
         assert automations() == []
         for wrong in ("custom-webhook/nobody", "nothing/sink", "sink"):

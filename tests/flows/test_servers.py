@@ -28,7 +28,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from flows import key, prefect_server, settings
-from flows.guard import PROOF, Guard
+from flows.guard import PROOF, SERVES, Guard
 from flows.key import ServerError
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import BARE
@@ -89,6 +89,7 @@ class Pages:
     prefect: Door
     mlflow: Door
     process: psutil.Process
+    workspace: Path
     home: Path
     said: str
 
@@ -117,6 +118,7 @@ def pages(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
                 Door(prefect, "/api/flows/filter", {}, "/api/admin/version", own),
                 Door(mlflow, "/ajax-api/2.0/mlflow/experiments/create", {"name": "theirs"}, "/", own),
                 psutil.Process(process.pid),
+                folder,
                 home,
                 (folder / "said").read_text(),
             )
@@ -201,6 +203,35 @@ class TestPages:
         (command,) = re.findall(r"(echo .*)$", pages.said, re.MULTILINE)
         assert subprocess.check_output(command, shell=True, text=True).strip() == pages.prefect.key
 
+    def test_what_each_serves_is_said_to_who_has_the_key(self, pages: Pages) -> None:
+        for door, database in ((pages.prefect, pages.home / DATABASE), (pages.mlflow, pages.workspace / "mlflow.db")):
+            answer = httpx.get(f"{door.address}{SERVES}", auth=basic(door.key))
+            assert answer.text.endswith(f"///{database}")
+            for wrong in (None, "eckart:another"):
+                assert httpx.get(f"{door.address}{SERVES}", auth=basic(wrong)).status_code == 401
+            assert door.get(door.key, Origin="http://evil.example").status_code == 403
+
+    def test_a_second_ui_joins_what_is_there_and_not_the_store_of_another_workspace(
+        self, pages: Pages, tmp_path: Path
+    ) -> None:
+        def again(folder: Path) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-m", "flows", "ui"]
+            for name, door in (("--port", pages.prefect), ("--mlflow-port", pages.mlflow)):
+                words += [name, door.address.rpartition(":")[2]]
+            environment = BARE | {"PREFECT_HOME": str(pages.home), "PYTHONPATH": str(REPOSITORY)}
+            return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+        joined = again(pages.workspace)
+        assert joined.returncode == 0, joined.stderr
+        assert {f"Prefect: {pages.prefect.address}", f"MLflow:  {pages.mlflow.address}"} <= set(
+            joined.stdout.splitlines()
+        )
+        assert str(pages.workspace / "mlflow.db") in joined.stdout
+        other = again(tmp_path)
+        assert other.returncode == 1
+        assert str(pages.workspace / "mlflow.db") in other.stderr
+        assert pages.mlflow.get(pages.mlflow.key).status_code == pages.prefect.get(pages.prefect.key).status_code == 200
+
     @pytest.mark.parametrize("which", ["prefect", "mlflow"])
     def test_who_reaches_them(self, pages: Pages, which: str) -> None:
         """A page of another origin or name does not, the key or not; another user lacks the key."""
@@ -245,10 +276,12 @@ class TestPages:
         monkeypatch.delenv("PREFECT_API_URL", raising=False)
         refresh_global_settings_context()
         assert prefect_server.is_ours(pages.prefect.address)
+        assert prefect_server.serves(pages.prefect.address).startswith("Prefect ")
         assert not prefect_server.is_ours(pages.mlflow.address.replace("127.0.0.1", "192.168.0.1"))
         with passing_on(pages.prefect.address) as address:
             assert httpx.get(f"{address}/api/health").json() is True
             assert not prefect_server.is_ours(address)
+            assert not prefect_server.serves(address)
             given = {"PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": pages.prefect.key}
             with told(given), pytest.raises(ServerError, match="not told"):
                 prefect_server.require()
