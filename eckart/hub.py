@@ -185,19 +185,29 @@ def check_base(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the model is quantized, or has adapters; the message says what to load in its place.
     """
-    config = getattr(model.config, "quantization_config", None)
-    if config is not None and not isinstance(config, EckartConfig):
-        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
-        method = getattr(method, "value", method)
-        advice = "load it unquantized, compress it, and quantize what comes out"
-        if method == "gguf":
-            advice = "load it with quantization_config=GgufConfig(dequantize=True)"
-        raise ValueError(f"the model is quantized by {method}, and both cannot be in one config: {advice}")
+    check_unquantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
             "the model has adapters, and save_pretrained would write these alone: merge them first, by "
             "merge_and_unload() of a PeftModel"
         )
+
+
+def check_unquantized(config: PreTrainedConfig) -> None:
+    """Refuse a model whose config says that it is quantized by another method than this.
+
+    Raises:
+        ValueError: it does; the message says what to load in its place.
+    """
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    name = getattr(method, "value", method)
+    if found is None or name == "eckart":
+        return
+    advice = "load it unquantized, compress it, and quantize what comes out"
+    if name == "gguf":
+        advice = "load it with quantization_config=GgufConfig(dequantize=True)"
+    raise ValueError(f"the model is quantized by {name}, and a config has one place for how it is stored: {advice}")
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:

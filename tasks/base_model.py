@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from eckart.hub import check_unquantized
 from tasks import heads, licence, packages
 from tasks.dataset import Task
 from tasks.kinds import kind_of
@@ -60,6 +61,8 @@ def load_base(params: Model, task: Task) -> Base:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
             found = AutoConfig.from_pretrained(source, **options)
             _check_code(found)
+            if not extra:
+                check_unquantized(found)
             # All of one commit, should the hub's newest change meanwhile.
             options["revision"] = getattr(found, "_commit_hash", None) or params.revision
             check_weights(source, found, options["revision"])

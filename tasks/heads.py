@@ -28,8 +28,8 @@ _SHOWN = 5  # names of labels
 _FILE = "head.txt"
 
 Fit = Literal["none", "known", "by position", "other"]
-"""Of a head and a task: there is none of its kind; its outputs are the labels, in whatever order; they are as many and
-have no names; or they are something else, so that a new head takes its place."""
+"""Of a head and a task: there is none of its kind; its outputs are the labels, in whatever order; they are as many, and
+either they or the labels are mere numbers; or they are something else, so that a new head takes its place."""
 
 
 def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> Fit:
@@ -52,9 +52,11 @@ def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> 
     outputs = _outputs(config)
     if _order(outputs, labels):
         return "known"
-    if outputs != [f"LABEL_{number}" for number in range(len(labels))]:
-        return "other"
-    return "known" if list(labels) == [str(number) for number in range(len(labels))] else "by position"
+    numbers = [str(number) for number in range(len(labels))]
+    unnamed = outputs == [f"LABEL_{number}" for number in numbers]
+    if list(labels) == numbers and len(outputs) == len(labels):
+        return "known" if unnamed else "by position"
+    return "by position" if unnamed else "other"
 
 
 def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> str:
@@ -62,9 +64,8 @@ def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
-            return (
-                f"The base model's head is kept: its outputs have no names and are taken for {wanted}, in this order."
-            )
+            had = _named(_outputs(config))
+            return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
         case "other":
             had = f"{config.architectures[0]}, {_named(_outputs(config))}"  # type: ignore[index]  # it has a head
             return f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."

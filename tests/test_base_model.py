@@ -155,6 +155,7 @@ def test_a_head_for_something_else_is_made_anew_and_that_is_said(config: dict[st
     [
         (None, LABELS, "by position"),
         (None, ("0", "1"), "known"),
+        (("bad", "good"), ("0", "1"), "by position"),
         (("NEGATIVE", "POSITIVE"), LABELS, "known"),
         (("positive", "negative"), LABELS, "known"),
     ],
@@ -228,3 +229,10 @@ def test_a_broken_file_is_an_error_of_the_input(file: str) -> None:
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(StageError, match=BASE):
         base(BASE)
+
+
+def test_a_quantized_base_model_is_refused_before_anything_is_loaded() -> None:
+    one = llama()
+    one.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(StageError, match="bitsandbytes"):
+        load_base(told(save("packed", one)), SENTIMENT)
