@@ -1,13 +1,14 @@
-"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv, and model
-cards in reports/cards."""
+"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv,
+choice.json, and model cards in reports/cards."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tasks.candidate_files import CARDS
+from tasks.limits import CHOICE
 from tasks.report.card import card
-from tasks.report.conclusion import conclusion
+from tasks.report.conclusion import chosen, conclusion, teacher_warning
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
@@ -28,10 +29,13 @@ def compare() -> None:
     results = load_results()
     cards = {one.name: card(results, one) for one in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
+    if warned := teacher_warning(results):
+        say(f"Warning: {warned}")
     TABLE.write_text(table)
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
+    CHOICE.write_text(chosen(results).model_dump_json(indent=2))
     TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from scipy.stats import bootstrap
 
+from tasks.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled
 from tasks.dataset import Task
 from tasks.kinds import answers, sequence, summaries, tokens
 from tasks.metrics import BY_KIND, MetricName, TaskKindName
-from tasks.report.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled
 from tests.workspace import a_task
 
 EVERY = [(kind, metric) for kind, metrics in BY_KIND.items() for metric in metrics]
@@ -134,5 +134,5 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
 def test_large_splits_are_drawn_in_parts_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     one, rows = task("classification", "accuracy"), drawn("classification", 50)
     whole = resampled(one, {None: rows})
-    monkeypatch.setattr("tasks.report.bootstrap._AT_ONCE", 1000)
+    monkeypatch.setattr("tasks.bootstrap._AT_ONCE", 1000)
     assert np.array_equal(resampled(one, {None: rows})[None], whole[None])
