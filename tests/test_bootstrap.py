@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy.stats import bootstrap
 
-from tasks.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled
+from tasks.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled, standard_error
 from tasks.dataset import Task
 from tasks.kinds import answers, sequence, summaries, tokens
 from tasks.metrics import BY_KIND, MetricName, TaskKindName
@@ -89,6 +89,21 @@ def test_identical_models_differ_by_nothing(kind: TaskKindName, metric: MetricNa
     one = task(kind, metric)
     found = difference(one, drawn(kind), drawn(kind))
     assert (found, found.sign) == (Interval(0, 0), 0)
+
+
+def test_the_standard_error_of_a_mean_of_pairs_is_that_of_their_differences() -> None:
+    one, some, others = task("summarization", "rouge1"), drawn("summarization", 300), drawn("summarization", 300, 1)
+    found = resampled(one, {"some": some, "others": others})
+    expected = (some["rouge1"] - others["rouge1"]).std() / 300**0.5
+    assert standard_error(found["some"] - found["others"]) == pytest.approx(expected, rel=0.1)
+    assert standard_error(found["some"] - found["some"]) == 0
+
+
+def test_a_perplexity_without_end_is_excused_by_no_chance() -> None:
+    one = task("language_modeling", "perplexity")
+    endless = pd.DataFrame({"loss": np.linspace(500, 900, 60)})
+    found = resampled(one, {"endless": endless, "good": drawn("language_modeling")})
+    assert standard_error(found["endless"] - found["good"]) == 0
 
 
 def test_two_rows_by_hand() -> None:

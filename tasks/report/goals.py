@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tasks.params import Goal
-from tasks.report.non_inferiority import evidence, rows_wanted, smallest
+from tasks.report.non_inferiority import evidence, rows_wanted
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, Way, way
@@ -199,7 +199,7 @@ def _shown(results: Results, one: Asked) -> str:
         return ""
     found = {each.name: evidence(results, each, DENSE, margin) for each in results.candidates}
     some = [each for each in results.candidates if each.recipe == one.recipe and found[each.name].holds]
-    if safe := smallest(results, some):
+    if safe := min(some, key=lambda each: each.evaluation.size.bytes, default=None):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
     chosen = found[one.candidate.name]
