@@ -632,7 +632,7 @@ def test_summary_says_what_chance_could_do(workspace: Path) -> None:
     assert "70.0 % of the model’s parameters" in text
     assert "1.50 times as fast; these rows cannot tell it from svd." in text
     assert re.search(
-        r"Against the dense model this is a loss \(-0.1\d\d to -0.\d+\), against the control no loss that .* see \(-",
+        r"the dense model this is a loss \(-0.1\d\d to -0.\d+\), against the control no significant difference \(-",
         text,
     )
 
@@ -668,16 +668,16 @@ def test_the_choice_is_the_best_on_validation_rows_within_the_limits_wherever_it
 
 
 def test_the_smallest_candidate_of_which_rows_show_no_loss_is_offered_beside_the_choice(workspace: Path) -> None:
-    """With a margin of 0.1 the smaller kfac is non-inferior, with none only what is the dense model to the row."""
+    """With a margin of 0.1 the smaller kfac is non-inferior, with one of 0.01 what is the dense model to the row."""
     make_five()
     other = conclusion.alternative(limited(largest_drop=0.1))
     assert other is not None
     assert other.name == "kfac-0.3"
     assert "`eckart promote kfac-0.3`" in " ".join(conclusion.conclusion(results.load_results()))
-    other = conclusion.alternative(limited(largest_drop=0.0))
+    other = conclusion.alternative(limited(largest_drop=0.01))
     assert other is not None
     assert other.name == "svd-0.5"
-    found = limited(largest_drop=0.0, keep=0.6)  # which is too large for a promotion
+    found = limited(largest_drop=0.004, keep=0.6)  # which is too large for a promotion
     assert conclusion.alternative(found) is None
     assert conclusion.chosen(found).model_dump() == {"candidate": None, "non_inferior": False, "alternative": None}
 

@@ -19,39 +19,51 @@ MARGIN = st.floats(0.001, 0.1)
 
 def test_603_rows_that_see_no_loss_show_no_absence_of_one() -> None:
     """0.862 for 0.877, -0.035 to +0.005: 0 is within, and so is a loss of three points."""
-    found = Evidence(gain=0.862 - 0.877, low=-0.035, margin=0.02, rows=603)
+    found = Evidence(gain=0.862 - 0.877, low=-0.035, margin=0.02, rows=603, counts=True)
     assert not found.holds
     # A half-width of 0.020 is to become 0.005: four times narrower, sixteen times the rows.
     assert found.wanted == pytest.approx(603 * 16, abs=1)
-    assert Evidence(0.862 - 0.877, -0.035, 0.01, 603).wanted is None  # the loss itself is beyond the margin
+    assert Evidence(0.862 - 0.877, -0.035, 0.01, 603, True).wanted is None  # the loss itself is beyond the margin
 
 
 @given(gain=st.floats(-0.1, 0.1), width=st.floats(1e-4, 0.2), margin=MARGIN, rows=st.integers(10, 10_000))
 def test_with_the_rows_that_are_wanted_it_holds_and_with_one_less_it_does_not(
     gain: float, width: float, margin: float, rows: int
 ) -> None:
-    found = Evidence(gain, gain - width, margin, rows)
+    found = Evidence(gain, gain - width, margin, rows, counts=False)
     if found.wanted is None:
         assert gain <= -margin + 1e-9
         return
     assume(gain + margin > 1e-4)
 
     def with_rows(count: int) -> Evidence:
-        return Evidence(gain, gain - width * math.sqrt(rows / count), margin, count)
+        return Evidence(gain, gain - width * math.sqrt(rows / count), margin, count, counts=False)
 
     assert with_rows(found.wanted).holds
     assert found.wanted <= rows or not with_rows(int(0.999 * found.wanted) - 1).holds
 
 
-@given(margin=MARGIN, more=st.floats(0, 0.1), gain=st.floats(-0.1, 0.1), width=st.floats(0, 0.1))
-def test_what_holds_for_a_margin_holds_for_a_wider_one(margin: float, more: float, gain: float, width: float) -> None:
-    if Evidence(gain, gain - width, margin, 100).holds:
-        assert Evidence(gain, gain - width, margin + more, 100).holds
+@given(margin=MARGIN, more=st.floats(0, 0.1), gain=st.floats(-0.1, 0.1), width=st.floats(0, 0.1), counts=st.booleans())
+def test_what_holds_for_a_margin_holds_for_a_wider_one(
+    margin: float, more: float, gain: float, width: float, counts: bool
+) -> None:
+    if Evidence(gain, gain - width, margin, 100, counts).holds:
+        assert Evidence(gain, gain - width, margin + more, 100, counts).holds
+
+
+def test_few_rows_without_any_difference_show_little() -> None:
+    """Of 12 rows none differs: that may be so by chance where a quarter of all differ, and of 368 where 1 % do."""
+    assert not Evidence(0.0, 0.0, 0.25, 12, counts=True).holds
+    assert Evidence(0.0, 0.0, 0.27, 12, counts=True).holds
+    assert 0.99**368 < 0.025 < 0.99**367
+    assert Evidence(0.0, 0.0, 0.01, 12, counts=True).wanted == 368
+    assert Evidence(0.0, 0.0, 0.01, 368, counts=True).holds
+    assert not Evidence(0.0, 0.0, 0.01, 366, counts=True).holds
 
 
 def test_rows_are_said_to_two_digits_and_not_below() -> None:
     def of(rows: int) -> str:  # which is what a half-width that is to halve wants of a quarter of them
-        return rows_wanted([Evidence(0.0, -0.02, 0.01, rows // 4)])
+        return rows_wanted([Evidence(0.0, -0.02, 0.01, rows // 4, False)])
 
     assert "2,900" in of(2804)
     assert " 96 " in of(96)

@@ -4,7 +4,11 @@ That an interval holds 0 is no evidence of no loss: the fewer the rows, the wide
 a reference where the worse end of the interval of their difference is within the margin. Where it is not, and the loss
 that was observed is, more rows may show it: the interval is narrower by the square root of their number.
 
-Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials.
+Resamples of rows of which none differs differ in none, so that a bootstrap of a few such rows would be certain. What no
+row in n shows may still be true of 1 - 0.025^(1/n) of all rows, 3.7 ÷ n: no interval reaches less far below.
+
+Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
+what nothing in n shows.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tasks.bootstrap import LEVEL
 from tasks.limits import ROUNDING
 from tasks.report.numbers import between, counted, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
 _COUNTLESS = 10_000_000
+_TAIL = (1 - LEVEL) / 2
 _NAMES = {DENSE: "the dense model", CONTROL: "the control"}
 
 
@@ -26,18 +32,21 @@ class Evidence:
     """What some rows say of a difference: gains are above 0, whichever way the metric goes.
 
     gain: as it was observed.
-    low: the worse end of its interval.
+    low: the worse end of its interval, by the bootstrap.
+    counts: whether a row is right or wrong, or in part so, but not without end.
     """
 
     gain: float
     low: float
     margin: float
     rows: int
+    counts: bool
 
     @property
     def holds(self) -> bool:
         """Whether the loss is within the margin."""
-        return self.low >= -self.margin - ROUNDING
+        unseen = 1 - _TAIL ** (1 / self.rows) if self.counts else 0.0
+        return min(self.low, self.gain - unseen) >= -self.margin - ROUNDING
 
     @property
     def wanted(self) -> int | None:
@@ -45,7 +54,10 @@ class Evidence:
         if self.holds:
             return self.rows
         room = self.gain + self.margin
-        return None if room <= ROUNDING else math.ceil(self.rows * ((self.gain - self.low) / room) ** 2)
+        if room <= ROUNDING:
+            return None
+        unseen = math.log(_TAIL) / math.log1p(-room) if self.counts and room < 1 else 0.0
+        return math.ceil(max(self.rows * ((self.gain - self.low) / room) ** 2, unseen))
 
 
 def evidence(results: Results, one: CandidateResults, reference: ScoredModel, margin: float) -> Evidence:
@@ -53,7 +65,7 @@ def evidence(results: Results, one: CandidateResults, reference: ScoredModel, ma
     found, metric = results.difference(one.after, reference), results.metric
     gain = -metric.worse_by(one.recovered, results.metric_of(reference))
     low = min(metric.goodness(found.low), metric.goodness(found.high))
-    return Evidence(gain, low, margin, results.dense.score.rows)
+    return Evidence(gain, low, margin, results.dense.score.rows, metric.bounded)
 
 
 def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Evidence]:

@@ -54,7 +54,7 @@ def _retained(results: Results, one: CandidateResults) -> str:
 def _verdict(results: Results, one: CandidateResults, reference: ScoredModel) -> str:
     """What the interval of the difference says, and nothing beyond it."""
     found = results.difference(one.after, reference)
-    word = {1: "a gain", -1: "a loss", 0: "no loss that these rows can see"}[results.gain(one.after, reference)]
+    word = {1: "a gain", -1: "a loss", 0: "no significant difference"}[results.gain(one.after, reference)]
     return f"{word} ({between(found.low, found.high, one.recovered)})"
 
 
