@@ -86,7 +86,9 @@ def _alternative(results: Results) -> str:
             f"The smallest of which test rows show it is {other.name}, {score(other.recovered)} "
             f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes that."
         )
-    return "" if chosen(results).non_inferior else "They show it of no candidate that is small and fast enough."
+    if chosen(results).non_inferior:
+        return "They show it of no smaller candidate."
+    return "They show it of no candidate that is small and fast enough."
 
 
 def _cost(results: Results, one: CandidateResults) -> str:
