@@ -57,14 +57,14 @@ class Census(BaseModel):
 
     @property
     def warning(self) -> str | None:
-        """What a user must know where most of the model stays as it is; None where targets reach at least half."""
+        """What a user must know where most of the model stays as it is, a sentence; None where targets reach half."""
         if self.reached >= 0.5:
             return None
         others = [(name, count) for name, count in self.rows if name not in ("targets", "embeddings")]
         name, count = max(others, key=lambda one: one[1])
         return (
-            f"targets are only {self.reached:.0%} of the parameters outside of embeddings, so that no keep makes the "
-            f"model much smaller; {count:,} others are in {name}"
+            f"Targets are only {self.reached:.0%} of the parameters outside of embeddings, so that no keep makes the "
+            f"model much smaller; {count:,} others are in {name}."
         )
 
 

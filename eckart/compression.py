@@ -116,7 +116,7 @@ class Report:
             "of these before: " + ", ".join(f"{count:,} in {name}" for name, count in self.census.rows),
         ]
         if self.census.warning:
-            lines.append(f"warning: {self.census.warning}")
+            lines.append(self.census.warning)
         if self.predicted_loss is not None:
             lines.append(f"predicted loss, the weighted error that is left: {self.predicted_loss:.4g}")
         if self.scores is not None:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from flows.collection.kind import Kind
     from flows.engine.stages import Outcome
-    from flows.promotion.gates import Gate
     from flows.reproduce import ComparedFile
+    from tasks.limits import Gate
     from tasks.study_file import StudyFile
 
 
@@ -322,15 +322,19 @@ def _run_tasks(
 
 @app.command()
 def promote(
-    again: Annotated[bool, typer.Option("--again", help="take the best even if it was rolled back")] = False,
+    candidate: Annotated[
+        str | None, typer.Argument(help="such as kfac-0.5; none: the one that the report names")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="take it even if it was rolled back")] = False,
     first: Annotated[
         bool, typer.Option("--first", help="begin a registry that knows no champion, though this workspace has had one")
     ] = False,
     rollback: Annotated[bool, typer.Option("--rollback", help="go back to the version before")] = False,
 ) -> None:
-    """Make the study's best candidate the champion of the model registry, if it passes the gates."""
-    if rollback and (again or first):
-        raise EckartError(f"--{'again' if again else 'first'} and --rollback contradict each other: give one of them")
+    """Make a candidate of the study the champion of the model registry, if it passes the gates."""
+    if rollback and (again or first or candidate):
+        other = "--again" if again else "--first" if first else candidate
+        raise EckartError(f"{other} and --rollback contradict each other: give one of them")
     if rollback:
         _roll_back()
         return
@@ -348,7 +352,7 @@ def promote(
     try:
         with _ended_with_words(), terminable():
             prefect_server.use_temporary()
-            conclusion = flow.promotion(again=again, first=first)
+            conclusion = flow.promotion(again=again, first=first, candidate=candidate)
     except Refused as refusal:
         _print_gates(refusal.gates)
         raise

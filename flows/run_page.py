@@ -21,9 +21,9 @@ from tasks.records import CONTROL_NAME
 
 if TYPE_CHECKING:
     from flows.engine.stages import Outcome, Planned
-    from flows.promotion.gates import Gate
     from flows.study import Execute
     from flows.tracking.mirror import Mirror
+    from tasks.limits import Gate
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
 _LINES = 20  # of a stage that failed

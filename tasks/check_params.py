@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tasks import params
 from tasks.code_folders import code_folders
+from tasks.limits import Promotion
 from tasks.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.params import PARAMS, ParamsError
 
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
 
 _GOOD = Path(".eckart/params-found-good")
 _LONGEST = 50  # characters of a recipe's name
-
-
-class Promotion(params.Section):
-    """When a candidate becomes the champion. Typed here, since no stage reads it: a change makes nothing stale."""
-
-    model: params.Name
-    largest_drop: Annotated[float, Field(ge=0)]
-    keep: params.Share | None
-    least_speedup: Annotated[float, Field(gt=0)] | None
-    least_gain: float
-    continuation: params.Count
 
 
 SECTIONS: dict[str, Any] = {

@@ -1,19 +1,20 @@
-"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv, and model
-cards in reports/cards."""
+"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv,
+choice.json, and model cards in reports/cards."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tasks.candidate_files import CARDS
+from tasks.limits import CHOICE
 from tasks.report.card import card
-from tasks.report.conclusion import conclusion
+from tasks.report.conclusion import chosen, conclusion, teacher_warning
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
 from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import to_csv, to_text
-from tasks.stage import output, run, say
+from tasks.stage import output, run, say, warn
 
 REPORTS = Path("reports")
 TABLE = REPORTS / "comparison.csv"
@@ -28,10 +29,12 @@ def compare() -> None:
     results = load_results()
     cards = {one.name: card(results, one) for one in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
+    warn(teacher_warning(results))
     TABLE.write_text(table)
     PAGE.write_text(text)
     PICTURE.write_bytes(picture)
     RUNTIMES.write_text(runtimes_csv(results))
+    CHOICE.write_text(chosen(results).model_dump_json(indent=2))
     TEXT.write_text("\n".join([to_text(results), "", *conclusion(results), ""]))
     with output(CARDS) as folder:
         for name, content in cards.items():

@@ -1,5 +1,5 @@
-"""Evaluate: score a candidate after each step, and measure it → reports/evaluate/RECIPE-KEEP.json and, what each test
-row contributed, reports/rows/RECIPE-KEEP.parquet."""
+"""Evaluate: score a candidate after each step, and measure it → reports/evaluate/RECIPE-KEEP.json and, what each row
+contributed, reports/rows/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.kinds import kind_of, objective_of
 from tasks.models import DENSE, TEACHER, load, place, size
 from tasks.params import Evaluate, Model, section
 from tasks.records import Evaluation, TargetSize
-from tasks.scoring import all_scores, same_weights, score_on, write_rows
+from tasks.scoring import Rows, all_scores, same_weights, score_on, write_rows
 from tasks.stage import StageError, run_candidate
 
 
@@ -57,7 +57,8 @@ def evaluate(recipe: str, keep: str) -> None:
         raise StageError(
             f"the targets keep {result.target_parameters} parameters, more than the {allowed} of keep={keep}"
         )
-    write_rows(name, ({"factorized": before.rows} if before else {}) | {"recovered": rows})
+    first: dict[str, Rows] = {"factorized": {"test": before.rows}} if before else {}
+    write_rows(name, first | {"recovered": rows})
     EVALUATIONS.mkdir(parents=True, exist_ok=True)
     (EVALUATIONS / f"{name}.json").write_text(result.model_dump_json(indent=2))
 

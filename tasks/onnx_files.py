@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +17,7 @@ from tasks.dataset import SPLITS, load_task
 from tasks.kinds import kind_of
 from tasks.models import UNLOADABLE, load
 from tasks.records import ExportedFile, Exports, Runtime
-from tasks.scoring import score_on, write_rows
+from tasks.scoring import Rows, score_on, write_rows
 from tasks.stage import StageError, output, quiet
 
 _ROWS = 256  # of a split, at most
@@ -37,7 +36,7 @@ def export_and_score(name: str, folder: Path) -> None:
     task = load_task()
     model, tokenizer = load(folder, kind_of(task).auto, torch.float32)
     found: dict[Runtime, ExportedFile] = {}
-    rows: dict[str, pd.DataFrame] = {}
+    rows: dict[str, Rows] = {}
     with output(ONNX / name) as out:
         try:
             onnx.export(model, tokenizer, out / ONNX_FILES["onnx"], _rows("test", model, tokenizer))
@@ -47,7 +46,7 @@ def export_and_score(name: str, folder: Path) -> None:
                 onnx.answer_by(model, onnx.runner(out / file, torch.get_num_threads()))
                 scored = score_on("test", model, tokenizer, f"{name} in {runtime}")
                 found[runtime] = ExportedFile(score=scored.score, bytes=_bytes(out / file))
-                rows[runtime] = scored.rows
+                rows[runtime] = {"test": scored.rows}
         except onnx.ExportError as error:
             raise StageError(f"{error}; or leave its recipe out of export.recipes (none: [])") from error
     write_rows(exported_name(name), rows)

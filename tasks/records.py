@@ -12,6 +12,8 @@ from tasks.metrics import MetricName
 TEACHER_CURVE = Path("reports/teacher.jsonl")
 CONTROL_NAME = "dense + recovery"
 """What the control is called in tables, where it stands as a recipe that keeps all."""
+TRIVIAL_NAME = "trivial baseline"
+"""What stands in tables for an answer that reads no input."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 BENCHMARKS = Path("reports/benchmark.json")
@@ -24,7 +26,7 @@ Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
-    """Of what each test row contributed to the scores of a candidate, or of `dense` and its control."""
+    """Of what each row contributed to the scores of a candidate, or of `dense`, its control and the baseline."""
     return Path(f"reports/rows/{name}.parquet")
 
 
@@ -83,6 +85,8 @@ class DenseReport(Scores):
     size: Size
     control: Scores
     """Of the teacher with the recovery that candidates get."""
+    trivial: float
+    """The metric, on the test split, of an answer that reads no input."""
     licence: dict[str, str]
     """Of the base model (tasks/licence.py)."""
     head: str = ""

@@ -19,6 +19,9 @@ from tasks.records import Scores, rows_file
 from tasks.stage import say
 from tasks.zero_shot import zero_shot
 
+Rows = Mapping[Split, pd.DataFrame]
+"""What each row of some splits contributed to a score."""
+
 
 def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
     """Score all rows of a split, and say so of the model under this `name`."""
@@ -31,20 +34,21 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
 def all_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, known: Scored | None = None
-) -> tuple[Scores, pd.DataFrame]:
-    """All that is asked of a model that could be shipped, and what each test row contributed.
+) -> tuple[Scores, Rows]:
+    """All that is asked of a model that could be shipped, and what each row contributed.
 
     Args:
         known: its score on the test split, where that is known already.
     """
     test, settings = known or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
+    validation = score_on("validation", model, tokenizer, name)
     scores = Scores(
         score=test.score,
-        validation=score_on("validation", model, tokenizer, name).score,
+        validation=validation.score,
         zero_shot=zero_shot(model, tokenizer, settings.zero_shot, settings.batch_size),
         continuations=continuations(model, tokenizer, settings.continuation),
     )
-    return scores, test.rows
+    return scores, {"test": test.rows, "validation": validation.rows}
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -53,9 +57,9 @@ def same_weights(one: Path, other: Path) -> bool:
     return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
 
 
-def write_rows(name: str, rows: Mapping[str, pd.DataFrame]) -> None:
-    """Write what each test row contributed to the scores of some models, whose names are in the column `model`."""
+def write_rows(name: str, models: Mapping[str, Rows]) -> None:
+    """Write what each row contributed to the scores of some models; columns `model` and `split` say which these are."""
     path = rows_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    together = pd.concat([some.assign(model=model) for model, some in rows.items()], ignore_index=True)
-    together.to_parquet(path, index=False)
+    parts = [rows.assign(model=model, split=split) for model, some in models.items() for split, rows in some.items()]
+    pd.concat(parts, ignore_index=True).to_parquet(path, index=False)

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 from scipy.stats import bootstrap
 
+from tasks.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled, standard_error
 from tasks.dataset import Task
 from tasks.kinds import answers, sequence, summaries, tokens
 from tasks.metrics import BY_KIND, MetricName, TaskKindName
-from tasks.report.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled
 from tests.workspace import a_task
 
 EVERY = [(kind, metric) for kind, metrics in BY_KIND.items() for metric in metrics]
@@ -91,6 +91,21 @@ def test_identical_models_differ_by_nothing(kind: TaskKindName, metric: MetricNa
     assert (found, found.sign) == (Interval(0, 0), 0)
 
 
+def test_the_standard_error_of_a_mean_of_pairs_is_that_of_their_differences() -> None:
+    one, some, others = task("summarization", "rouge1"), drawn("summarization", 300), drawn("summarization", 300, 1)
+    found = resampled(one, {"some": some, "others": others})
+    expected = (some["rouge1"] - others["rouge1"]).std() / 300**0.5
+    assert standard_error(found["some"] - found["others"]) == pytest.approx(expected, rel=0.1)
+    assert standard_error(found["some"] - found["some"]) == 0
+
+
+def test_a_perplexity_without_end_is_excused_by_no_chance() -> None:
+    one = task("language_modeling", "perplexity")
+    endless = pd.DataFrame({"loss": np.linspace(500, 900, 60)})
+    found = resampled(one, {"endless": endless, "good": drawn("language_modeling")})
+    assert standard_error(found["endless"] - found["good"]) == 0
+
+
 def test_two_rows_by_hand() -> None:
     """Differences 0 and 1 ÷ 2: a draw of two has 0, 1 or 2 of the second row, in shares of 1 ÷ 4, 1 ÷ 2 and 1 ÷ 4."""
     one = task("classification", "accuracy")
@@ -134,5 +149,5 @@ def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
 def test_large_splits_are_drawn_in_parts_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     one, rows = task("classification", "accuracy"), drawn("classification", 50)
     whole = resampled(one, {None: rows})
-    monkeypatch.setattr("tasks.report.bootstrap._AT_ONCE", 1000)
+    monkeypatch.setattr("tasks.bootstrap._AT_ONCE", 1000)
     assert np.array_equal(resampled(one, {None: rows})[None], whole[None])

@@ -359,8 +359,8 @@ def test_gradients_that_float16_cannot_hold_are_warned_of() -> None:
 
 
 def test_targets_that_are_the_least_of_a_model_are_warned_of() -> None:
-    assert "targets are only" in warned(tiny.bert(), BATCHES, include="*.query")
-    assert "targets are only" not in warned(tiny.bert(), BATCHES)
+    assert "Targets are only" in warned(tiny.bert(), BATCHES, include="*.query")
+    assert "Targets are only" not in warned(tiny.bert(), BATCHES)
 
 
 def test_the_pipelines_packages_are_not_needed() -> None:

@@ -98,6 +98,22 @@ def test_of_a_drop_the_smallest_is_chosen_and_of_bytes_the_best(workspace: Path)
     assert [one.candidate.name for one in asked(load_results()) if one.recipe == "two"] == ["two-0.5"]
 
 
+def test_beside_the_chosen_one_stands_the_smallest_of_which_test_rows_show_it(workspace: Path) -> None:
+    """On validation rows 0.25 is within the drop; on test rows the worse end of its interval is not."""
+    drops = {name: 0.8 - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")}
+    lows = {name: load_results().difference((name, "recovered"), DENSE).low for name in drops}
+    assert -lows["one-0.25"] > max(drops.values()) + 0.001
+    for limit, shown in ((drops["one-0.25"] + 0.001, False), (0.001 - lows["one-0.25"], True)):
+        ask(largest_drop=limit)
+        row = next(iter(goal_rows(load_results())))
+        assert row.candidate == "one-0.25"
+        assert row.shown.startswith("one-0.25 (") is shown
+        interval = load_results().validation_difference(next(iter(load_results().candidates)))
+        assert interval.low < 0
+    ask(bytes=10_000)
+    assert [row.shown for row in goal_rows(load_results())] == ["", ""]
+
+
 def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
     ask(speedup=1000.0)
     found = asked(load_results())

@@ -161,15 +161,15 @@ class TestTables:
         first, second = sorted(signs, reverse=column == "speed")  # of a perplexity the better end is the lower
         for expected in (first, second):
             assert sort_by(page, column) == expected
-            assert rows(page) == ["dense", "dense + recovery", *ordered(found, signs[expected])]
+            assert rows(page) == ["dense", "dense + recovery", "trivial baseline", *ordered(found, signs[expected])]
         assert sort_by(page, column) is None
-        assert rows(page)[2:] == NAMES
+        assert rows(page)[3:] == NAMES
 
     def test_the_order_is_that_of_one_head(self, page: Chrome) -> None:
         sort_by(page, "size")
         sort_by(page, "recovered")
         assert len(all_of(page, "[aria-sort]")) == 1
-        assert rows(page)[2:] == ["kfac-0.5", "svd-0.5", "svd-0.25", "kfac-0.25"]
+        assert rows(page)[3:] == ["kfac-0.5", "svd-0.5", "svd-0.25", "kfac-0.25"]
 
     def test_files_to_ship_are_sorted_too(self, page: Chrome) -> None:
         assert sort_by(page, "size", table=1) == "ascending"
@@ -181,7 +181,7 @@ class TestTables:
 
     def test_the_keyboard_sorts(self, page: Chrome) -> None:
         head(page, "size").find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
-        assert rows(page)[2:] == ["kfac-0.5", "svd-0.25", "kfac-0.25", "svd-0.5"]
+        assert rows(page)[3:] == ["kfac-0.5", "svd-0.25", "kfac-0.25", "svd-0.5"]
 
     @pytest.mark.parametrize(
         ("choice", "left"),
@@ -196,7 +196,7 @@ class TestTables:
     )
     def test_a_filter_holds_for_tables_and_plot(self, page: Chrome, choice: dict[str, str], left: list[str]) -> None:
         filter_by(page, **choice)
-        assert rows(page) == ["dense", "dense + recovery", *left]
+        assert rows(page) == ["dense", "dense + recovery", "trivial baseline", *left]
         exported = [name for name in ("svd-0.5", "svd-0.25") if name in left for _ in range(3)]
         assert rows(page, table=1) == [*["dense"] * 3, *exported]
         assert {*marks(page)} == {"dense", "dense + recovery", *left}
@@ -207,7 +207,7 @@ class TestTables:
         filter_by(page, name="svd", keep="0.5")
         one_of(page, "#filter [name=name]").send_keys(*[Keys.BACKSPACE] * 3)
         filter_by(page, keep="all")
-        assert rows(page)[2:] == NAMES
+        assert rows(page)[3:] == NAMES
 
 
 def filter_by(page: Chrome, **choice: str) -> None:
@@ -347,7 +347,7 @@ def test_without_its_script_the_page_shows_all_that_it_says(browser: Chrome, stu
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get((study / compare.PAGE).as_uri())
-        assert rows(browser)[2:] == NAMES
+        assert rows(browser)[3:] == NAMES
         assert len(rows(browser, table=1)) == 9
         assert {*NAMES} < {*marks(browser)}
         assert all(one.is_displayed() for one in all_of(browser, "figure svg"))

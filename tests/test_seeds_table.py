@@ -73,7 +73,7 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
         (root / folder).mkdir(parents=True, exist_ok=True)
     rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
     dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
-    dense["licence"] = {}
+    dense |= {"licence": {}, "trivial": 0.5}
     dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
     dense |= {"zero_shot": {}, "continuations": [], "validation": dense["score"]}
     dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
@@ -92,7 +92,9 @@ def finished(root: Path, rows: pd.DataFrame) -> None:
 
 def answered(root: Path, name: str, **models: list[int]) -> None:
     """Which of some test rows each model got right."""
-    frames = [pd.DataFrame({"label": 1, "guess": right}).assign(model=model) for model, right in models.items()]
+    frames = [
+        pd.DataFrame({"label": 1, "guess": right}).assign(model=model, split="test") for model, right in models.items()
+    ]
     pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
 
 

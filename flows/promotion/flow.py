@@ -1,4 +1,4 @@
-"""The promotion flow: the study's best candidate becomes the champion of the registry, if it passes the gates."""
+"""The promotion flow: the study's candidate becomes the champion of the registry, if it passes the gates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from flows import open_runs, own_workspace, run_page, settings, up_to_date
 from flows.engine import stages
 from flows.engine.stages import Outcome
 from flows.promotion import gates
-from flows.promotion.gates import Champion, Gate, Recorded, Refused, Terms
+from flows.promotion.gates import Champion, Recorded, Refused, Terms
 from flows.registry import package, versions
 from flows.registry.ask import SmokeFailed, ask
 from flows.registry.versions import Registry, clock
 from flows.secrets import shown
 from flows.tracking import mirror
 from tasks import check_params
-from tasks.candidate_files import EVALUATIONS, FINETUNED, ONNX
+from tasks.candidate_files import FINETUNED, ONNX
 from tasks.candidate_names import candidate_of, stage_name
 from tasks.dataset import load_split, load_task
 from tasks.errors import EckartError
-from tasks.importance_files import load_targets
 from tasks.kinds.kind import Answers
-from tasks.metrics import METRICS
-from tasks.records import BENCHMARKS, DENSE_METRICS, Benchmarks, DenseReport, Evaluation
+from tasks.limits import Gate
+from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
 """Tag: DVC's digest of the test rows that a version was gated on."""
@@ -51,10 +50,11 @@ class Conclusion:
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(again: bool = False, first: bool = False) -> Conclusion:
-    """Promote the best candidate of the study, a finished one, that params.yaml of the working directory describes.
+def promotion(again: bool = False, first: bool = False, candidate: str | None = None) -> Conclusion:
+    """Promote a candidate of the study, a finished one, that params.yaml of the working directory describes.
 
     Args:
+        candidate: which one; None: the best on validation rows within the limits, as the report says it.
         again: take it even if someone went back from it.
         first: make it the first champion of a registry that knows none, though the workspace has had one.
 
@@ -69,7 +69,7 @@ def promotion(again: bool = False, first: bool = False) -> Conclusion:
         own_workspace.check()
         stages.check_workspace()
         with open_runs.noted(str(flow_run.id)):
-            conclusion = _promoted(_terms(), again, first)
+            conclusion = _promoted(_terms(), again, first, candidate)
     except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
         message = shown(str(error))
@@ -106,10 +106,10 @@ def _terms() -> Terms:
     )
 
 
-def _promoted(terms: Terms, again: bool, first: bool) -> Conclusion:
-    """Promote the best candidate, and show its gates on the run's page."""
+def _promoted(terms: Terms, again: bool, first: bool, name: str | None) -> Conclusion:
+    """Promote a candidate, and show its gates on the run's page."""
     try:
-        conclusion = _promote(terms, again, first)
+        conclusion = _promote(terms, again, first, name)
     except Refused as refusal:
         _show(terms, str(refusal), refusal.gates)
         raise
@@ -125,15 +125,16 @@ def _show(terms: Terms, decision: str, found: Sequence[Gate]) -> None:
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
 
-def _promote(terms: Terms, again: bool, first: bool) -> Conclusion:
+def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Conclusion:
     log = get_run_logger()
     with versions.connected(terms.wanted.model, first) as models:
         try:
             models.settle()
         except SmokeFailed as error:
             log.warning("left by an earlier promotion: %s", error)
-        candidate = choose(terms)
-        log.info("%s is the best on validation rows within the limits of promotion in params.yaml", candidate.name)
+        candidate = choose(name)
+        why = "was named" if name else "is the best on validation rows within the limits of promotion in params.yaml"
+        log.info("%s %s", candidate.name, why)
         if found := _champion_already(candidate, models.champion()):
             return found
         version = register(models, terms, candidate, again)
@@ -168,63 +169,49 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
     return Conclusion(message, passed)
 
 
-def choose(terms: Terms) -> Recorded:
-    """The candidate with the best metric among those within the limits; of equal ones the smallest.
+def choose(name: str | None = None) -> Recorded:
+    """The candidate of that name, or the one that the report names: `tasks.limits.choose` has chosen it.
 
-    Metrics are those of the validation rows: what the test rows say stays unseen until the gates.
+    By validation rows: what the test rows say stays unseen until the gates.
 
     Raises:
-        Refused: stages are not up to date, or no candidate is within the limits.
+        Refused: stages are not up to date, there is no such candidate, or none is within the limits.
     """
-    refusals: dict[str, list[str]] = {}
-    fitting = []
-    for one in _candidates():
-        refusals[one.name] = [
-            gate.refusal for gate in gates.limits(one, one.validation, one.teacher_validation, terms) if not gate.passed
-        ]
-        fitting += [] if refusals[one.name] else [one]
-    if not fitting:
-        lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in refusals.items())
-        raise Refused(f"No candidate is within the limits of promotion in params.yaml on validation rows:\n{lines}")
-    return best(fitting, terms)
-
-
-def best(candidates: Sequence[Recorded], terms: Terms) -> Recorded:
-    """The one with the best metric on validation rows; of equal ones the smallest."""
-    return max(candidates, key=lambda one: (METRICS[terms.metric].goodness(one.validation), -one.parameters))
-
-
-def _candidates() -> list[Recorded]:
-    """The candidates of the study, with the numbers that its stages wrote."""
     planned = up_to_date.plan()
-    if stale := [one.name for one in planned if not one.cached]:
+    # The report shows the choice, and is no part of it: new limits hold before it is made again.
+    if stale := [one.name for one in planned if not one.cached and one.name != "compare"]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
         raise Refused(f"{len(stale)} stages are not up to date ({some}): run `eckart run` first")
-    outcomes = {one.name: one.cached for one in planned if one.cached}
-    return [
-        _candidate(candidate_of(name), outcomes) for name in outcomes if name.startswith(stage_name("finetune", ""))
-    ]
+    results = load_results()
+    names = [one.name for one in results.candidates]
+    if name and name not in names:
+        raise Refused(f"there is no candidate {name}: write one of {', '.join(names)}")
+    if not (chosen := name or results.choice.chosen):
+        closed = results.choice.closed
+        lines = "\n".join(f"  {one}: {'; '.join(gate.refusal for gate in some)}" for one, some in closed.items())
+        raise Refused(
+            f"No candidate is within the limits of promotion in params.yaml on validation rows:\n{lines}\n"
+            f"The nearest is {results.choice.nearest}; `eckart promote NAME` takes one to the gates nevertheless"
+        )
+    return _recorded(results, results.named(chosen), {one.name: one.cached for one in planned if one.cached})
 
 
-def _candidate(name: str, outcomes: Mapping[str, Outcome]) -> Recorded:
-    evaluation = Evaluation.model_validate_json((EVALUATIONS / f"{name}.json").read_text())
-    benchmark = Benchmarks.model_validate_json(BENCHMARKS.read_text()).root[name]
-    dense = DenseReport.model_validate_json(DENSE_METRICS.read_text())
-    own = tuple(one for stage, one in outcomes.items() if candidate_of(stage) == name)
+def _recorded(results: Results, one: CandidateResults, outcomes: Mapping[str, Outcome]) -> Recorded:
+    own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == one.name)
     read = (outcomes["extract"], outcomes["teacher"], *own)
+    measured = results.measured(one)
     return Recorded(
-        name=name,
-        content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
-        test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
-        metric=evaluation.recovered.metric,
-        validation=evaluation.validation.metric,
-        teacher=dense.score.metric,
-        teacher_validation=dense.validation.metric,
-        parameters=evaluation.target_parameters,
-        keep=evaluation.target_parameters / sum(target.parameters for target in load_targets().targets),
-        speedup=benchmark.speedup.median,
+        name=one.name,
+        content=outcomes[stage_name("finetune", one.name)].outs[str(FINETUNED / one.name)],
+        test=outcomes[stage_name("evaluate", one.name)].deps[str(gates.TEST)],
+        metric=one.recovered,
+        validation=measured.metric,
+        teacher=results.dense.score.metric,
+        parameters=measured.parameters,
+        keep=measured.keep,
+        speedup=measured.speedup,
         outcomes=own,
-        inputs={path: md5 for one in read for path, md5 in one.deps.items() if path.startswith(("data/", "models/"))},
+        inputs={path: md5 for each in read for path, md5 in each.deps.items() if path.startswith(("data/", "models/"))},
     )
 
 
@@ -238,7 +225,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
     version = models.with_content(candidate.content)
     if version and versions.ROLLED_BACK in version.tags and not again:
         raise Refused(
-            f"{candidate.name} is the best, but it is version {version.version} of {models.name}, which was "
+            f"{candidate.name} is version {version.version} of {models.name}, which was "
             f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` takes it nevertheless"
         )
     if not version:

@@ -13,13 +13,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.engine import cached_objects
 from flows.engine.stages import Outcome
-from tasks.check_params import Promotion
+from tasks import limits
+from tasks.bootstrap import resampled, standard_error
 from tasks.dataset import SPLITS, Task, load_split, load_task
 from tasks.errors import EckartError
 from tasks.kinds import kind_of
-from tasks.kinds.kind import Answers
+from tasks.kinds.kind import Answers, Scored
+from tasks.limits import Gate, Measured, Promotion, short
 from tasks.metrics import METRICS, MetricName
 from tasks.models import UNLOADABLE, check_length, load
+from tasks.report.results import DENSE, read_rows
 from tasks.stage import StageError, quiet
 
 TEST = SPLITS / "test.parquet"
@@ -28,48 +31,6 @@ SMOKED = 8
 
 _LONGEST = 2000  # characters of a running text that a version is asked about
 _UNBOUNDED_DIFFERENCE = 1e-3  # from the record, ÷ the record
-_ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A number that was held against its limit."""
-
-    name: str
-    value: float
-    limit: float
-    at_most: bool
-    """Whether the limit is the largest value that passes; else it is the least."""
-    words: str
-    """Both in a sentence."""
-    lacking: str
-    """What a value beyond the limit is: `too large`."""
-
-    @property
-    def excess(self) -> float:
-        """How far the value is beyond the limit; negative if it is within."""
-        return self.value - self.limit if self.at_most else self.limit - self.value
-
-    @property
-    def passed(self) -> bool:
-        return self.excess <= _ROUNDING
-
-    @property
-    def refusal(self) -> str:
-        return f"{self.words}: {self.lacking} by {short(self.excess)}"
-
-    @property
-    def plain(self) -> dict[str, str | float | bool]:
-        """For a program."""
-        limit = {"at_most" if self.at_most else "at_least": self.limit}
-        return {"name": self.name, "value": self.value, **limit, "passed": self.passed}
-
-    @property
-    def row(self) -> tuple[str, str, str, str]:
-        """For a table: the name, the value, the limit, and what came of it."""
-        limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
-        verdict = "passed" if self.passed else f"{self.lacking} by {short(self.excess)}"
-        return self.name, short(self.value), limit, verdict
 
 
 class Refused(EckartError):
@@ -106,7 +67,6 @@ class Recorded:
     """The same on the validation rows, by which it is chosen."""
     teacher: float
     """The teacher's metric on the test rows."""
-    teacher_validation: float
     parameters: int
     """Of its targets."""
     keep: float
@@ -124,22 +84,6 @@ class Champion:
 
     files: Path
     name: str
-
-
-def limits(candidate: Recorded, metric: float, teacher: float, terms: Terms) -> list[Gate]:
-    """What params.yaml asks of any candidate; `metric` and `teacher` are what it and the teacher reach on some rows."""
-    wanted, drop = terms.wanted, METRICS[terms.metric].worse_by(metric, teacher)
-    way = "better" if drop < 0 else "worse"
-    words = f"{_title(terms)} {short(metric)} is {short(abs(drop))} {way} than the teacher's {short(teacher)}"
-    words += f"; {short(wanted.largest_drop)} are allowed"
-    found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much")]
-    if wanted.keep is not None:
-        words = f"keep is {short(candidate.keep)}; {short(wanted.keep)} are allowed"
-        found.append(Gate("keep", candidate.keep, wanted.keep, True, words, "too large"))
-    if wanted.least_speedup is not None:
-        words = f"{short(candidate.speedup)} times as fast as the teacher; {short(wanted.least_speedup)} are asked for"
-        found.append(Gate("speed-up", candidate.speedup, wanted.least_speedup, False, words, "too slow"))
-    return found
 
 
 def measure(
@@ -164,14 +108,34 @@ def measure(
         raise Refused(gates[0].words, gates)
     with _as_stages(terms.threads):
         model, tokenizer = load(files, kind_of(task).auto)
-        metric = _scored(model, tokenizer, task, terms)
-        gates += [
-            as_recorded(metric, candidate.metric, rows, terms),
-            *limits(candidate, metric, candidate.teacher, terms),
-        ]
+        ours = _scored(model, tokenizer, task, terms)
+        metric = ours.score.metric
+        gates.append(as_recorded(metric, candidate.metric, rows, terms))
+        gates += limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
         if champion:
-            gates.append(gain(metric, _champions(champion, tokenizer, task, terms), champion, terms))
+            theirs = _champions(champion, tokenizer, task, terms)
+            error = _error(task, ours.rows, theirs.rows)
+            gates.append(gain(metric, theirs.score.metric, error, champion, terms))
         return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, terms.batch_size)
+
+
+def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
+    """As the candidate was scored anew, on the rows on which the study has scored the teacher."""
+    rows = read_rows(Path(), DENSE[0], "dense")
+    return Measured(
+        metric=scored.score.metric,
+        teacher=candidate.teacher,
+        standard_error=_error(task, scored.rows, rows[rows.model == DENSE[1]]),
+        parameters=candidate.parameters,
+        keep=candidate.keep,
+        speedup=candidate.speedup,
+    )
+
+
+def _error(task: Task, one: pd.DataFrame, other: pd.DataFrame) -> float:
+    """The standard error of the difference of two models, by what the same rows contributed to each."""
+    drawn = resampled(task, {"one": one, "other": other})
+    return standard_error(drawn["one"] - drawn["other"])
 
 
 def questions() -> pd.DataFrame:
@@ -214,19 +178,24 @@ def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
-def gain(metric: float, theirs: float, champion: Champion, terms: Terms) -> Gate:
-    """What the candidate has over the champion, of which `theirs` is the metric on the same rows."""
+def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
+    """What the candidate has over the champion, of which `theirs` is the metric on the same rows.
+
+    Args:
+        error: the standard error of the difference.
+    """
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
     words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
-    words += f"is a gain of {short(gained)}; {short(least)} is asked for"
-    return Gate("gain over the champion", gained, least, False, words, "too low")
+    words += f"is a gain of {short(gained)}; {short(least)} is asked for, less {terms.wanted.chance(error)}"
+    chance = (error, terms.wanted.standard_errors)
+    return Gate("gain over the champion", gained, least, False, words, "too low", *chance)
 
 
 def _title(terms: Terms) -> str:
     return METRICS[terms.metric].title
 
 
-def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> float:
+def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     """What the champion reaches on the test rows of this study; it may come from another one.
 
     Args:
@@ -271,9 +240,9 @@ def _meaning(model: PreTrainedModel) -> str:
     return _NUMBER if model.config.problem_type == "regression" else ", ".join(map(str, names))
 
 
-def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> float:
+def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     try:
-        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size, "test").score.metric
+        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size, "test")
     except StageError as error:
         raise Refused(str(error)) from error
 
@@ -295,11 +264,6 @@ def _as_stages(threads: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=before[2])
-
-
-def short(number: float) -> str:
-    """Four digits; what is nothing but rounding is 0."""
-    return f"{0.0 if abs(number) < _ROUNDING else number:.4g}"
 
 
 def digest(path: Path) -> str:

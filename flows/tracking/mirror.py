@@ -41,7 +41,7 @@ from flows.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks import inputs
 from tasks.candidate_names import candidate_of, recipe_and_keep, stage_name
-from tasks.metrics import METRICS, MetricName
+from tasks.limits import CHOICE, Chosen
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -55,8 +55,7 @@ _TIMES = "benchmark"  # the stage that times all candidates at once
 _TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
 LINEAGE = "lineage.json"
 """Artifact of a study's run: the run of each candidate, and what each stage read and wrote, by DVC's digests."""
-_CHOOSES, _SIZE = "validation.metric", "target_parameters"  # by which the best candidate is chosen
-_OF_THE_BEST = (_CHOOSES, "recovered.metric", _SIZE)  # that its parent run has
+_OF_THE_BEST = ("validation.metric", "recovered.metric", "target_parameters")  # that its parent run has
 _OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
 
 
@@ -115,7 +114,6 @@ class Mirror:
         self.experiment = experiment(self.client, self.study, local=not users)
         self._end_abandoned()
         self._parameters = _params(parameters)
-        self._metric: Any = flatten(parameters).get("data.metric")  # a MetricName, as params.yaml was checked
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
         self._is_known = bool(earlier)
         self.parent = earlier or self._new_parent()
@@ -300,7 +298,7 @@ class Mirror:
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
         numbers |= _numbers([one for one in outcomes if one.stage == "dense"])
         tags = {"dvc.key": key_of(outcomes)} if complete else {}
-        if found := _best(outcomes, self._metric):
+        if found := _chosen(outcomes):
             tags["eckart.best"], measured = found
             numbers |= {f"best.{name}": measured[name] for name in _OF_THE_BEST if name in measured}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
@@ -313,15 +311,13 @@ class Mirror:
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
 
 
-def _best(outcomes: Sequence[Outcome], metric: MetricName) -> tuple[str, dict[str, float]] | None:
-    """The best candidate on validation rows, of equal ones the smallest, as promotion chooses; and its numbers."""
-    evaluated = [one for one in outcomes if one.stage.startswith(stage_name("evaluate", ""))]
-    measured = {candidate_of(one.stage): _numbers([one]) for one in evaluated}
-    return max(
-        measured.items(),
-        key=lambda one: (METRICS[metric].goodness(one[1][_CHOOSES]), -one[1][_SIZE]),
-        default=None,
-    )
+def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
+    """The candidate that a promotion takes, as the compare stage wrote it down, and its numbers."""
+    if not any(str(CHOICE) in one.outs for one in outcomes):
+        return None
+    name = Chosen.model_validate_json(CHOICE.read_text()).candidate
+    own = [one for one in outcomes if name and one.stage == stage_name("evaluate", name)]
+    return (name, _numbers(own)) if name else None
 
 
 def _shared(planned: Sequence[Planned]) -> list[str]:

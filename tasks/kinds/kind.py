@@ -36,7 +36,7 @@ class Scored:
 
     score: Score
     rows: pd.DataFrame
-    """A line for each row, in their order: of what `tasks/report/bootstrap.py` computes every metric."""
+    """A line for each row, in their order: of what `tasks/bootstrap.py` computes every metric."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ class TaskKind:
     """How good a model is on all rows of a split, in batches of so many."""
     answers: Callable[[PreTrainedModel, PreTrainedTokenizerBase, pd.DataFrame, Task, int], list[Answers]]
     """What a model answers to test rows, as `score` takes it; a version that is served answers the same."""
+    trivial: Callable[[pd.DataFrame, pd.DataFrame, Task, PreTrainedTokenizerBase], pd.DataFrame]
+    """Training rows and test rows → what each test row contributes to the score of the trivial baseline."""
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase, task: Task) -> None:

@@ -91,6 +91,15 @@ def answers(
     return [{"loss": _mean_loss(model.eval(), ids, task.max_length)} for ids in every]
 
 
+def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """How often each token of the vocabulary is in the training blocks, plus one: a model without a context."""
+    seen = np.array(encode(train, task, tokenizer, "train")["input_ids"])
+    blocks = np.array(encode(frame, task, tokenizer, "test")["input_ids"])
+    counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
+    losses = -np.log(counts / counts.sum())
+    return pd.DataFrame({"loss": losses[blocks[:, 1:]].mean(axis=1)})
+
+
 @torch.inference_mode()
 def _mean_loss(model: PreTrainedModel, ids: list[int], length: int) -> float | None:
     total, count = 0.0, 0
@@ -125,4 +134,5 @@ LANGUAGE = TaskKind(
     logits=_logits,
     score=score,
     answers=answers,
+    trivial=trivial,
 )

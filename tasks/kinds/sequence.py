@@ -68,6 +68,13 @@ def answers(
     return [{"label": task.labels[label]} for label in outputs.argmax(-1)]
 
 
+def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The most frequent class of the training rows, or the mean of their labels."""
+    if task.kind == "regression":
+        return pd.DataFrame({"label": frame["label"], "value": float(train["label"].mean())})
+    return pd.DataFrame({"label": frame["label"], "guess": int(train["label"].mode()[0])})
+
+
 def loss(task: Task, outputs: np.ndarray, labels: np.ndarray) -> float:
     """Mean cross-entropy or squared error. (The Trainer's own is a mean of batch means, with uneven batches.)"""
     predicted, wanted = torch.from_numpy(outputs).double(), torch.from_numpy(labels)
@@ -110,4 +117,5 @@ SEQUENCE = TaskKind(
     logits=logits_of,
     score=score,
     answers=answers,
+    trivial=trivial,
 )

@@ -97,6 +97,13 @@ def answers(
     return [{"summary": text} for text in _written(model, tokenizer, data, task, batch_size)]
 
 
+def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The first tokens of each document, as many as a summary may have: the lead, of which nothing is learned."""
+    documents = frame["text"].tolist()
+    ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=task.target_length)["input_ids"]
+    return each_summary(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
+
+
 def _written(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, task: Task, batch_size: int
 ) -> list[str]:
@@ -144,4 +151,5 @@ SUMMARIES = TaskKind(
     logits=labelled,
     score=score,
     answers=answers,
+    trivial=trivial,
 )

@@ -87,6 +87,14 @@ def answers(
     return [{"tags": _tags(guesses[wanted != IGNORED], first, task)} for guesses, wanted, first in rows]
 
 
+def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+    """The most frequent tag of the training rows, for every word."""
+    most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
+    labels = [np.array(row) for row in encode(frame, task, tokenizer, "test")["labels"]]
+    wanted = [row[row != IGNORED] for row in labels]
+    return pd.DataFrame({"label": wanted, "guess": [np.full_like(row, most) for row in wanted]})
+
+
 def _tags(guesses: np.ndarray, first: np.ndarray, task: Task) -> list[str | None]:
     """`guesses` are those of the labelled tokens alone, `(labelled tokens,)`: padding may stand on either side."""
     order = iter(np.unique(first[first >= 0], return_inverse=True)[1])
@@ -136,4 +144,5 @@ TOKENS = TaskKind(
     logits=labelled,
     score=score,
     answers=answers,
+    trivial=trivial,
 )

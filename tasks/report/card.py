@@ -17,7 +17,8 @@ from tasks.report.continuations import as_code, beginnings, written
 from tasks.report.provenance import provenance
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
-from tasks.report.table import dense_rows, row
+from tasks.report.summary import parameters
+from tasks.report.table import dense_rows, row, trivial_row
 from tasks.templates import template
 
 _PIPELINES: dict[TaskKindName, str] = {
@@ -37,8 +38,10 @@ def card(results: Results, one: CandidateResults) -> str:
         metadata=_metadata(results, one).to_yaml(),
         results=results,
         metric=results.metric,
+        parameters=parameters(results),
         one=one,
-        rows=[*dense_rows(results), row(results, one)],
+        rows=[*dense_rows(results), trivial_row(results), row(results, one)],
+        only_answer=results.only_answers.get(one.after),
         files=[each for each in runtime_rows(results) if each.name in ("dense", one.name)]
         if one.name in results.exports
         else [],

@@ -1,60 +1,113 @@
-"""What a study comes to, in three sentences: what is best, what it costs, what to do next."""
+"""What a study comes to, in a few sentences: which candidate is chosen and why, how sure that is, what it costs, and
+what to do next."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+from tasks.limits import Chosen
+from tasks.report.non_inferiority import non_inferior, smallest, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
-from tasks.report.results import DENSE, CandidateResults, Results
+from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
+from tasks.trivial import warning
 
 
 def conclusion(results: Results) -> list[str]:
-    """The three sentences; commands stand between backticks."""
-    best = recommended(results)
-    return [_best(results, best), _cost(results, best), _next(results, best)]
+    """The sentences; commands stand between backticks."""
+    one = results.named(results.choice.nearest)
+    sentences = [
+        teacher_warning(results),
+        _choice(results, one),
+        _one_answer(results, one),
+        verdict(results, one),
+        _alternative(results),
+        _cost(results, one),
+        _next(results, one),
+    ]
+    return [sentence for sentence in sentences if sentence]
 
 
-def recommended(results: Results) -> CandidateResults:
-    """Of the smallest keep at which a candidate loses nothing that test rows can see, the first on validation rows.
-
-    Of all candidates where each loses something. Of equal metrics the one with fewest parameters is first, as in a
-    promotion, which has limits besides.
-    """
-    sound = [one for one in results.candidates if _is_sound(results, one)]
-    smallest = min((float(one.keep) for one in sound), default=None)
-    some = [one for one in sound if float(one.keep) == smallest] or results.candidates
-    goodness = results.metric.goodness
-    return max(some, key=lambda one: (goodness(one.evaluation.validation.metric), -one.evaluation.target_parameters))
-
-
-def _is_sound(results: Results, one: CandidateResults) -> bool:
-    return results.gain(one.after, DENSE) >= 0
-
-
-def _best(results: Results, best: CandidateResults) -> str:
-    rows = counted(results.dense.score.rows, "test row")
-    if not _is_sound(results, best):
-        return f"Best is {best.name}, by validation rows; every candidate loses something that {rows} can see."
-    return (
-        f"Best is {best.name}: keep {best.keep} is the smallest at which a candidate loses nothing that {rows} can "
-        "see, and validation rows put it first there."
+def chosen(results: Results) -> Chosen:
+    """The same for a program."""
+    choice, other = results.choice, alternative(results)
+    return Chosen(
+        candidate=choice.chosen,
+        non_inferior=choice.chosen is not None and non_inferior(results, results.named(choice.chosen)),
+        alternative=other and other.name,
     )
 
 
-def _cost(results: Results, best: CandidateResults) -> str:
-    dense, small, speedup = results.dense, best.evaluation.size, best.benchmark.speedup
-    found = results.difference(best.after, DENSE)
+def teacher_warning(results: Results) -> str | None:
+    """Where the dense model has hardly learned the task: then nothing below says much."""
+    dense, trivial = (results.metric_of(one) for one in (DENSE, TRIVIAL))
+    return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL))
+
+
+def alternative(results: Results) -> CandidateResults | None:
+    """The smallest candidate that is non-inferior and that a promotion would take by its name, where that is another.
+
+    Which is one that is small and fast enough. Its metric is held against the limits on the test rows.
+    """
+    choice = results.choice
+    others = {name: [gate for gate in some if gate.standard_error is None] for name, some in choice.gates.items()}
+    able = [one for one in results.candidates if all(gate.passed for gate in others[one.name])]
+    found = smallest(results, [one for one in able if non_inferior(results, one)])
+    return None if found is None or found.name == choice.chosen else found
+
+
+def _choice(results: Results, one: CandidateResults) -> str:
+    choice, validation = results.choice, results.dense.validation
+    rows = counted(validation.rows, "validation row")
+    if choice.chosen:
+        return (
+            f"`eckart promote` takes {one.name}: of the candidates within the limits of promotion in params.yaml it "
+            f"has the best {results.metric.title} on {rows}, {score(one.evaluation.validation.metric)} where the dense "
+            f"model has {score(validation.metric)}."
+        )
+    counts = Counter(gate.name for closed in choice.closed.values() for gate in closed)
+    limits = ", ".join(f"{name} of {counted(number, 'candidate')}" for name, number in counts.most_common())
+    reasons = "; ".join(gate.refusal for gate in choice.closed[one.name])
+    return (
+        f"`eckart promote` takes none: no candidate is within the limits of promotion in params.yaml on {rows} "
+        f"(beyond them: {limits}). The nearest is {one.name}: {reasons}."
+    )
+
+
+def _one_answer(results: Results, one: CandidateResults) -> str | None:
+    answer = results.only_answers.get(one.after)
+    return None if answer is None else f"It answers {answer} to every test row."
+
+
+def _alternative(results: Results) -> str:
+    other = alternative(results)
+    if other:
+        found = results.difference(other.after, DENSE)
+        return (
+            f"The smallest of which test rows show it is {other.name}, {score(other.recovered)} "
+            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes that."
+        )
+    if chosen(results).non_inferior:
+        return "They show it of no smaller candidate."
+    return "They show it of no candidate that is small and fast enough."
+
+
+def _cost(results: Results, one: CandidateResults) -> str:
+    dense, small, speedup = results.dense, one.evaluation.size, one.benchmark.speedup
     slower = ", which is slower than the dense model" if speedup.high < 1 else ""
     return (
-        f"Its {results.metric.title} is {score(best.recovered)} in place of the dense model’s "
-        f"{score(dense.score.metric)} ({between(found.low, found.high, best.recovered)}), and it has "
+        f"The {results.metric.title} of {one.name} on test rows is {score(one.recovered)} in place of the dense "
+        f"model’s {score(dense.score.metric)}, and it has "
         f"{percent(small.model_parameters / dense.size.model_parameters)} of the parameters, {size(small.bytes)} in "
         f"place of {size(dense.size.bytes)}, and {times(speedup.median)} the speed "
         f"({times_between(speedup.low, speedup.high)}){slower}."
     )
 
 
-def _next(results: Results, best: CandidateResults) -> str:
-    name = best.name
-    ship = f"`eckart export {name} {name}.onnx` writes this one as ONNX"
+def _next(results: Results, one: CandidateResults) -> str:
+    name = one.name
+    ship = f"`eckart export {name} {name}.onnx` writes {name} as ONNX"
     if results.task.kind == "summarization":  # an encoder, a decoder and its cache are more than one ONNX graph
-        ship = f"`eckart publish {name} USER/NAME` brings this one to the Hugging Face hub"
-    return f"Next, `eckart promote` makes the best within the limits of params.yaml the champion, and {ship}."
+        ship = f"`eckart publish {name} USER/NAME` brings {name} to the Hugging Face hub"
+    if results.choice.chosen:
+        return f"Next, `eckart promote` makes it the champion, if it passes the gates on test rows, and {ship}."
+    return f"Next, change promotion or study.keeps in params.yaml; {ship} as it is."

@@ -4,7 +4,8 @@ A candidate meets `largest_drop` if its metric on the validation rows is no furt
 if the benchmark found it so many times as fast as the dense model; `bytes` if its weights as saved are no larger. Speed
 and bytes are those in torch, or by the goal's `runtime`, like the dense model's: such a goal is asked of the recipes
 that are exported. Of those that meet a largest drop the smallest is chosen, of the others the best on the validation
-rows, on which models are scored in torch.
+rows, on which models are scored in torch. What was chosen by a drop on some validation rows may lose more on others:
+beside it stands the smallest candidate of the recipe of which the test rows show that it loses no more.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tasks.params import Goal
+from tasks.report.non_inferiority import evidence, rows_wanted
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, Way, way
@@ -45,7 +47,9 @@ class GoalRow:
     candidate: str
     """Or the nearest, said to be that."""
     found: str
-    """What the candidate has of what was asked."""
+    """What the candidate has of what was asked; of a drop with the interval of the difference on validation rows."""
+    shown: str
+    """Of a drop: the smallest candidate of which test rows show it, or how many would show it of the chosen one."""
     metric: str
     """On the test rows; like the bytes and the speed by the goal's runtime."""
     difference: str
@@ -165,6 +169,7 @@ def goal_rows(results: Results) -> Iterator[GoalRow]:
             goal=words(one.goal),
             candidate=name if one.met else f"none of {one.recipe}; nearest {name}",
             found=_found(results, one),
+            shown=_shown(results, one),
             metric=score(run.metric),
             difference=between(interval.low, interval.high, run.metric),
             bytes=size(run.bytes),
@@ -183,5 +188,19 @@ def words(goal: Goal) -> str:
 def _found(results: Results, one: Asked) -> str:
     amount = _amount(results, one.goal, one.candidate)
     if one.goal.largest_drop is not None:
-        return f"drop {score(max(amount, 0.0))} on validation rows"
+        interval, metric = results.validation_difference(one.candidate), one.candidate.evaluation.validation.metric
+        return f"drop {score(max(amount, 0.0))} ({between(interval.low, interval.high, metric)}) on validation rows"
     return times(1 / amount) if one.goal.speedup is not None else size(int(amount))
+
+
+def _shown(results: Results, one: Asked) -> str:
+    margin = one.goal.largest_drop
+    if margin is None:
+        return ""
+    found = {each.name: evidence(results, each, DENSE, margin) for each in results.candidates}
+    some = [each for each in results.candidates if each.recipe == one.recipe and found[each.name].holds]
+    if safe := min(some, key=lambda each: each.evaluation.size.bytes, default=None):
+        interval = results.difference(safe.after, DENSE)
+        return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
+    chosen = found[one.candidate.name]
+    return "none" if chosen.wanted is None else f"none; of {one.candidate.name} {rows_wanted([chosen])} would"

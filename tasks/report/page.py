@@ -24,7 +24,7 @@ from tasks.report.results import Results
 from tasks.report.runtimes import runtime_rows, shapes
 from tasks.report.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scatter
 from tasks.report.summary import summary
-from tasks.report.table import dense_rows, legend, row, shaped, zero_shot
+from tasks.report.table import dense_rows, legend, notes, row, shaped, trivial_row, zero_shot
 from tasks.templates import template
 
 _SCRIPT = Path(__file__).with_name("page.js")
@@ -41,6 +41,8 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         conclusion=[sentence.split("`") for sentence in conclusion(results)],
         summary=summary(results),
         dense=dense_rows(results),
+        trivial=trivial_row(results),
+        notes=notes(results),
         legend=legend("The best at each keep stands out"),
         rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},
         # Markup: matplotlib has escaped every text in them.

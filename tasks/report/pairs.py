@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tasks.bootstrap import interval, metric_of_all, resampled
 from tasks.candidate_names import candidate_name
 from tasks.dataset import SPLITS, Task
 from tasks.metrics import METRICS
 from tasks.records import CONTROL_NAME
-from tasks.report.bootstrap import Draws, interval, metric_of, resampled
 from tasks.report.results import CONTROL, DENSE, read_rows
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high", "spread")
@@ -54,15 +54,14 @@ def _at(keep: str, rows: pd.DataFrame, task: Task, folders: Mapping[int, Path]) 
         for name, (_, model) in _OF_DENSE.items():
             scored["dense", name, seed] = of_dense[of_dense.model == model]
     drawn = resampled(task, scored)
-    whole = Draws(np.arange(len(next(iter(scored.values()))))[None])
-    value = {one: metric_of(task, part)(whole) for one, part in scored.items()}
+    value = {one: metric_of_all(task, part) for one, part in scored.items()}
     for model in _MODELS:
         there = [("dense", name) for name in _OF_DENSE]
         there += [(model, recipe) for recipe in recipes if (model, recipe, next(iter(folders))) in scored]
         mean = {one: np.mean([drawn[*one, seed] for seed in folders], axis=0) for one in there}
         for first, second in combinations(there, 2):
             ends = interval(mean[first] - mean[second])
-            each = pd.Series([(value[*first, seed] - value[*second, seed]).item() for seed in folders])
+            each = pd.Series([value[*first, seed] - value[*second, seed] for seed in folders])
             yield keep, model, first[1], second[1], each.mean(), ends.low, ends.high, each.std()
 
 

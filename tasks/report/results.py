@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,8 +13,10 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.budget import Rank
+from eckart.census import Census
 from eckart.targets import Target, Targets
-from tasks import params
+from tasks import params, trivial
+from tasks.bootstrap import Interval, interval, resampled, standard_error
 from tasks.candidate_files import (
     CURVES,
     EVALUATIONS,
@@ -24,8 +27,9 @@ from tasks.candidate_files import (
     exported_name,
 )
 from tasks.candidate_names import candidate_name, recipe_and_keep
-from tasks.dataset import SPLITS, Task
+from tasks.dataset import SPLITS, Split, Task
 from tasks.importance_files import TARGETS
+from tasks.limits import Choice, Limits, Measured, Promotion, choose
 from tasks.metrics import METRICS, Metric
 from tasks.records import (
     BENCHMARKS,
@@ -39,7 +43,6 @@ from tasks.records import (
     Exports,
     rows_file,
 )
-from tasks.report.bootstrap import Interval, interval, resampled
 from tasks.stage import StageError
 
 Content = TypeVar("Content", bound=BaseModel)
@@ -76,6 +79,7 @@ ScoredModel = tuple[str, str]
 """A model that was scored on the test rows: the file of its rows, and its name there, as ("kfac-0.5", "recovered")."""
 DENSE: ScoredModel = ("dense", "dense")
 CONTROL: ScoredModel = ("dense", "control")
+TRIVIAL: ScoredModel = ("dense", trivial.TRIVIAL)
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,8 @@ class Results:
     goals: tuple[params.Goal, ...]
     task: Task
     targets: tuple[Target, ...]
+    census: Census
+    """Of the dense model."""
     dense: DenseReport
     curve: Curve
     control: str
@@ -149,8 +155,14 @@ class Results:
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
     """Of the dense model and exported candidates, by name; empty where none was exported."""
+    limits: Limits
+    """Of a promotion."""
     resampled: Mapping[ScoredModel, np.ndarray]
     """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
+    validated: Mapping[ScoredModel, np.ndarray]
+    """The same on the validation rows, of what could be shipped."""
+    only_answers: Mapping[ScoredModel, str]
+    """What a model answers to every test row, of those that answer one class, tag or number only."""
 
     @property
     def metric(self) -> Metric:
@@ -197,6 +209,29 @@ class Results:
         sign = self.difference(one, other).sign
         return -sign if self.metric.lower_is_better else sign
 
+    def validation_difference(self, one: CandidateResults) -> Interval:
+        """Of its metric less that of the dense model, on the validation rows."""
+        return interval(self.validated[one.after] - self.validated[DENSE])
+
+    def measured(self, one: CandidateResults) -> Measured:
+        """What the limits of a promotion are held against, on the validation rows."""
+        return Measured(
+            metric=one.evaluation.validation.metric,
+            teacher=self.dense.validation.metric,
+            standard_error=standard_error(self.validated[one.after] - self.validated[DENSE]),
+            parameters=one.evaluation.target_parameters,
+            keep=one.evaluation.target_parameters / self.target_parameters,
+            speedup=one.benchmark.speedup.median,
+        )
+
+    @cached_property
+    def choice(self) -> Choice:
+        """Which candidate `eckart promote` takes."""
+        return choose({one.name: self.measured(one) for one in self.candidates}, self.task.metric, self.limits)
+
+    def named(self, name: str) -> CandidateResults:
+        return next(one for one in self.candidates if one.name == name)
+
     def at(self, keep: str) -> list[CandidateResults]:
         """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
         some = [one for one in self.candidates if one.keep == keep]
@@ -212,7 +247,9 @@ class Results:
         return [other for other in others if not self.gain(one.after, other.after)]
 
     def metric_of(self, one: ScoredModel) -> float:
-        """Of the dense model or the control."""
+        """Of the dense model, the control or the trivial baseline."""
+        if one == TRIVIAL:
+            return self.dense.trivial
         return (self.dense if one == DENSE else self.dense.control).score.metric
 
     def spans_decades(self, metrics: Iterable[float]) -> bool:
@@ -236,23 +273,35 @@ def load_results() -> Results:
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
     candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
+    found = _read(TARGETS, Targets, "importance")
     results = Results(
         name=study.name,
         recipes=study.recipes,
         keeps=keeps,
         goals=study.goals,
         task=task,
-        targets=_read(TARGETS, Targets, "importance").targets,
+        targets=found.targets,
+        census=found.census,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         control=study.control,
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
+        limits=params.section("promotion", Promotion),
         resampled={},
+        validated={},
+        only_answers={},
     )
     _check(results)
-    return replace(results, resampled=resampled(task, _read_rows(results)))
+    test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
+    only = {model: trivial.only_answer(task, rows) for model, rows in test.items()}
+    return replace(
+        results,
+        resampled=resampled(task, test),
+        validated=resampled(task, validation),
+        only_answers={model: answer for model, answer in only.items() if answer is not None},
+    )
 
 
 def _read_candidate(recipe: str, keep: str, benchmarks: Mapping[str, Benchmark]) -> CandidateResults:
@@ -278,24 +327,25 @@ def _export_command(name: str) -> str:
     return "export_dense" if name == "dense" else f"export {_options(*recipe_and_keep(name))}"
 
 
-def _read_rows(results: Results) -> dict[ScoredModel, pd.DataFrame]:
-    """What each test row contributed to each model, all of as many rows."""
+def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
+    """What each row contributed to each model, all of as many rows."""
+    count = (results.dense.score if split == "test" else results.dense.validation).rows
     commands = {one.name: f"evaluate {_options(one.recipe, one.keep)}" for one in results.candidates}
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     found: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
-        for model, rows in read_rows(Path(), name, command).groupby("model", sort=False):
+        for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
             found[name, str(model)] = rows
-            if len(rows) != results.dense.score.rows:
-                raise StageError(f"{rows_file(name)} has other test rows: run `python -m tasks.{command}` again")
+            if len(rows) != count:
+                raise StageError(f"{rows_file(name)} has other {split} rows: run `python -m tasks.{command}` again")
     return found
 
 
-def read_rows(workspace: Path, name: str, command: str) -> pd.DataFrame:
-    """What each test row contributed to the models of a candidate, or to `dense` and its control."""
+def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
+    """What each row contributed to the models of a candidate, or to `dense`, its control and the trivial baseline."""
     path = rows_file(name)
     try:
-        return pd.read_parquet(workspace / path)
+        return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
     except FileNotFoundError as error:
         raise StageError(f"{path} does not exist: run `python -m tasks.{command}`") from error
     except (OSError, ValueError) as error:

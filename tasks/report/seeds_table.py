@@ -21,6 +21,7 @@ from rich.table import Table
 from eckart.methods import Method
 from eckart.recovery import Recovery
 from eckart.targets import Targets
+from tasks.bootstrap import LEVEL, RESAMPLES, interval, resampled
 from tasks.candidate_names import candidate_name, stage_name
 from tasks.cores import cores
 from tasks.dataset import SPLITS, Task
@@ -29,7 +30,6 @@ from tasks.metrics import METRICS, Metric
 from tasks.params import Data, Model, Training
 from tasks.records import CONTROL_NAME, DENSE_METRICS, SECONDS, DenseReport
 from tasks.report import pairs, published
-from tasks.report.bootstrap import LEVEL, RESAMPLES, interval, resampled
 from tasks.report.numbers import between, count, counted, percent, score, times
 from tasks.report.provenance import cut
 from tasks.report.published import TaskMetrics

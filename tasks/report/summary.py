@@ -10,7 +10,8 @@ from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, Scor
 
 def summary(results: Results) -> list[str]:
     """A paragraph about the dense model, one for each keep, and one on what recovery worsened, if it did."""
-    paragraphs = [_dense(results), *(" ".join(_best_at(results, keep)) for keep in results.keeps), _setbacks(results)]
+    keeps = (" ".join(_best_at(results, keep)) for keep in results.keeps)
+    paragraphs = [f"{_dense(results)} {parameters(results)}", *keeps, _setbacks(results)]
     return [one for one in paragraphs if one]
 
 
@@ -22,6 +23,12 @@ def _dense(results: Results) -> str:
         f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. "
         f"{_control(results)}"
     )
+
+
+def parameters(results: Results) -> str:
+    """What the parameters of the whole dense model are, in a sentence."""
+    each = [f"{count(amount)} are in {name}" for name, amount in results.census.rows]
+    return f"Of its parameters {_enumerated(each)}."
 
 
 def _control(results: Results) -> str:
@@ -54,7 +61,7 @@ def _retained(results: Results, one: CandidateResults) -> str:
 def _verdict(results: Results, one: CandidateResults, reference: ScoredModel) -> str:
     """What the interval of the difference says, and nothing beyond it."""
     found = results.difference(one.after, reference)
-    word = {1: "a gain", -1: "a loss", 0: "no loss that these rows can see"}[results.gain(one.after, reference)]
+    word = {1: "a gain", -1: "a loss", 0: "no significant difference"}[results.gain(one.after, reference)]
     return f"{word} ({between(found.low, found.high, one.recovered)})"
 
 

@@ -11,12 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tasks.records import CONTROL_NAME
-from tasks.report.bootstrap import LEVEL, RESAMPLES
+from tasks.bootstrap import LEVEL, RESAMPLES
+from tasks.records import CONTROL_NAME, TRIVIAL_NAME
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
+from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import runtimes_table
+from tasks.trivial import ANSWERS
 
 COLUMNS = (
     "recipe",
@@ -251,6 +252,27 @@ def dense_rows(results: Results) -> list[Row]:
     ]
 
 
+def trivial_row(results: Results) -> Row:
+    """The trivial baseline, in the columns of a candidate: it has a metric and no model."""
+    nothing, metric = Relative("–", ""), results.metric_of(TRIVIAL)
+    return Row(
+        name=TRIVIAL_NAME,
+        steps="",
+        shaped="",
+        factorized="",
+        recovered=score(metric),
+        mark="",
+        of_dense=_compared(results, TRIVIAL, metric, DENSE),
+        of_control=_compared(results, TRIVIAL, metric, CONTROL),
+        targets=nothing,
+        model=nothing,
+        macs=nothing,
+        bytes=nothing,
+        speedup=Speedup("–", ""),
+        order={},
+    )
+
+
 def _score(metric: float | None) -> str:
     return "–" if metric is None else score(metric)
 
@@ -275,6 +297,19 @@ def legend(best: str) -> str:
     )
 
 
+def notes(results: Results) -> list[str]:
+    """What the baseline answers, what no target reaches where that is most, and which models answer one thing only."""
+    found = [f"The {TRIVIAL_NAME} answers {ANSWERS[results.task.kind]}, whatever it is asked."]
+    names = {DENSE: "dense", CONTROL: CONTROL_NAME} | {one.after: one.name for one in results.candidates}
+    alike: dict[str, list[str]] = {}
+    for model, name in names.items():
+        if model in results.only_answers:
+            alike.setdefault(results.only_answers[model], []).append(name)
+    if results.census.warning:
+        found.append(results.census.warning)
+    return found + [f"To every test row the answer is {answer}: {', '.join(some)}." for answer, some in alike.items()]
+
+
 def to_text(results: Results) -> str:
     """The table for a terminal."""
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
@@ -285,7 +320,7 @@ def to_text(results: Results) -> str:
     heads = (*shaped, "factorized", "recovered", "of dense", "difference", "of control", "difference")
     for name in (*heads, "targets", "model", "MACs", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)
-    for each in dense_rows(results):
+    for each in (*dense_rows(results), trivial_row(results)):
         _add(table, each, results)
     for keep in results.keeps:
         table.add_section()
@@ -302,17 +337,19 @@ def to_text(results: Results) -> str:
     with console.capture() as captured:
         console.print(*tables)
     lines = [line.rstrip() for line in captured.get().strip("\n").splitlines()]
-    return "\n".join([*lines, f"  {legend('* best at its keep')}"])
+    return "\n".join([*lines, *(f"  {note}" for note in (legend("* best at its keep"), *notes(results)))])
 
 
 def _goals(results: Results) -> Table:
     table = Table(box=SIMPLE_HEAD, title="what was asked for, and what there is", title_justify="left")
-    for name in ("goal", "candidate", "found"):
-        table.add_column(name, no_wrap=True)
+    drops = any(goal.largest_drop is not None for goal in results.goals)
+    for name in ("goal", "candidate", "found", *(("shown by test rows",) if drops else ())):
+        table.add_column(name)
     for name in (results.metric.title, "difference", "size", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in goal_rows(results):
-        table.add_row(row.goal, row.candidate, row.found, row.metric, row.difference, row.bytes, row.speedup)
+        shown = (row.shown,) if drops else ()
+        table.add_row(row.goal, row.candidate, row.found, *shown, row.metric, row.difference, row.bytes, row.speedup)
     return table
 
 

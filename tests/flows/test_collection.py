@@ -29,7 +29,8 @@ from tests.flows.toy import MLFLOW, Flows, call, stale
 from tests.workspace import digests
 
 PROMOTION = """\
-promotion: {model: m, largest_drop: 1.0, keep: null, least_speedup: null, least_gain: 0.0, continuation: 1}
+promotion: {model: m, largest_drop: 1.0, standard_errors: 1.0, keep: null, least_speedup: null,
+  least_gain: 0.0, continuation: 1}
 """
 CURVE = """'{"step":1,"loss":1.0}'"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -25,15 +24,14 @@ from flows import study as study_module
 from flows.engine import stage_processes
 from flows.engine import stages as engine
 from flows.promotion import flow as promotion
-from flows.promotion.gates import Recorded, Refused, Terms
+from flows.promotion.gates import Refused
 from flows.registry import reference
 from flows.registry.ask import SmokeFailed
 from flows.registry.versions import Registry
 from flows.study import study as run_study
-from tasks.check_params import Promotion
 from tasks.dataset import REFERENCE, SPLITS
 from tasks.dataset import REFERENCE_PARTS as PARTS
-from tasks.metrics import MetricName
+from tasks.limits import CHOICE, Chosen
 from tests.flows.forked import Command
 from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call
@@ -252,18 +250,6 @@ def written(root: Path) -> None:
     assert tags["eckart.decision"] in version.description
 
 
-@pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
-def test_the_best_metric_is_chosen_and_of_equal_ones_the_smallest(metric: MetricName, wanted: str) -> None:
-    wants = Promotion(model="m", largest_drop=1.0, keep=None, least_speedup=None, least_gain=0.0, continuation=4)
-    terms = Terms("s", metric, threads=1, batch_size=8, wanted=wants)
-    """By the validation rows: what the test rows say must not choose."""
-    metrics = {"metric": 0.7, "validation": 0.5, "teacher": 1, "teacher_validation": 1}
-    one = Recorded(name="low", content="", test="", **metrics, parameters=9, keep=1, speedup=1, outcomes=(), inputs={})
-    some = [one, dataclasses.replace(one, name="low and small", parameters=5)]
-    some.append(dataclasses.replace(one, name="high", validation=0.6, metric=0.4))
-    assert promotion.best(some, terms).name == wanted
-
-
 @pytest.mark.parametrize(
     ("wanted", "answer", "same"),
     [
@@ -314,6 +300,20 @@ class TestChoice:
         for name in ("svd-0.5", "kfac-0.5"):
             assert re.search(rf"^  {name}: keep .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
 
+    def test_a_named_one_is_taken_whatever_the_limits_say_and_no_other_name(self, workspace: Path) -> None:
+        """And though the report was not made again by these limits: its gates are closed to it."""
+        choose(workspace, "svd", "kfac")
+        change(workspace, "promotion", keep=0.25)
+        with chdir(workspace):
+            assert {promotion.choose(name).name for name in ("svd-0.5", "kfac-0.5")} == {"svd-0.5", "kfac-0.5"}
+            with pytest.raises(Refused, match=r"svd-0\.4\b.*\bsvd-0\.5, kfac-0\.5$"):
+                promotion.choose("svd-0.4")
+
+    def test_it_is_the_one_that_the_report_names(self, workspace: Path) -> None:
+        choose(workspace, "svd", "kfac")
+        with chdir(workspace):
+            assert promotion.choose().name == Chosen.model_validate_json(CHOICE.read_text()).candidate
+
     def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
         change(workspace, "benchmark", repetitions=7)
         assert re.match(r"\d .*`eckart run`", refusal(workspace))
@@ -322,5 +322,5 @@ class TestChoice:
 def refusal(root: Path) -> str:
     """Why nothing is chosen."""
     with chdir(root), pytest.raises(Refused) as caught:
-        promotion.choose(promotion._terms())
+        promotion.choose()
     return str(caught.value)

@@ -20,6 +20,7 @@ from mlflow.entities import Run
 from flows.engine.stages import Outcome, Planned
 from flows.tracking import database as database_file
 from flows.tracking.mirror import Mirror
+from tasks.limits import CHOICE, Chosen
 from tests.flows import forked
 from tests.flows.servers import until
 
@@ -201,7 +202,7 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     assert losses(root, run) == [(1, 1.0)]
 
 
-def test_the_parent_says_what_was_done_and_which_candidate_validation_rows_chose(root: Path) -> None:
+def test_the_parent_says_what_was_done_and_which_candidate_was_chosen(root: Path) -> None:
     plan = [planned("dense"), *(planned(f"evaluate@svd-{keep}") for keep in ("0.2", "0.3", "0.5")), planned("compare")]
     mirror = started(root, plan)
     mirror.record(outcome("dense", "Cached"))
@@ -210,11 +211,13 @@ def test_the_parent_says_what_was_done_and_which_candidate_validation_rows_chose
         scores = {"validation": {"metric": validation}, "recovered": {"metric": test}}
         write(root, file, json.dumps(scores | {"target_parameters": int(100 * float(keep))}))
         mirror.record(outcome(f"evaluate@svd-{keep}", outs=(file,)))
-    mirror.record(outcome("compare"))
+    chosen = Chosen(candidate="svd-0.3", non_inferior=False, alternative=None)
+    write(root, str(CHOICE), chosen.model_dump_json())
+    mirror.record(outcome("compare", outs=(str(CHOICE),)))
     mirror.finish(complete=True)
     assert not mirror.down
     parent = parent_of(mirror)
-    assert parent.data.tags["eckart.best"] == "svd-0.3"  # of a perplexity, and the smaller of two
+    assert parent.data.tags["eckart.best"] == "svd-0.3"
     assert parent.data.metrics["best.validation.metric"] == 20
     assert parent.data.metrics["best.recovered.metric"] == 22
     name = str(parent.info.run_name)

@@ -65,6 +65,21 @@ def interval(differences: np.ndarray) -> Interval:
     return Interval(*map(float, np.quantile(differences, [tail, 1 - tail])))
 
 
+def standard_error(differences: np.ndarray) -> float:
+    """The standard error of a difference: the standard deviation over all draws.
+
+    0 where it is not finite: a perplexity near the largest number has a spread beyond it, which is to excuse nothing.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = float(np.std(differences, ddof=1))
+    return error if np.isfinite(error) else 0.0
+
+
+def metric_of_all(task: Task, rows: pd.DataFrame) -> float:
+    """The metric of the rows as they are."""
+    return float(metric_of(task, rows)(Draws(np.arange(len(rows))[None])).item())
+
+
 def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, np.ndarray]:
     """The metric of each model `(RESAMPLES,)` on draws that depend on the number of rows alone.
 
