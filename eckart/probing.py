@@ -8,8 +8,9 @@ read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -35,14 +36,20 @@ def is_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None
 
 
-@dataclass(frozen=True)
-class _Other:
-    """What the maps read where a mask has another number of tokens."""
+@dataclass
+class _Seen:
+    """What a map read in a forward of another batch than the probe's, in the order of its calls.
 
-    inputs: Mapping[str, Sequence[Tensor]]
-    rows: Mapping[str, Sequence[int]]
-    more: int
-    """Tokens of each sequence more than in the batch; negative if fewer."""
+    rows: how many rows each call had.
+    same: whether each call read what it reads of the batch; of every sample twice, its first half.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    same: bool = True
+
+
+_Other = tuple[int, Mapping[str, _Seen]]
+"""A forward with another number of tokens: how many these are more in each sequence, and what each map read."""
 
 
 class Probe:
@@ -53,58 +60,65 @@ class Probe:
     """
 
     def __init__(self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._maps = maps
         self._samples = next(iter(batch.values())).shape[0]
-        self._others_forward: dict[str, str] = {}
+        self._special: dict[str, str] = {}
+        self._inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
         try:
-            self._inputs = self._read(model, maps, batch)
-            doubled = self._read(model, maps, {name: torch.cat([x, x]) for name, x in batch.items()})
+            self._run(batch, lambda name, x: self._inputs.setdefault(name, []).append(x))
+            self._doubled = self._compared({name: torch.cat([x, x]) for name, x in batch.items()}, _twice)
         except Exception as error:  # a model says in its own way what it misses
             raise ValueError(
                 f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
             ) from error
         self.order = list(self._inputs)
-        self._rows = _rows(maps, self._inputs)
-        self._doubled = _rows(maps, doubled)
-        self._by_sample = {name for name in doubled if self._starts_with_samples(name, doubled[name])}
+        self._rows = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}
         self._masks = {mask: batch[mask] for mask in MASKS if mask in batch}
-        self._others = {mask: self._at_other_lengths(model, maps, batch, mask) for mask in self._masks}
+        self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
-    def _read(
-        self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]
-    ) -> dict[str, list[Tensor]]:
-        """What each map reads in each of its calls, in order of first execution."""
-        inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
+    def _run(self, batch: Mapping[str, Tensor], see: Callable[[str, Tensor], object]) -> None:
+        """Show `see` what each map reads in each of its calls, in order of execution."""
 
-        def read(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            inputs.setdefault(name, []).append(args[0])
+        def hooked(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            see(name, args[0])
             if is_linear(module) and type(module) not in (nn.Linear, Conv1D) and not _is_product(module, args, output):
-                self._others_forward[name] = f"is a {type(module).__name__}, which computes no x Wᵀ + b"
+                self._special[name] = f"is a {type(module).__name__}, which computes no x Wᵀ + b"
 
-        hooks = [
-            module.register_forward_hook(lambda module, args, output, name=name: read(name, module, args, output))
-            for name, module in maps.items()
-        ]
+        hooks = [module.register_forward_hook(partial(hooked, name)) for name, module in self._maps.items()]
         try:
-            model(**batch)
+            self._model(**batch)
         finally:
             for hook in hooks:
                 hook.remove()
-        return inputs
 
-    def _at_other_lengths(
-        self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor], mask: str
-    ) -> list[_Other]:
+    def _compared(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Seen]:
+        """What the maps read of another batch, beside what they read of the probe's; none of it is held."""
+        found: dict[str, _Seen] = {}
+
+        def see(name: str, x: Tensor) -> None:
+            one, calls = found.setdefault(name, _Seen()), self._inputs.get(name, [])
+            place = len(one.rows)
+            one.same = one.same and place < len(calls) and same(x, calls[place])
+            one.rows.append(self._count(name, x))
+
+        self._run(batch, see)
+        return found
+
+    def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_Other]:
         """With about one token less or more, and with half of them, as far as the model takes it."""
-        found: list[_Other] = []
         for group in _other_lengths(batch, mask):
             for more, other in group:
                 try:
-                    inputs = self._read(model, maps, other)
+                    found = self._compared(other, torch.equal)
                 except Exception:  # a token that must stay, a number of tokens that must be; each model's own error
                     continue
-                found.append(_Other(inputs, _rows(maps, inputs), more))
+                yield more, found
                 break
-        return found
+
+    def _count(self, name: str, x: Tensor) -> int:
+        """Its rows: tokens of all samples."""
+        return x.numel() // (1 if is_embedding(self._maps[name]) else x.size(-1))
 
     def reads(self, name: str) -> tuple[int, ...]:
         """What tells the tensors that it reads from others, as long as this probe lives and holds them."""
@@ -116,8 +130,8 @@ class Probe:
 
     def repeated(self, name: str) -> bool:
         """A cell runs once where the batch has a single token, and twice where it has another."""
-        others = [other.rows for every in self._others.values() for other in every]
-        return any(len(rows.get(name, ())) > 1 for rows in (self._rows, *others))
+        others = [seen[name].rows for every in self._others.values() for _, seen in every if name in seen]
+        return any(len(rows) > 1 for rows in (self._rows[name], *others))
 
     def mask(self, name: str) -> str | None:
         """The mask whose tokens it sees."""
@@ -129,13 +143,14 @@ class Probe:
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
             return "it reads a nested tensor, whose rows no mask of the batch describes"
-        return self._others_forward.get(name)
+        return self._special.get(name)
 
     def reason(self, name: str) -> str | None:
         """Why its rows cannot be told apart by sample and token, if so."""
-        if self._doubled.get(name) != [2 * count for count in self._rows[name]]:
+        twice = self._doubled.get(name, _Seen())
+        if twice.rows != [2 * count for count in self._rows[name]]:
             return "not all that it reads belongs to the samples of a batch"
-        if name not in self._by_sample:
+        if not twice.same:
             return "its rows are not in order of samples"
         masks = [self._sees(name, mask) for mask in self._masks]
         alone = masks.count("tokens") == 1 and set(masks) <= {"tokens", "as many", "nothing"}
@@ -147,29 +162,22 @@ class Probe:
             return f"the model takes no other number of tokens, so none can be told to be those of {fixed[0]}"
         return f"its rows are not the tokens of {' or '.join(self._masks)}"
 
-    def _starts_with_samples(self, name: str, doubled: Sequence[Tensor]) -> bool:
-        """Whether the first half of what it reads of every sample twice is what it reads of every sample once."""
-        pairs = zip(self._inputs[name], doubled, strict=False)
-        return all(not x.is_nested and len(y) == 2 * len(x) and _alike(y[: len(x)], x) for x, y in pairs if x.dim() > 0)
-
     def _sees(self, name: str, mask: str) -> Literal["tokens", "as many", "nothing"] | None:
         """What its rows are: the tokens of `mask`; as many, whatever the tokens; nothing that the mask could mask.
 
         The last are the same whatever the tokens, or one of each sequence. A cell has a call for each token.
         """
-        rows, others = self._rows[name], self._others[mask]
-        sequences, tokens = math.prod(self._masks[mask].shape[:-1]), self._masks[mask].shape[-1]
-        changed = [other for other in others if other.rows.get(name) != rows]
+        rows, sequences = self._rows[name], math.prod(self._masks[mask].shape[:-1])
+        tokens = self._masks[mask].shape[-1]
+        others = [(seen.get(name, _Seen()), more) for more, seen in self._others[mask]]
+        changed = [(other.rows, more) for other, more in others if other.rows != rows]
         if others and not changed:
             one_each = set(rows) <= {self._samples, sequences}
-            same = all(_same(other.inputs[name], self._inputs[name]) for other in others)
-            return "nothing" if one_each or same else "as many"
-        calls = [(other.rows.get(name, ()), other.more) for other in changed]
-        if set(rows) == {sequences * tokens} and any(
-            set(found) == {sequences * (tokens + more)} for found, more in calls
-        ):
+            return "nothing" if one_each or all(other.same for other, _ in others) else "as many"
+        whole = any(set(found) == {sequences * (tokens + more)} for found, more in changed)
+        if whole and set(rows) == {sequences * tokens}:
             return "tokens"
-        cell = any(len(found) == len(rows) + more and {*rows, *found} == {sequences} for found, more in calls)
+        cell = any(len(found) == len(rows) + more and {*rows} == {*found} == {sequences} for found, more in changed)
         return "tokens" if cell else None
 
 
@@ -190,16 +198,11 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) <= 0.05 * float(other.norm())
 
 
-def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
-def _rows(maps: Mapping[str, nn.Module], inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, list[int]]:
-    """How many rows each map sees in each of its calls: tokens of all samples."""
-    return {
-        name: [x.numel() // (1 if is_embedding(maps[name]) else x.size(-1)) for x in calls]
-        for name, calls in inputs.items()
-    }
+def _twice(doubled: Tensor, x: Tensor) -> bool:
+    """Whether the first half of what is read of every sample twice is what is read of every sample once."""
+    if x.dim() == 0 or x.is_nested:
+        return not x.is_nested
+    return len(doubled) == 2 * len(x) and _alike(doubled[: len(x)], x)
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
