@@ -40,7 +40,9 @@ def _ready(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -> 
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
         raise ValueError(f"batch {number} has tensors of other numbers of rows: {shapes}")
     found = {name: values.to(model.device) for name, values in batch.items()}
-    if _reads_summaries(model) and "labels" in found and "decoder_attention_mask" not in found:
+    labels = found.get("labels")
+    tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    if tokens and _reads_summaries(model) and "decoder_attention_mask" not in found:
         found |= decoder_inputs(model, found["labels"]) | {
             name: values for name, values in found.items() if name == "decoder_input_ids"
         }

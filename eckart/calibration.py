@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from eckart.evidence import Evidence, collect
 from eckart.losses import Batch, Loss, row_of
 from eckart.modes import eval_mode
-from eckart.probing import MASKS, columns
+from eckart.probing import ATTENTION, columns
 from eckart.targets import Target
 
 _NEGLIGIBLE = 0.05  # share of parameters
@@ -50,11 +50,11 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
     row = next((found for batch in batches if (found := _padded_row(batch)) is not None), None)
     if row is None:
         return None
-    mask = row[MASKS[0]]
+    mask = row[ATTENTION]
     places = mask[0].nonzero().flatten()
     try:
         with torch.no_grad(), eval_mode(model):
-            padded, alone = (model(**columns(row, MASKS[0], some)) for some in (torch.arange(mask.shape[1]), places))
+            padded, alone = (model(**columns(row, ATTENTION, some)) for some in (torch.arange(mask.shape[1]), places))
         change = _change(_at(_answers(padded), places, _answers(alone)), _answers(alone))
     except Exception:  # the model takes no such length, or gives nothing to compare
         return None
@@ -91,7 +91,7 @@ def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Ta
 
 
 def _padded_row(batch: Batch) -> Batch | None:
-    mask = batch.get(MASKS[0])
+    mask = batch.get(ATTENTION)
     if mask is None or mask.dim() != 2:
         return None
     counts = mask.ne(0).sum(1)

@@ -88,7 +88,7 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
             counts["targets"] += parameter.numel()
         elif _is_embedding(owner):
             counts["embeddings"] += parameter.numel()
-        elif reason and _are_experts(name, parameter) and not is_linear(owner):
+        elif reason and _are_experts(name, owner, parameter) and not is_linear(owner):
             counts["experts"] += parameter.numel()
         elif reason and parameter.dim() > 1:
             linear[reason] += parameter.numel()
@@ -112,7 +112,7 @@ def other_matrices(model: nn.Module) -> dict[str, str]:
             found[layer] = _FACTORIZED
         elif is_linear(owner) or _is_embedding(owner):
             continue
-        elif _are_experts(name, parameter):
+        elif _are_experts(name, owner, parameter):
             found[name] = "holds the weights of several experts in one tensor"
         elif _is_matrix(model, name, parameter):
             found[name] = f"belongs to {type(owner).__name__}, which is no Linear"
@@ -133,8 +133,9 @@ def _is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or type(module).__name__.endswith("Embedding")
 
 
-def _are_experts(name: str, parameter: Tensor) -> bool:
-    return "expert" in name and parameter.dim() in (2, 3) and not name.endswith("bias")
+def _are_experts(name: str, owner: nn.Module, parameter: Tensor) -> bool:
+    named = "expert" in name or "Expert" in type(owner).__name__
+    return named and parameter.dim() in (2, 3) and not name.endswith("bias")
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:

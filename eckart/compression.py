@@ -204,11 +204,6 @@ def compress(
     _check_goal(keep, largest_drop, score)
     wanted = _recipe(recipe)
     need = None if loss else _needs_labels(wanted)
-    if need and model.base_model is model and not model.can_generate():
-        raise ValueError(
-            f"{need} asks for the loss, and {type(model).__name__} has no head to compute one: load the model by its "
-            "class for a task, such as AutoModelForSequenceClassification, or take the recipe drone"
-        )
     data = checked(model, batches)
     found = find_targets(
         model, _first_rows(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
@@ -251,6 +246,10 @@ def _check_model(model: Any) -> None:
         raise ValueError(
             f"model is a {type(model).__name__}: give a model of transformers, as from_pretrained loads it"
             + (", with adapters merged by merge_and_unload()" if hasattr(model, "merge_and_unload") else "")
+        )
+    if not getattr(model.config, "return_dict", True):
+        raise ValueError(
+            "the config of the model says return_dict=False, so that its outputs have no names: set it to True"
         )
     hub.check_base(model)
 

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.modes import eval_mode
-from eckart.probing import MASKS, is_embedding
+from eckart.modes import frozen
+from eckart.probing import is_embedding, masks_of
 from eckart.targets import Product, Target, weight_of
 
 EvidenceKind = Literal["inputs", "output_gradients", "fisher", "taylor"]
@@ -94,6 +94,8 @@ def collect(
                 continue
             with torch.enable_grad(), _activations_on_cpu(model) if offload_activations else nullcontext():
                 losses = loss(model, batch).reshape(-1).unbind()
+            if not losses[0].requires_grad:
+                raise ValueError(f"{NO_GRADIENT}; a model that computes its layers outside of autograd gives none")
             for number, one in enumerate(losses, 1):
                 one.backward(retain_graph=number < len(losses))
                 collector.join()
@@ -322,7 +324,7 @@ class Collector:
             )
         tokens = math.prod(shape) // size
         if mask is None:
-            self._check_count(target, tokens)
+            self._check_count(target, tokens, len(shape) == 1)
             return None
         mask = mask.flatten(1)
         if target.repeated and tokens == 1:  # a cell: its calls are the tokens, in their order
@@ -330,22 +332,26 @@ class Collector:
         if mask.shape != (size, tokens):
             raise ValueError(
                 f"{target.name}: {tokens} tokens per sample, but {target.mask} has {mask.shape[1]}, so padding cannot "
-                "be told from data; exclude this target"
+                "be told from data: exclude this target, or pad batches as the model pads them itself"
             )
         return None if bool(mask.all()) else mask
 
     def _mask(self, target: Target) -> Tensor | None:
         """The mask of what `target` sees; None: it sees none."""
-        masks = [name for name in MASKS if name in self.batch]
+        masks = masks_of(self.batch)
         if target.mask is None or not masks:
             return None
         if target.mask not in masks:
             raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
         return self.batch[target.mask]
 
-    def _check_count(self, target: Target, tokens: int) -> None:
-        """Where texts differ in length, what does not see their tokens has as many rows for each sample."""
-        if any(name in self.batch for name in MASKS) and self.counts.setdefault(target.name, tokens) != tokens:
+    def _check_count(self, target: Target, tokens: int, flat: bool) -> None:
+        """Where texts differ in length, what does not see their tokens has as many rows for each sample.
+
+        So has what reads rows of all samples in one dimension, as an expert reads those that a router sends.
+        """
+        known = masks_of(self.batch) or flat
+        if known and self.counts.setdefault(target.name, tokens) != tokens:
             raise ValueError(
                 f"{target.name}: {self.counts[target.name]} rows for each sample of one batch and {tokens} of another, "
                 "which belong to no mask; exclude this target"
@@ -499,26 +505,6 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
             gradient = one_delta[:, rows].T @ one_x
             squares[rows].addcmul_(gradient, gradient)
     return squares
-
-
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    config = getattr(model, "config", None)
-    caches = getattr(config, "use_cache", None)
-    try:
-        model.requires_grad_(False)
-        if config is not None and caches is not None:
-            config.use_cache = False
-        with eval_mode(model):
-            yield
-    finally:
-        if config is not None and caches is not None:
-            config.use_cache = caches
-        for name, parameter in model.named_parameters():  # by name: others may have taken their places
-            if name in wanted:
-                parameter.requires_grad_(True)
 
 
 def _summed(values: Tensor) -> torch.dtype:

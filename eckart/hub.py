@@ -139,7 +139,7 @@ def describe(model: PreTrainedModel) -> None:
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
-        vars(model).pop("save_pretrained", None)
+        _unguard(model)
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -176,7 +176,15 @@ _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_
 
 
 def _guard(model: PreTrainedModel) -> None:
-    model.save_pretrained = _GuardedSave(model)  # type: ignore[method-assign]
+    """Have it, and the models in it, which share its config, save so."""
+    for one in model.modules():
+        if isinstance(one, PreTrainedModel):
+            one.save_pretrained = _GuardedSave(one)  # type: ignore[method-assign]
+
+
+def _unguard(model: PreTrainedModel) -> None:
+    for one in model.modules():
+        vars(one).pop("save_pretrained", None)
 
 
 def check_base(model: PreTrainedModel) -> None:
@@ -219,15 +227,17 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_bars():
         try:
             save(model, Path(folder))
-            loaded: Any = type(model).from_pretrained(folder, dtype=model.dtype)
+            loaded: Any = type(model).from_pretrained(
+                folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False
+            )
             loaded.to(model.device)
         except Exception as error:  # of each family its own
             raise ValueError(
                 f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. check=False gives it "
                 "nevertheless"
             ) from error
-    with torch.no_grad(), eval_mode(model), eval_mode(loaded):
-        pairs = zip(_floats(model(**batch)), _floats(loaded(**batch)), strict=True)
+    with eval_mode(model), eval_mode(loaded):
+        pairs = zip(_answers(model, batch), _answers(loaded, batch), strict=True)
         change = max((float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
     if not change <= _ROUNDING[model.dtype in (torch.float32, torch.float64)]:
         raise ValueError(
@@ -240,8 +250,12 @@ _ROUNDING = {True: 1e-3, False: 5e-2}
 """What saving and loading may change: how some processors sum depends on where in memory operands begin."""
 
 
-def _floats(outputs: Any) -> list[Tensor]:
-    """The answers: what a model returns of floats, but for the loss."""
+@torch.no_grad()
+def _answers(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """What a model returns of floats, but for the loss; of one that draws at random, by the same lots."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        outputs = model(**batch)
     some = [value for name, value in outputs.items() if name != "loss"]
     return [value.float() for value in some if isinstance(value, Tensor) and value.is_floating_point()]
 

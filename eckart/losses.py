@@ -170,13 +170,17 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
     """Sum over samples of the mean cross-entropy of start and end, for heads that point at a span of tokens.
 
     The model's own loss takes padding for tokens where a span may start or end, so it depends on the longest sample.
+    A position behind the last token, as of an answer that was cut off, counts for nothing.
     """
+    logits = span_logits(model(**batch), batch)
     positions = torch.cat([batch["start_positions"], batch["end_positions"]])
-    return cross_entropy(span_logits(model(**batch), batch), positions, reduction="sum") / 2
+    positions = positions.masked_fill(positions >= logits.shape[1], IGNORED)
+    return cross_entropy(logits, positions, ignore_index=IGNORED, reduction="sum") / 2
 
 
 def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
     """The logits `(2 batch, tokens)` of the starts, then of the ends, of spans; padding is neither."""
     logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.masked_fill(batch["attention_mask"].repeat(2, 1) == 0, _NEVER)
+    mask = batch.get("attention_mask")
+    return logits if mask is None else logits.masked_fill(mask.repeat(2, 1) == 0, _NEVER)

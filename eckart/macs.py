@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe as _moe  # noqa: F401 (registers an operation)
 
 from eckart.losses import Batch
-from eckart.modes import eval_mode
+from eckart.modes import frozen
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def macs(model: PreTrainedModel, batch: Batch) -> int:
     """Multiply-accumulates of a forward of `batch`, attention included; of experts those of the tokens they get."""
     # The counter knows the plain attention products, not every fused kernel of every device.
     counter = FlopCounterMode(display=False, custom_mapping=_EXPERTS)
-    with eval_mode(model), sdpa_kernel(SDPBackend.MATH), counter:
+    with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # which follows what has gradients
         model(**batch)
     return int(counter.get_total_flops()) // 2
 

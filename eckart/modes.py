@@ -1,4 +1,4 @@
-"""What a module is for a while: in eval mode, or with another forward."""
+"""What a module is for a while: in eval mode, frozen, or with another forward."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = modes.get(name, module.training)
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config = getattr(model, "config", None)
+    caches = getattr(config, "use_cache", None)
+    try:
+        model.requires_grad_(False)
+        if config is not None and caches is not None:
+            config.use_cache = False
+        with eval_mode(model):
+            yield
+    finally:
+        if config is not None and caches is not None:
+            config.use_cache = caches
+        for name, parameter in model.named_parameters():  # by name: others may have taken their places
+            if name in wanted:
+                parameter.requires_grad_(True)
 
 
 @contextmanager

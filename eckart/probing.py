@@ -18,12 +18,24 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-MASKS = ("attention_mask", "decoder_attention_mask")
-"""Entries of a batch, each `(batch, tokens)` or `(batch, choices, tokens)`, that are 0 where a token is padding."""
-_OF_PICTURES = ("pixel", "visual", "image")
-"""What is in the names of a batch's entries that are no tokens of a text."""
+ATTENTION = "attention_mask"
+"""The entry of a batch that is 0 where a token of its text is padding; those of a decoder's, of pictures' patches and
+of other entries beside the text end so: `decoder_attention_mask`."""
+PICTURES = "pixel_mask"
+"""The entry that is 0 where a picture is padding, pixel by pixel: no row of a model can be told to be such."""
+_NO_PADDING = "global_attention_mask"
+_BESIDE = ("pixel", "visual", "image")
+"""What is in the names of entries that are no tokens of a text."""
 
 NEVER_RAN = "its forward ran 0 times for one batch"
+
+
+def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
+    """Entries that are 0 where something is padding, each `(batch, tokens)`, or `(batch, choices, tokens)` as ids."""
+    ids = batch.get("input_ids")
+    shapes = [] if ids is None else [ids.shape]
+    some = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
+    return sorted(name for name in some if batch[name].dim() == 2 or batch[name].shape in shapes)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -67,14 +79,16 @@ class Probe:
         self._inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
         try:
             self._run(batch, lambda name, x: self._inputs.setdefault(name, []).append(x))
+            self._again = self._compared(batch, _alike)
             self._doubled = self._compared({name: torch.cat([x, x]) for name, x in batch.items()}, _twice)
+            self._first = self._compared({name: x[:1] for name, x in batch.items()}, _begins)
         except Exception as error:  # a model says in its own way what it misses
             raise ValueError(
                 f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
             ) from error
         self.order = list(self._inputs)
         self._rows = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}
-        self._masks = {mask: batch[mask] for mask in MASKS if mask in batch}
+        self._masks = {mask: batch[mask] for mask in masks_of(batch)}
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
     def _run(self, batch: Mapping[str, Tensor], see: Callable[[str, Tensor], object]) -> None:
@@ -82,7 +96,8 @@ class Probe:
 
         def hooked(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             see(name, args[0])
-            if is_linear(module) and type(module) not in (nn.Linear, Conv1D) and not _is_product(module, args, output):
+            special = is_linear(module) and type(module) not in (nn.Linear, Conv1D) and "weight" in module._parameters
+            if special and not _is_product(module, args, output):
                 self._special[name] = f"is a {type(module).__name__}, which computes no x Wᵀ + b"
 
         hooks = [module.register_forward_hook(partial(hooked, name)) for name, module in self._maps.items()]
@@ -147,11 +162,15 @@ class Probe:
 
     def reason(self, name: str) -> str | None:
         """Why its rows cannot be told apart by sample and token, if so."""
-        twice = self._doubled.get(name, _Seen())
+        twice, first = self._doubled.get(name, _Seen()), self._first.get(name, _Seen())
+        if not self._again.get(name, _Seen(same=False)).same:
+            return "what it reads is drawn at random"
         if twice.rows != [2 * count for count in self._rows[name]]:
             return "not all that it reads belongs to the samples of a batch"
-        if not twice.same:
+        if not (twice.same and first.same) or [self._samples * count for count in first.rows] != self._rows[name]:
             return "its rows are not in order of samples"
+        if "experts" in name.split(".") and self.mask(name) is None:
+            return "its rows are what a router sends"
         masks = [self._sees(name, mask) for mask in self._masks]
         alone = masks.count("tokens") == 1 and set(masks) <= {"tokens", "as many", "nothing"}
         return None if alone or set(masks) <= {"nothing"} else self._unattributed(name)
@@ -182,20 +201,21 @@ class Probe:
 
 
 def _is_product(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> bool:
-    """Whether a subclass of Linear computed x Wᵀ + b."""
+    """Whether a subclass of Linear computed x Wᵀ + b of parameters that are all of its own."""
     weight, bias, x = module.get_parameter("weight"), getattr(module, "bias", None), args[0]
-    if not (isinstance(output, Tensor) and weight.is_floating_point() and weight.dim() == 2):
+    more = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
+    if more or not (isinstance(output, Tensor) and weight.is_floating_point() and weight.dim() == 2):
         return False
     wanted = linear(x, weight if isinstance(module, nn.Linear) else weight.T, bias)
-    return wanted.shape == output.shape and _alike(output, wanted)
+    return wanted.shape == output.shape and _alike(output, wanted, 8 * torch.finfo(weight.dtype).eps)
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal but for rounding, that of bfloat16 included."""
+def _alike(one: Tensor, other: Tensor, tolerated: float = 0.05) -> bool:
+    """Whether they are equal but for rounding; by default that of a whole model in bfloat16 is one."""
     if one.shape != other.shape or not one.is_floating_point():
         return torch.equal(one, other)
     one, other = one.float().nan_to_num(), other.float().nan_to_num()
-    return float((one - other).norm()) <= 0.05 * float(other.norm())
+    return float((one - other).norm()) <= tolerated * float(other.norm())
 
 
 def _twice(doubled: Tensor, x: Tensor) -> bool:
@@ -203,6 +223,11 @@ def _twice(doubled: Tensor, x: Tensor) -> bool:
     if x.dim() == 0 or x.is_nested:
         return not x.is_nested
     return len(doubled) == 2 * len(x) and _alike(doubled[: len(x)], x)
+
+
+def _begins(first: Tensor, x: Tensor) -> bool:
+    """Whether what is read of the first sample alone is the beginning of what is read of all."""
+    return x.dim() == 0 or _alike(first, x[: len(first)])
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
@@ -224,17 +249,21 @@ def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[
 
 
 def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str, Tensor]:
-    """The batch without labels, and of all that `mask` masks only the tokens at `places`."""
-    shape, decoder = batch[mask].shape, mask.startswith("decoder_")
-    masked = [
-        name
-        for name, values in batch.items()
-        if values.shape[: len(shape)] == shape
-        and name.startswith("decoder_") is decoder
-        and not any(part in name for part in _OF_PICTURES)
-    ]
+    """The batch without labels, and of all that `mask` masks only the tokens at `places`.
+
+    That is what has the mask's shape, and its name's beginning: of the text what has no other mask's.
+    """
+    shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
+    others = [*filter(None, beginnings), "decoder_", *_BESIDE]
+    own = mask.removesuffix(ATTENTION)
+
+    def is_masked(name: str) -> bool:
+        return name.startswith(own) if own else not name.startswith(tuple(others))
+
     return {
-        name: values.index_select(len(shape) - 1, places.to(values.device)) if name in masked else values
+        name: values.index_select(len(shape) - 1, places.to(values.device))
+        if values.shape[: len(shape)] == shape and is_masked(name)
+        else values
         for name, values in batch.items()
         if name != "labels"
     }

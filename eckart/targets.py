@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from eckart.census import Census, census, other_matrices
 from eckart.layers import shape_of
 from eckart.modes import eval_mode
-from eckart.probing import MASKS, Probe, is_embedding, is_linear
+from eckart.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
 """How a map of rank r is stored: as two factors, r (out + in) parameters, or as r of its rows and what the others are
@@ -41,7 +41,7 @@ class Target(BaseModel):
     repeated: bool = False
     """Whether its forward may run several times for a batch (a layer that is shared, a cell that runs for each token);
     its tokens are those of all its calls."""
-    mask: str | None = MASKS[0]
+    mask: str | None = ATTENTION
     """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
     sampled: bool = True
     """Whether its rows can be told apart by sample and token; there is no evidence of one that is not."""
@@ -218,7 +218,11 @@ def _grouped(excluded: Mapping[str, str]) -> str:
 
 def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
     """Masks are of tokens; a decoder that reads tokens of its own, given or made from labels, needs one of its own."""
-    for name in MASKS:
+    if PICTURES in batch and not bool(batch[PICTURES].all()):
+        raise ValueError(
+            f"{PICTURES} hides parts of pictures, and no rows can be told to be these: give pictures of one size"
+        )
+    for name in (ATTENTION, f"decoder_{ATTENTION}"):
         mask, ids = batch.get(name), batch.get("input_ids")
         if mask is not None and mask.dim() != 2 and (ids is None or mask.shape != ids.shape):
             raise ValueError(
@@ -227,8 +231,9 @@ def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
             )
     labels = batch.get("labels")
     tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    decodes = model.config.is_encoder_decoder or model.config.get_text_config().is_encoder_decoder
     has_decoder = "decoder_input_ids" in signature(model.forward).parameters
-    if has_decoder and (tokens or "decoder_input_ids" in batch):
+    if has_decoder and decodes and (tokens or "decoder_input_ids" in batch):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             if name not in batch:
                 raise ValueError(
@@ -304,6 +309,8 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     is_head = not name.startswith(base) or model.get_submodule(name) is model.get_output_embeddings()
+    if not base and "For" in type(model).__name__:  # a model for a task whose backbone is no module of its own
+        is_head |= "." not in name
     return "is a head" if is_head and not heads else None
 
 

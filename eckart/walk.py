@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eckart.anchoring import DenseModules
-from eckart.evidence import Collector, Evidence, frozen
+from eckart.evidence import Collector, Evidence
 from eckart.losses import Batch
-from eckart.modes import forward_of
+from eckart.modes import forward_of, frozen
 from eckart.targets import Target
 
 

@@ -19,6 +19,7 @@ from eckart.layers import factorized, pivoted
 from eckart.losses import IGNORED, expected_losses
 from eckart.recipe import Recipe
 from tests import tiny
+from tests.architectures import FAMILIES, collate, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BATCHES = tiny.batches(tiny.samples(12), 4)
@@ -317,8 +318,27 @@ def test_a_loss_without_a_gradient_is_an_error() -> None:
     def flat(model: Any, batch: Any) -> torch.Tensor:
         return 0 * model(**batch).logits.sum()
 
-    with pytest.raises(ValueError, match="gradient of zero"):
-        eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=flat)
+    def apart(model: Any, batch: Any) -> torch.Tensor:
+        return model(**batch).loss.detach()
+
+    for loss in (flat, apart):
+        with pytest.raises(ValueError, match="gradient of zero"):
+            eckart.compress(tiny.bert(), BATCHES, 0.5, "kfac", loss=loss)
+
+
+def test_a_model_that_widens_its_own_parameters_is_counted() -> None:
+    """DeBERTa reads embeddings of positions, which have gradients and are no result of any."""
+    family = FAMILIES["deberta-v3"]
+    batch = collate(samples(family.kind))
+    _, report = eckart.compress(family.build(), [batch], 0.5, "kfac")
+    assert 0 < report.macs[1] < report.macs[0]
+
+
+def test_outputs_without_names_are_refused() -> None:
+    model = tiny.bert()
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="return_dict"):
+        eckart.compress(model, BATCHES, 0.5)
 
 
 def test_what_is_padding_alone_is_an_error() -> None:

@@ -318,3 +318,12 @@ def test_what_was_merged_is_saved_as_any_model(tmp_path):
     save(model, tmp_path / "merged")
     assert guarded(tmp_path / "small")
     assert not guarded(tmp_path / "merged")
+
+
+def test_the_model_in_a_compressed_model_is_guarded_too(tmp_path):
+    """They share a config, which names factors."""
+    model = compress(tiny.bert())
+    save(model, tmp_path / "whole")
+    model.bert.save_pretrained(tmp_path / "part")
+    assert guarded(tmp_path / "part")
+    assert factorized(AutoModel.from_pretrained(tmp_path / "part")) == factorized(model.bert)

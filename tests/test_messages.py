@@ -16,7 +16,6 @@ import torch
 
 from eckart.budget import allowance, ranked_allowance
 from eckart.evidence import collect
-from eckart.ranks.uniform import Uniform
 from eckart.recovery.distillation import hidden_error, logits_error
 from eckart.targets import Target
 from eckart.weighting import Inputs, weigh
@@ -38,7 +37,6 @@ STATE = torch.zeros(1, 2, 3)
 ERRORS: dict[str, Callable[[], object]] = {
     "write a number above 0 and up to 1": lambda: allowance([MAP], 1.5),
     "raise keep or exclude targets": lambda: ranked_allowance([MAP], 0.01),
-    "raise keep or exclude it": lambda: Uniform(kind="uniform", by="share").ranks([MAP], {}, 0.01),
     "raise data.sizes.calibration": lambda: collect(MODEL, [], []),
     "add it to importance.evidence": lambda: weigh(Inputs(kind="inputs"), MAP, {}),
     "exclude this target": lambda: collect(Reshaped(lambda x: x[:, 1:].flatten(0, 1)[1:]), [{"x": TWO}], [ONE]),

@@ -349,6 +349,49 @@ def told_from_made_up() -> Case:
     return model, batch | {"labels": batch["input_ids"] % 2}
 
 
+# --- masks and heads of pictures --------------------------------------------------------------------------------------
+
+
+def patches_with_a_mask() -> Case:
+    """Pictures of 16, 12, 8 and 4 patches."""
+    vision = {**LAYERS, "num_patches": 16, "patch_size": 2, "num_channels": 3}
+    text_config = {**LAYERS, "vocab_size": 64, "max_position_embeddings": 16}
+    config = transformers.Siglip2Config(vision_config=vision, text_config=text_config, num_labels=CLASSES)
+    model = tiny.drawn(transformers.Siglip2ForImageClassification, config)
+    mask = (torch.arange(16) < torch.tensor([16, 12, 8, 4])[:, None]).long()
+    shapes = torch.tensor([[4, 4], [3, 4], [2, 4], [2, 2]])
+    pictures = {"pixel_values": drawn(ROWS, 16, 12), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return model, pictures | {"labels": torch.arange(ROWS) % CLASSES}
+
+
+def picture_classes() -> Case:
+    """Its layers are no module of its own beside the head."""
+    vision = {**LAYERS, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+    config = transformers.CLIPConfig(vision_config=vision, num_labels=CLASSES)
+    model = tiny.drawn(transformers.CLIPForImageClassification, config)
+    return model, {"pixel_values": drawn(ROWS, 3, 8, 8), "labels": torch.arange(ROWS) % CLASSES}
+
+
+def pixels() -> Case:
+    """A class for each pixel."""
+    model = made(
+        "SegformerForSemanticSegmentation",
+        transformers.SegformerConfig,
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[8, 16],
+        patch_sizes=[3, 3],
+        strides=[2, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=CLASSES,
+    )
+    labels = torch.randint(0, CLASSES, (3, 16, 16), generator=torch.Generator().manual_seed(0))
+    return model, {"pixel_values": drawn(3, 3, 16, 16), "labels": labels}
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
