@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,11 +85,11 @@ def _uneven_rows(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batc
     """
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
     some = [(batch, *_counts(batch, ignored)) for batch in data]
-    batch, counts, labelled = max(some, key=lambda one: (float(one[1].max() - one[1].min()), len(one[1])))
+    batch, counts, labelled = max(
+        some, key=lambda one: (min(int(one[2].sum()), 2), float(one[1].max() - one[1].min()), len(one[1]))
+    )
     if not labelled.any():
-        batch, counts, labelled = next((one for one in some if one[2].any()), some[0])
-        if not labelled.any():
-            raise ValueError("no label of any batch counts: give labels of some")
+        raise ValueError("no label of any batch counts: give labels of some")
     places = [int(place) for place in counts.argsort(stable=True) if labelled[place]]
     return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_ROWS]
 
@@ -138,6 +138,11 @@ class _Answer:
     inner: Tensor
     inner_of: Callable[[Tensor], Tensor]
 
+    def without_graph(self) -> _Answer:
+        """The same, with which the memory of its forward goes."""
+        logits = {name: value.detach() for name, value in self.logits.items()}
+        return replace(self, loss=self.loss.detach(), logits=logits)
+
     def is_as(self, loss: Tensor, name: str) -> bool:
         """Whether its own loss is `loss`, a function of the logits `name` alone."""
         found, *_ = torch.autograd.grad(loss, self.logits[name], retain_graph=True)
@@ -180,7 +185,7 @@ def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
     every = {name: value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor)}
     some = {name: value for name, value in every.items() if value.is_floating_point() and value.requires_grad}
     logits = {name: value for name, value in some.items() if "logits" in name} or some
-    vectors = [one for one in model.parameters() if one.dim() == 1 and one.requires_grad]
+    vectors = [one for one in model.parameters() if one.dim() == 1 and one.requires_grad and not one.is_meta]
 
     def inner_of(value: Tensor) -> Tensor:
         return torch.cat([one.flatten().float() for one in _gradients(value, vectors)] or [value.new_zeros(0)])
@@ -198,10 +203,12 @@ def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loss_of(model: PreTrainedModel, rows: Sequence[Batch]) -> Loss:
-    each = [_answer(model, row) for row in rows]
-    for one in each:
+    each: list[_Answer] = []
+    for row in rows:
+        one = _answer(model, row)
         if loss := _of_tokens(one):
             return loss
+        each.append(one.without_graph())
     if len(rows) == 1:
         return mean_loss_times_batch
     both = _answer(model, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
