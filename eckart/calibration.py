@@ -79,7 +79,11 @@ def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Ta
         times = collect(model, [batch], targets, ["output_gradients"], lambda *given: factor * loss(*given))
         return times["output_gradients"]
 
-    small, large = gathered(1.0), gathered(_SCALE)
+    small = gathered(1.0)
+    try:
+        large = gathered(_SCALE)
+    except ValueError:  # it overflows: then nothing underflows
+        return None
     changes = {name: _change(values, large[name] / _SCALE**2) for name, values in small.items() if large[name].any()}
     name = max(changes, key=lambda name: changes[name], default=None)
     if name is None or changes[name] <= _UNDERFLOW:
