@@ -235,10 +235,22 @@ def _amending(
         }
         for section in ("study", "promotion")
     }
-    # Zero epochs were for a head that knew the labels.
-    learn = data and "teacher" not in changes and present["teacher"]["epochs"] == 0
-    teacher = {"teacher": {"epochs": default["teacher"]["epochs"]}} if learn else {}
-    return _differing({**changes, "data": data, **teacher, **kept}, present)
+    teacher = _epochs(changes, wishes, present, default)
+    others = {section: value for section, value in changes.items() if section != "teacher"}
+    return _differing({**others, "data": data, **teacher, **kept}, present)
+
+
+def _epochs(
+    changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of a teacher, where the wishes are about what its head knows: none where it knows the labels, else some.
+
+    A number that is neither of these is the user's.
+    """
+    mine, usual = present["teacher"]["epochs"], default["teacher"]["epochs"]
+    if not (wishes.base or wishes.data or wishes.label or wishes.task) or mine not in (0, usual):
+        return {}
+    return {"teacher": changes.get("teacher", {"epochs": usual})}
 
 
 def _differing(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,12 @@ _MLFLOW, _PREFECT = "MLflow ", "Prefect "
 
 @dataclass(frozen=True)
 class Page:
-    """Where a page is, whose runs it shows, and whether its server ends with this process."""
+    """Where a page is, whose runs it shows, whether its server ends with this process, and whether a URL names it."""
 
     address: str
     shows: str
     ours: bool
+    remote: bool = False
 
 
 def show_pages(console: Console, port: int | None = None, mlflow_port: int | None = None) -> None:
@@ -56,7 +57,9 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
                     sys.exit("MLflow's server ended: its message is above")
                 time.sleep(0.2)
             _print(console, prefect, mlflow)
-            if ports != usual:
+            if port and prefect.remote:
+                console.print("PREFECT_API_URL names a server, so that --port has no effect.")
+            if ports != usual and not prefect.remote:
                 told = f"PREFECT_SERVER_API_PORT={ports[0]} MLFLOW_PORT={ports[1]}"
                 console.print(f"Other commands find them with {told}.", soft_wrap=True)
             if not (prefect.ours or mlflow.ours):
@@ -72,8 +75,9 @@ def _print(console: Console, prefect: Page, mlflow: Page) -> None:
     for name, page in (("Prefect: ", prefect), ("MLflow:  ", mlflow)):
         there = "" if page.ours else ". It was there already"
         console.print(f"{name}{page.address}\n  {page.shows}{there}", soft_wrap=True, highlight=False)
-    if key.auth_string():  # with the user before the colon
-        console.print(f'Both ask for the key, USER:PASSWORD, which this shows: echo "{key.where()}"', soft_wrap=True)
+    if key.auth_string() and not (prefect.remote and mlflow.remote):  # with the user before the colon
+        those = "Both ask" if not (prefect.remote or mlflow.remote) else "The page at this machine asks"
+        console.print(f'{those} for the key, USER:PASSWORD, which this shows: echo "{key.where()}"', soft_wrap=True)
 
 
 @contextmanager
@@ -82,7 +86,7 @@ def _prefect(port: int) -> Iterator[Page]:
     told, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
     if (url := told.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
         place = secrets.shown(told.ui_url or url.rstrip("/").removesuffix("/api"))
-        yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False)
+        yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False, remote=True)
     elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(_MLFLOW):  # `eckart serve`'s
         yield Page(address, _runs(address), ours=False)
     else:
@@ -106,7 +110,8 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
     database.set_aside_damaged()
     store, address = os.environ.get("MLFLOW_TRACKING_URI", database.address()), f"http://{settings.LOOPBACK}:{port}"
     if store.startswith("http"):
-        yield Page(secrets.shown(store), f"{_study()}, at the server that MLFLOW_TRACKING_URI names", ours=False), None
+        shows = f"{_study()}, at the server that MLFLOW_TRACKING_URI names"
+        yield Page(secrets.shown(store), shows, ours=False, remote=True), None
         return
     shows, serves = f"{_study()}, in {secrets.shown(store)}", f"{_MLFLOW}{secrets.shown(store)}"
     if (there := prefect_server.serves(address)) == serves:

@@ -26,7 +26,7 @@ def dense() -> None:
     trivial = metric_of_all(task, trivial_rows)
     say(f"trivial baseline, {ANSWERS[task.kind]}: {task.metric} {trivial:.4f}")
     drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
-    warn(warning(task, scores.score.metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL])))
+    warn(warning(task, scores.score.metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
         model, tokenizer = load(CONTROL, kind.auto, device_map=device_map)

@@ -38,10 +38,13 @@ def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> 
     Names are the same in capital letters, too. A head without names, as transformers writes it where nobody gave any,
     is that of labels 0, 1, ….
     """
-    name = (config.architectures or [""])[0]
+    names = _outputs(config)
+    unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
+    # Where no class is named, names of outputs tell of a head, which may be one for the task.
+    name = (config.architectures or ["" if unnamed else _CLASSES[kind]])[0]
     if not name.endswith(_CLASSES[kind]):
         # A head of another kind may have the same name and shape.
-        others = tuple(_CLASSES[one] for one in _LABELLED)
+        others = ("ForMultipleChoice", *(_CLASSES[one] for one in _LABELLED))
         return "other" if kind in _LABELLED and name.endswith(others) else "none"
     if kind not in _LABELLED:
         return "known"
@@ -49,12 +52,11 @@ def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> 
         return "known" if config.num_labels == 1 and config.problem_type in (None, "regression") else "other"
     if config.problem_type not in (None, "single_label_classification"):
         return "other"
-    outputs = _outputs(config)
-    if _order(outputs, labels):
+    if _order(names, labels):
         return "known"
-    numbers = [str(number) for number in range(len(labels))]
-    unnamed = outputs == [f"LABEL_{number}" for number in numbers]
-    if list(labels) == numbers and len(outputs) == len(labels):
+    if len(names) != len(labels):
+        return "other"
+    if list(labels) == [str(number) for number in range(len(labels))]:
         return "known" if unnamed else "by position"
     return "by position" if unnamed else "other"
 
@@ -67,7 +69,7 @@ def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]
             had = _named(_outputs(config))
             return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
         case "other":
-            had = f"{config.architectures[0]}, {_named(_outputs(config))}"  # type: ignore[index]  # it has a head
+            had = f"{', '.join([*(config.architectures or [])[:1], _named(_outputs(config))])}"
             return f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
     return ""
 
@@ -84,7 +86,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
     """
     found = fit(config, task.kind, task.labels)
     left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
-    if wrong := sorted(key for key in left if found != "other" or not _is_of_head(model, key)):
+    if wrong := sorted(key for key in left if found not in ("none", "other") or not _is_of_head(model, key)):
         shapes = " and ".join(" × ".join(map(str, shape)) for shape in left[wrong[0]])
         raise StageError(
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
@@ -97,6 +99,8 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
                 parameter.copy_(parameter[order])
     if found == "other":
         _renew(model, [one for name, one in outputs.items() if name not in {*left, *loading["missing_keys"]}])
+    if found == "none" and left:  # of a class that nobody has named
+        return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
 
 

@@ -29,9 +29,9 @@ class Limits(params.Section):
     least_speedup: Annotated[float, Field(gt=0)] | None
     standard_errors: Annotated[float, Field(ge=0)]
 
-    def chance(self, standard_error: float) -> str:
-        """How far beyond a limit a metric may be, in words."""
-        return f"{short(self.standard_errors)} × the standard error of {short(standard_error)}"
+    def chance(self, standard_error: float) -> float:
+        """How far beyond a limit a metric may be, as chance may take it: no farther than `largest_drop` once more."""
+        return min(self.standard_errors * standard_error, self.largest_drop)
 
 
 class Promotion(Limits):
@@ -57,8 +57,8 @@ class Gate:
     """What a value beyond the limit is: `too large`."""
     standard_error: float | None = None
     """Of a value that other rows would change; None of one that is what it is."""
-    standard_errors: float = 0.0
-    """How many of them beyond the limit pass: so far chance may have taken it."""
+    chance: float = 0.0
+    """How far beyond the limit passes: so far chance may have taken it."""
 
     @property
     def excess(self) -> float:
@@ -66,13 +66,15 @@ class Gate:
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property
-    def chance(self) -> float:
-        """How far beyond the limit passes."""
-        return self.standard_errors * (self.standard_error or 0.0)
-
-    @property
     def passed(self) -> bool:
         return self.excess <= self.chance + ROUNDING
+
+    @property
+    def by_chance(self) -> str:
+        """By how much it is beyond the limit where it passes nevertheless, in words; empty where it is within."""
+        if not self.passed or self.excess <= ROUNDING:
+            return ""
+        return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
 
     @property
     def refusal(self) -> str:
@@ -91,7 +93,7 @@ class Gate:
         value = short(self.value) + ("" if self.standard_error is None else f" ± {short(self.standard_error)}")
         limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
         beyond = f"{self.lacking} by {short(self.excess)}"
-        verdict = "passed" if self.excess <= ROUNDING else f"passed: {beyond}, within chance" if self.passed else beyond
+        verdict = ": ".join(filter(None, ["passed", self.by_chance])) if self.passed else beyond
         return self.name, value, limit, verdict
 
 
@@ -113,12 +115,13 @@ class Measured:
 
 def gates(one: Measured, metric: MetricName, wanted: Limits) -> list[Gate]:
     """What params.yaml asks of any candidate; the drop comes first."""
-    drop = METRICS[metric].worse_by(one.metric, one.teacher)
+    drop, chance = METRICS[metric].worse_by(one.metric, one.teacher), wanted.chance(one.standard_error)
     way = "better" if drop < 0 else "worse"
     words = f"{METRICS[metric].title} {short(one.metric)} is {short(abs(drop))} {way} than the teacher's "
-    words += f"{short(one.teacher)}; {short(wanted.largest_drop)} are allowed, and {wanted.chance(one.standard_error)}"
-    chance = (one.standard_error, wanted.standard_errors)
-    found = [Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much", *chance)]
+    words += f"{short(one.teacher)}; {short(wanted.largest_drop)} are allowed, and {short(chance)} for chance"
+    found = [
+        Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much", one.standard_error, chance)
+    ]
     if wanted.keep is not None:
         words = f"keep is {short(one.keep)}; {short(wanted.keep)} are allowed"
         found.append(Gate("keep", one.keep, wanted.keep, True, words, "too large"))

@@ -41,29 +41,39 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
     return 1 - math.log(dense) / math.log(trivial) if trivial > 1 else 0.0
 
 
-def has_learned(task: Task, dense: float, trivial: float, difference: Interval) -> bool:
-    """Whether the dense model is above the baseline beyond chance, and by a tenth of what there is to learn.
+def is_above(task: Task, difference: Interval) -> bool:
+    """Whether the dense model is better than the baseline beyond chance, by the interval of dense less trivial."""
+    return (-difference.sign if METRICS[task.metric].lower_is_better else difference.sign) > 0
+
+
+def is_close(task: Task, dense: float, trivial: float) -> bool:
+    """Whether it has learned less than a tenth of what there is; no summary comes near a perfect score."""
+    return task.kind != "summarization" and share_learned(task, dense, trivial) < _TINY
+
+
+def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:
+    """What to do about a teacher that has learned next to nothing, or that rows cannot tell from the baseline.
 
     Args:
         difference: the interval of dense less trivial, in the metric's units.
+        rows: of the test split.
     """
-    better = -difference.sign if METRICS[task.metric].lower_is_better else difference.sign
-    return better > 0 and share_learned(task, dense, trivial) >= _TINY
-
-
-def warning(task: Task, dense: float, trivial: float, difference: Interval) -> str | None:
-    """What to do about a teacher that has learned nothing, or next to nothing; None of one that has.
-
-    Args:
-        difference: as of `has_learned`.
-    """
-    if has_learned(task, dense, trivial, difference):
+    above, close = is_above(task, difference), is_close(task, dense, trivial)
+    if above and not close:
         return None
+    title = METRICS[task.metric].title
+    numbers = (
+        f"its {title} is {dense:.4g}, where the trivial baseline, {ANSWERS[task.kind]}, has {trivial:.4g} (a "
+        f"difference of {difference.low:+.3g} to {difference.high:+.3g})"
+    )
+    if not close and share_learned(task, dense, trivial) > 0:
+        return (
+            f"{rows:,} test rows cannot tell the dense model from one that has learned nothing: {numbers}. Raise "
+            "data.sizes.test."
+        )
     return (
-        f"The dense model has learned next to nothing: its {METRICS[task.metric].title} is {dense:.4g}, where the "
-        f"trivial baseline, {ANSWERS[task.kind]}, has {trivial:.4g} (a difference of {difference.low:+.3g} to "
-        f"{difference.high:+.3g}). What candidates keep of it says little: raise teacher.epochs, data.sizes.train or "
-        "teacher.learning_rate."
+        f"The dense model has learned next to nothing: {numbers}. What candidates keep of it says little: raise "
+        "teacher.epochs, data.sizes.train or teacher.learning_rate."
     )
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
+    BertForMultipleChoice,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
@@ -167,6 +168,33 @@ def test_a_head_for_the_labels_is_kept(names: Sequence[str] | None, labels: tupl
     assert bool(found.head) == (fit == "by position")
     order = [1, 0] if names and names[0] == "positive" else [0, 1]
     assert torch.equal(found.model.classifier.weight, tuned.classifier.weight[order])
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "fit"),
+    [
+        (("positive", "negative"), LABELS, "known"),
+        (("joy", "anger"), LABELS, "other"),
+        (None, ("a", "b", "c", "d"), "none"),
+    ],
+)
+def test_where_no_class_is_named_the_names_of_outputs_tell(
+    names: Sequence[str] | None, labels: tuple[str, ...], fit: str
+) -> None:
+    tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
+    folder = save("tuned", tuned)
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": None}))
+    found = load_base(told(folder), a_task("classification", labels, "accuracy"))
+    assert found.fit == fit
+    assert bool(found.head) is (fit != "known")
+    kept = torch.equal(found.model.classifier.weight[:2], tuned.classifier.weight[[1, 0]])
+    assert kept is (fit == "known")
+
+
+def test_a_head_of_choices_is_none_for_classes() -> None:
+    found = load_base(told(save("tuned", BertForMultipleChoice(tiny_config()))), RATING)
+    assert (found.fit, bool(found.head)) == ("other", True)
 
 
 def test_a_model_without_a_head_gets_one_and_nothing_is_said() -> None:

@@ -146,7 +146,7 @@ def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(wo
 def test_goals_are_on_the_page(workspace: Path) -> None:
     ask(bytes="1 MB")
     compare()
-    assert page().count("at most 1.00 MB") == 2
+    assert page().count('scope="row">at most 1.00 MB<') == 2
 
 
 def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: Path) -> None:

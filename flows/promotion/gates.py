@@ -186,9 +186,9 @@ def gain(metric: float, theirs: float, error: float, champion: Champion, terms: 
     """
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
     words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
-    words += f"is a gain of {short(gained)}; {short(least)} is asked for, less {terms.wanted.chance(error)}"
-    chance = (error, terms.wanted.standard_errors)
-    return Gate("gain over the champion", gained, least, False, words, "too low", *chance)
+    chance = terms.wanted.chance(error)
+    words += f"is a gain of {short(gained)}; {short(least)} is asked for, less {short(chance)} for chance"
+    return Gate("gain over the champion", gained, least, False, words, "too low", error, chance)
 
 
 def _title(terms: Terms) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tasks.limits import Chosen
+from tasks.report.goals import asked, words
 from tasks.report.non_inferiority import non_inferior, smallest, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
@@ -18,6 +19,7 @@ def conclusion(results: Results) -> list[str]:
     sentences = [
         teacher_warning(results),
         _choice(results, one),
+        _goals(results),
         _one_answer(results, one),
         verdict(results, one),
         _alternative(results),
@@ -40,7 +42,7 @@ def chosen(results: Results) -> Chosen:
 def teacher_warning(results: Results) -> str | None:
     """Where the dense model has hardly learned the task: then nothing below says much."""
     dense, trivial = (results.metric_of(one) for one in (DENSE, TRIVIAL))
-    return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL))
+    return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.rows)
 
 
 def alternative(results: Results) -> CandidateResults | None:
@@ -59,10 +61,11 @@ def _choice(results: Results, one: CandidateResults) -> str:
     choice, validation = results.choice, results.dense.validation
     rows = counted(validation.rows, "validation row")
     if choice.chosen:
+        by_chance = "; ".join(filter(None, [gate.by_chance for gate in choice.gates[one.name]]))
         return (
             f"`eckart promote` takes {one.name}: of the candidates within the limits of promotion in params.yaml it "
             f"has the best {results.metric.title} on {rows}, {score(one.evaluation.validation.metric)} where the dense "
-            f"model has {score(validation.metric)}."
+            f"model has {score(validation.metric)}{f' ({by_chance})' if by_chance else ''}."
         )
     counts = Counter(gate.name for closed in choice.closed.values() for gate in closed)
     limits = ", ".join(f"{name} of {counted(number, 'candidate')}" for name, number in counts.most_common())
@@ -70,6 +73,18 @@ def _choice(results: Results, one: CandidateResults) -> str:
     return (
         f"`eckart promote` takes none: no candidate is within the limits of promotion in params.yaml on {rows} "
         f"(beyond them: {limits}). The nearest is {one.name}: {reasons}."
+    )
+
+
+def _goals(results: Results) -> str | None:
+    """Which goals another candidate meets, and why it is another."""
+    others = [each for each in asked(results) if each.met and each.candidate.name != results.choice.chosen]
+    if not others:
+        return None
+    named = "; ".join(f"{words(each.goal)}: {each.candidate.name}" for each in others)
+    return (
+        f"Goals ask for something else, of a drop the smallest candidate, and are met by others ({named}): `eckart "
+        f"promote {others[0].candidate.name}` takes that one to the gates."
     )
 
 
@@ -84,7 +99,8 @@ def _alternative(results: Results) -> str:
         found = results.difference(other.after, DENSE)
         return (
             f"The smallest of which test rows show it is {other.name}, {score(other.recovered)} "
-            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes that."
+            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes that to the "
+            "gates."
         )
     if chosen(results).non_inferior:
         return "They show it of no smaller candidate."

@@ -188,8 +188,9 @@ def words(goal: Goal) -> str:
 def _found(results: Results, one: Asked) -> str:
     amount = _amount(results, one.goal, one.candidate)
     if one.goal.largest_drop is not None:
-        interval, metric = results.validation_difference(one.candidate), one.candidate.evaluation.validation.metric
-        return f"drop {score(max(amount, 0.0))} ({between(interval.low, interval.high, metric)}) on validation rows"
+        found, metric = results.validation_difference(one.candidate), one.candidate.evaluation.validation.metric
+        low, high = (found.low, found.high) if results.metric.lower_is_better else (-found.high, -found.low)
+        return f"drop {score(amount)} ({between(low, high, metric)}) on validation rows"
     return times(1 / amount) if one.goal.speedup is not None else size(int(amount))
 
 

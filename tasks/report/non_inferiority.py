@@ -5,7 +5,9 @@ a reference where the worse end of the interval of their difference is within th
 that was observed is, more rows may show it: the interval is narrower by the square root of their number.
 
 Resamples of rows of which none differs differ in none, so that a bootstrap of a few such rows would be certain. What no
-row in n shows may still be true of 1 - 0.025^(1/n) of all rows, 3.7 ÷ n: no interval reaches less far below.
+row in n shows may still be true of 1 - 0.025^(1/n) of all rows, 3.7 ÷ n: where the metric is a mean of what rows have,
+each between 0 and 1, no interval reaches less far below. Of other metrics fewer than 30 rows show nothing (choice): of
+so few the bootstrap's intervals are too narrow.
 
 Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
 what nothing in n shows.
@@ -18,11 +20,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tasks.bootstrap import LEVEL
+from tasks.dataset import Task
 from tasks.limits import ROUNDING
-from tasks.report.numbers import between, counted, score
+from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 
 _COUNTLESS = 10_000_000
+_FEWEST = 30
 _TAIL = (1 - LEVEL) / 2
 _NAMES = {DENSE: "the dense model", CONTROL: "the control"}
 
@@ -33,31 +37,41 @@ class Evidence:
 
     gain: as it was observed.
     low: the worse end of its interval, by the bootstrap.
-    counts: whether a row is right or wrong, or in part so, but not without end.
+    is_mean: whether the metric is a mean over rows of what is between 0 and 1.
     """
 
     gain: float
     low: float
     margin: float
     rows: int
-    counts: bool
+    is_mean: bool
+
+    @property
+    def unseen(self) -> float:
+        """What no row shows may be true of so many of all."""
+        return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
+
+    @property
+    def interval_holds(self) -> bool:
+        return self.low >= -self.margin - ROUNDING
 
     @property
     def holds(self) -> bool:
         """Whether the loss is within the margin."""
-        unseen = 1 - _TAIL ** (1 / self.rows) if self.counts else 0.0
-        return min(self.low, self.gain - unseen) >= -self.margin - ROUNDING
+        enough = self.is_mean or self.rows >= _FEWEST
+        return enough and self.interval_holds and self.gain - self.unseen >= -self.margin - ROUNDING
 
     @property
     def wanted(self) -> int | None:
-        """How many rows would show it, if the difference stayed; None where it is itself beyond the margin."""
+        """How many rows would show it, if the difference stayed; None where it uses up the margin itself."""
         if self.holds:
             return self.rows
         room = self.gain + self.margin
         if room <= ROUNDING:
             return None
-        unseen = math.log(_TAIL) / math.log1p(-room) if self.counts and room < 1 else 0.0
-        return math.ceil(max(self.rows * ((self.gain - self.low) / room) ** 2, unseen))
+        unseen = math.log(_TAIL) / math.log1p(-room) if self.is_mean and room < 1 else 0.0
+        narrow = self.rows * ((self.gain - self.low) / room) ** 2
+        return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
 def evidence(results: Results, one: CandidateResults, reference: ScoredModel, margin: float) -> Evidence:
@@ -65,7 +79,13 @@ def evidence(results: Results, one: CandidateResults, reference: ScoredModel, ma
     found, metric = results.difference(one.after, reference), results.metric
     gain = -metric.worse_by(one.recovered, results.metric_of(reference))
     low = min(metric.goodness(found.low), metric.goodness(found.high))
-    return Evidence(gain, low, margin, results.dense.score.rows, metric.bounded)
+    return Evidence(gain, low, margin, results.dense.score.rows, is_mean(results.task))
+
+
+def is_mean(task: Task) -> bool:
+    """Whether the task's metric is a mean over rows; F1 of classes, correlations and a perplexity are none."""
+    texts = task.kind in ("question_answering", "summarization")
+    return texts or (task.kind == "classification" and task.metric == "accuracy")
 
 
 def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Evidence]:
@@ -99,13 +119,18 @@ def verdict(results: Results, one: CandidateResults) -> str:
 
 
 def _missing(results: Results, found: Mapping[ScoredModel, Evidence]) -> str:
-    """What would show it: more rows, or, where the loss itself is beyond the margin, nothing."""
-    if all(each.holds for each in found.values()):
+    """What would show it: more rows, or, where the loss itself uses up the margin, nothing."""
+    open_ = {name: each for name, each in found.items() if not each.holds}
+    if not open_:
         return ""
-    beyond = [f"{score(-each.gain)} against {_NAMES[name]}" for name, each in found.items() if each.wanted is None]
-    if beyond:
-        return f": the loss itself is {' and '.join(beyond)}, and more rows would not change that"
-    return f": {rows_wanted(found.values())} would"
+    spent = [f"{score(-each.gain)} against {_NAMES[name]}" for name, each in open_.items() if each.wanted is None]
+    if spent:
+        return f": the loss itself is {' and '.join(spent)}, which leaves nothing of that, whatever the number of rows"
+    if all(each.interval_holds for each in open_.values()):
+        each = next(iter(open_.values()))
+        few = f"what none of {counted(each.rows, 'row')} shows may be true of {percent(each.unseen)} of all"
+        return f": {few if each.is_mean else 'of so few rows no interval is sure'}; {rows_wanted(open_.values())} would"
+    return f": {rows_wanted(open_.values())} would"
 
 
 def rows_wanted(found: Iterable[Evidence]) -> str:

@@ -16,7 +16,7 @@ from tasks.records import CONTROL_NAME, TRIVIAL_NAME
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
-from tasks.report.runtimes import runtimes_table
+from tasks.report.runtimes import TITLES, runtimes_table, ways
 from tasks.trivial import ANSWERS
 
 COLUMNS = (
@@ -301,6 +301,7 @@ def notes(results: Results) -> list[str]:
     """What the baseline answers, what no target reaches where that is most, and which models answer one thing only."""
     found = [f"The {TRIVIAL_NAME} answers {ANSWERS[results.task.kind]}, whatever it is asked."]
     names = {DENSE: "dense", CONTROL: CONTROL_NAME} | {one.after: one.name for one in results.candidates}
+    names |= {one.scored: f"{one.model} by {TITLES[one.runtime]}" for one in ways(results) if one.runtime != "torch"}
     alike: dict[str, list[str]] = {}
     for model, name in names.items():
         if model in results.only_answers:

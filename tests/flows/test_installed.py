@@ -245,6 +245,10 @@ def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) 
     write_base(Path("bare"))
     new_workspace.init(Path("shop"), replace(NONE, base="bare"), again=True)
     assert params(Path("shop"))["teacher"]["epochs"] == params(REPOSITORY)["teacher"]["epochs"]
+    params_file.update({"teacher": {"epochs": 5}}, Path("shop/params.yaml"))
+    for wishes in (replace(NONE, text="body"), replace(NONE, base="my-model")):
+        new_workspace.init(Path("shop"), wishes, again=True)
+        assert params(Path("shop"))["teacher"]["epochs"] == 5  # the user's own
 
 
 @pytest.mark.parametrize(
