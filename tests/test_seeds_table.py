@@ -33,6 +33,7 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
             "recipe": recipe,
             "keep": keep,
             "metric": metric,
+            "trivial": 0.5,
             "dense": 0.8 + 0.1 * seed,
             "control": 0.9,
             "factorized": None if recipe == "a" else 0.5,

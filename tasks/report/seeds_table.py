@@ -94,6 +94,7 @@ def _rows(seed: int, folder: Path) -> pd.DataFrame:
     targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
     rows.insert(0, "seed", seed)
     rows["test_rows"] = dense.score.rows
+    rows["trivial"] = dense.trivial
     for name in REFERENCES:
         pairs = zip(rows.recovered, rows[name], strict=True)
         rows[f"of_{name}"] = pd.Series([_metric(rows).retained(*pair) for pair in pairs], dtype=float)
@@ -126,8 +127,8 @@ def _metric(rows: pd.DataFrame) -> Metric:
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     """The heads of the columns, and a line per candidate: larger keeps first, then what recovers best."""
     metric = _metric(rows)
-    unit = ", %" if metric.share else ""
-    heads = ["recipe", "keep", *(f"{name}{unit}" for name in ("dense", "factorized", "recovered"))]
+    unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
+    heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored)]
     heads += [f"of {name}, %" for name in REFERENCES] + [
         f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES
     ]
@@ -146,7 +147,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     lines = [
         [
             *(str(group[name].iloc[0]) for name in CANDIDATE),
-            *(_scores(group[name], metric) for name in ("dense", "factorized", "recovered")),
+            *(_scores(group[name], metric) for name in scored),
             *(_spread(group[f"of_{name}"] * 100) for name in REFERENCES),
             *(_difference(group, name, metric) for name in REFERENCES),
             percent(group.target_share.mean()),
@@ -356,6 +357,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     return {
         "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
         "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
+        "Trivial": "the metric of an answer that reads no input.",
         "Control": f"the dense model with the recovery of {params['study']['control']}.",
         "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
         f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds. "
