@@ -53,7 +53,9 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
     _check_labels(data)
     with eval_mode(model), _differentiable(model):
         rows = _uneven_rows(model, data)
-        name, outputs = type(model).__name__, model(**rows[0])
+        name = type(model).__name__
+        with torch.no_grad():  # no graph stays while those of the rows are looked at
+            outputs = model(**rows[0])
         if outputs.get("loss") is None:
             raise ValueError(
                 f"{need} asks for the loss, and {name} returns none: add labels to each batch; load the "

@@ -18,8 +18,8 @@ def summary(results: Results) -> list[str]:
 def _dense(results: Results) -> str:
     dense, metric = results.dense, results.metric
     return (
-        f"The dense model has {count(dense.size.model_parameters)} parameters, {count(results.target_parameters)} of "
-        f"them in {counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
+        f"The dense model has {count(dense.size.model_parameters)} parameters and "
+        f"{counted(len(results.targets), 'target')}, and reaches {metric.title} {score(dense.score.metric)} on "
         f"{counted(dense.score.rows, 'test row')}{'; lower is better' if metric.lower_is_better else ''}. "
         f"{_control(results)}"
     )
