@@ -26,7 +26,7 @@ docs: $(READY)  ## the pages and the API reference, into site/index.html; a link
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 
 deps: $(READY)  ## write into dvc.yaml which code each stage can run
-	$(BIN)/python -m tasks.dependencies
+	$(BIN)/python -m tasks.runtime.code_dependencies
 
 lint: $(READY)  ## formatting, style, types, import contracts
 	$(BIN)/ruff format --check .

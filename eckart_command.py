@@ -43,7 +43,7 @@ def _home() -> Path:
 
 
 def _check_code(stage: str) -> None:
-    from flows import installation
+    from flows.workspace import installation
 
     if message := installation.other_code(stage):
         sys.exit(f"{stage}: {message}")

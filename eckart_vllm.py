@@ -141,7 +141,7 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfig):
-    """What config.json says of a compressed model (eckart/hub.py)."""
+    """What config.json says of a compressed model (eckart/model/hf_format.py)."""
 
     def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
         super().__init__()

@@ -12,9 +12,9 @@ import pandas as pd
 
 from eckart.ranks import RankSearch
 from eckart.ranks.waterfill import Waterfill
-from tasks.dataset import load_task
-from tasks.params import Export, exported, section
-from tasks.report.seeds_table import processor
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Export, exported, section
+from tasks.multi_seed.seeds_table import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
 _HEAD = """# Benchmarks
@@ -84,7 +84,7 @@ def main() -> None:
     if writes:
         print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
     print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
-    print(f"## Evidence and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
+    print(f"## Statistics and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
 
 
 if __name__ == "__main__":

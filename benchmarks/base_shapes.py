@@ -1,8 +1,8 @@
-"""What evidence and decompositions cost on BERT-base's shapes, beside what a first implementation would do.
+"""What statistics and decompositions cost on BERT-base's shapes, beside what a first implementation would do.
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
-Evidence of two batches of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers
+Statistics of two batches of 16 rows of 128 tokens, as times a forward and backward pass of the same rows that gathers
 nothing (gradients of weights included, as in training). `naive`: hooks that add XᵀX, DᵀD and each sample's squared
 gradient by themselves.
 Decompositions beside a whitening of both sides by Cholesky with an SVD of what is whitened, and the plain SVD.
@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel
 
-from eckart.evidence import EVIDENCE_KINDS, EvidenceKind, collect
-from eckart.losses import Batch
-from eckart.svd import decompose, spectrum, weighted_loss
-from eckart.targets import Target, find_targets
-from eckart.weighting import ErrorNorm
+from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import STATISTIC_KINDS, StatisticKind, collect
+from eckart.factorization.weighted_svd import decompose, spectrum, weighted_loss
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.targets import Target, find_targets
 
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
 """Four layers of twelve: what each costs is the same. Two batches, so that sums are added to, not begun alone."""
 
-KFAC: tuple[EvidenceKind, ...] = ("inputs", "output_gradients")
+KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")
 SHAPES = ((768, 768), (768, 3072))
 
 
@@ -89,7 +89,7 @@ def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[
     model.requires_grad_(True)
 
 
-def evidence() -> None:
+def calibration() -> None:
     config = BertConfig(num_hidden_layers=LAYERS, vocab_size=1000)
     model = BertForSequenceClassification(config).eval()
     words = torch.randint(1000, (ROWS, TOKENS))
@@ -100,11 +100,11 @@ def evidence() -> None:
         "forward and backward": lambda: trained(model, batches),
         "what kfac reads": lambda: collect(model, batches, targets, KFAC),
         "what kfac reads, naive": lambda: naively(model, batches, targets, squares=False),
-        "all kinds": lambda: collect(model, batches, targets, EVIDENCE_KINDS),
+        "all kinds": lambda: collect(model, batches, targets, STATISTIC_KINDS),
         "inputs, gradients and Fisher, naive": lambda: naively(model, batches, targets, squares=True),
     }
     base, *others = seconds(*jobs.values())
-    print("| evidence | × forward and backward | fastest to slowest |\n|---|---|---|")
+    print("| statistics | × forward and backward | fastest to slowest |\n|---|---|---|")
     for name, times in zip(list(jobs)[1:], others, strict=True):
         ratios = sorted(one / two for one, two in zip(times, base, strict=True))
         print(f"| {name} | {statistics.median(ratios):.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |")
@@ -153,7 +153,7 @@ def decompositions() -> None:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    evidence()
+    calibration()
     decompositions()
     batches = f"{BATCHES} batches of {ROWS} rows of {TOKENS} tokens"
     print(f"\n1 thread, {batches}, medians of {RUNS} rounds, torch {torch.__version__}")

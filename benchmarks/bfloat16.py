@@ -17,14 +17,14 @@ from itertools import product
 import torch
 
 import eckart as eckart  # teaches transformers to load the candidates
+from tasks.artifacts.paths import FINETUNED
+from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import in_rounds, in_torch, ratio
-from tasks.candidate_files import FINETUNED
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, random_inputs
-from tasks.params import Benchmark, Threads, section
-from tasks.scoring import score_on
-from tasks.stage import quiet
+from tasks.config.schema import Benchmark, Threads, section
+from tasks.models.model_io import TEACHER, load, random_inputs
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import quiet
+from tasks.scoring.splits import score_on
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 from eckart.onnx import KEPT, cache_of, runner
+from tasks.artifacts.paths import EXPORTS, FINETUNED, ONNX, ONNX_FILES
+from tasks.artifacts.results_schema import Exports, Runtime
+from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import ratio
-from tasks.candidate_files import EXPORTS, FINETUNED, ONNX, ONNX_FILES
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, check_length, load, random_inputs
-from tasks.params import Threads, section
-from tasks.records import Exports, Runtime
+from tasks.config.schema import Threads, section
+from tasks.models.model_io import TEACHER, check_length, load, random_inputs
+from tasks.nlp_tasks import kind_of
 from tasks.report.runtimes import TITLES
 
 Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]

@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.losses import Batch
-from tasks.candidate_files import FINETUNED
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, random_inputs
-from tasks.params import Threads, section
+from eckart.calibration.losses import Batch
+from tasks.artifacts.paths import FINETUNED
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Threads, section
+from tasks.models.model_io import TEACHER, load, random_inputs
+from tasks.nlp_tasks import kind_of
 
 SHAPES = [(8, 64), (32, 128)]
 """Rows and tokens."""

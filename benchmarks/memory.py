@@ -1,4 +1,4 @@
-"""Memory and time of evidence and factorization: predicted by arithmetic, measured on scaled-down LLaMAs.
+"""Memory and time of statistics and factorization: predicted by arithmetic, measured on scaled-down LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
     python benchmarks/memory.py --predict    # arithmetic alone, for LLaMA-7B too
@@ -26,7 +26,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 KINDS = {"inputs": ("inputs",), "kfac": ("inputs", "output_gradients")}
-"""Weighting → the evidence that it reads."""
+"""Weighting → the statistics that it reads."""
 BYTES = {"float32": 4, "bfloat16": 2}
 BATCHES = 2
 _MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
@@ -35,7 +35,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Point:
-    """A LLaMA without grouped queries, and how its evidence is gathered."""
+    """A LLaMA without grouped queries, and how its statistics are gathered."""
 
     hidden: int
     mlp: int
@@ -49,7 +49,7 @@ class Point:
 
     @property
     def group(self) -> int:
-        """Layers whose evidence is in memory."""
+        """Layers whose statistics are in memory."""
         return min(self.layers_at_once or self.layers, self.layers)
 
     @property
@@ -59,7 +59,7 @@ class Point:
         return (self.layers * maps + self.vocabulary * self.hidden) * BYTES[self.dtype]
 
     @property
-    def evidence(self) -> int:
+    def statistics(self) -> int:
         """Bytes of one layer's second moments, in float32.
 
         C_in of query, key and value; of the attention's output; of gate and up; of down. C_out of all seven.
@@ -85,7 +85,7 @@ class Point:
 
     @property
     def decomposition(self) -> int:
-        """Bytes beside the weights while the largest target is decomposed, all but the evidence as read in float64.
+        """Bytes beside the weights while the largest target is decomposed, all but the statistics as read in float64.
 
         W, W B, two factors and their balanced copies; C of the wider side twice; three matrices of the narrower.
         """
@@ -96,7 +96,7 @@ class Point:
         """Bytes at the peak of a stage."""
         if stage == "factorize":
             return self.weights + self.decomposition
-        return self.weights + self.group * self.evidence + self.activations + self.term
+        return self.weights + self.group * self.statistics + self.activations + self.term
 
 
 POINTS = [
@@ -133,19 +133,19 @@ def main() -> None:
 
 def _table(points: list[Point], measured: bool) -> None:
     print(
-        "| hidden | layers | weighting | weights | layers_at_once | weights MiB | evidence MiB | importance MiB | ",
+        "| hidden | layers | weighting | weights | layers_at_once | weights MiB | statistics MiB | importance MiB | ",
         end="",
     )
     print("measured | seconds | factorize MiB | measured | seconds |" if measured else "factorize MiB |")
     print("|---" * (13 if measured else 9) + "|", flush=True)
     for point in points:
         cells = [point.hidden, point.layers, point.weighting, point.dtype, point.layers_at_once or "null"]
-        cells += [point.weights // MIB, point.group * point.evidence // MIB]
+        cells += [point.weights // MIB, point.group * point.statistics // MIB]
         with tempfile.TemporaryDirectory() as folder:
             for stage in ("importance", "factorize"):
                 cells.append(point.predicted(stage) // MIB)
                 if measured and stage == "factorize" and point.layers_at_once:
-                    cells += ["as above"] * 2  # it reads one target's evidence at a time in any case
+                    cells += ["as above"] * 2  # it reads one target's statistics at a time in any case
                 elif measured:
                     cells += _in_a_process(point, stage, Path(folder))
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
@@ -173,11 +173,11 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    from eckart.budget import largest_rank
-    from eckart.evidence import collect, load_evidence, passes, save_evidence
-    from eckart.factorization import factorize_at_once
-    from eckart.targets import find_targets
-    from eckart.weighting import Inputs, Kfac
+    from eckart.calibration.statistics import collect, load_statistics, passes, save_statistics
+    from eckart.factorization.factorize import factorize_at_once
+    from eckart.factorization.weightings import Inputs, Kfac
+    from eckart.model.targets import find_targets
+    from eckart.ranks.budget import largest_rank
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -204,13 +204,13 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
     if stage == "importance":
         parts = passes(targets, point.layers_at_once)
         for number, part in enumerate(parts, 1):
-            save_evidence(
+            save_statistics(
                 collect(model, batches(), part.targets, KINDS[point.weighting], then=part.then), folder, number
             )
     else:
         weighting = Kfac(kind="kfac", shrinkage=0.0) if point.weighting == "kfac" else Inputs(kind="inputs")
         ranks = {target.name: largest_rank(target) // 2 for target in targets}
-        factorize_at_once(model, targets, ranks, weighting, load_evidence(folder))
+        factorize_at_once(model, targets, ranks, weighting, load_statistics(folder))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"bytes": peak - before, "seconds": time.process_time() - start}
 

@@ -23,23 +23,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.limit import operations_of_products, share_of_products
 from benchmarks.parts import spectra
 from eckart import onnx
-from eckart.budget import Ranks, stored
-from eckart.evidence import load_evidence
-from eckart.factorization import factorize_at_once
-from eckart.pivots import pivot
+from eckart.calibration.statistics import load_statistics
+from eckart.factorization.factorize import factorize_at_once
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.weightings import Weighting
+from eckart.model.targets import Storage
 from eckart.ranks import RankSearch
+from eckart.ranks.budget import Ranks, stored
 from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
-from eckart.targets import Storage
-from eckart.weighting import Weighting
-from tasks.batches import batches, encoded
+from tasks.artifacts.importance_files import IMPORTANCE, load_targets
+from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import Forward, in_rounds, in_torch, ratio
-from tasks.dataset import load_task
-from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, random_inputs
-from tasks.params import Benchmark, Threads, section
-from tasks.stage import quiet
+from tasks.config.schema import Benchmark, Threads, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import TEACHER, load, random_inputs
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import quiet
 
 MULTIPLES = (1, 8, 16, 32)
 _CALIBRATED = 16  # rows by which activations are smoothed
@@ -52,12 +52,12 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
     storage = section(f"{part}.storage", Storage)
     if not isinstance(search, Waterfill):
         raise SystemExit(f"{recipe} has ranks of kind {search.kind}, which know no multiple: name one with waterfill")
-    targets, evidence = stored(load_targets().targets, storage), load_evidence(IMPORTANCE)
-    known, found = spectra(targets, dense, weighting, evidence), []
+    targets, statistics = stored(load_targets().targets, storage), load_statistics(IMPORTANCE)
+    known, found = spectra(targets, dense, weighting, statistics), []
     for multiple in MULTIPLES:
         ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, known, keep)
         small = deepcopy(dense)
-        factorize_at_once(small, targets, ranks, weighting, evidence)
+        factorize_at_once(small, targets, ranks, weighting, statistics)
         if storage == "pivoted":
             pivot(small)
         found.append((small, predicted(known, ranks)))

@@ -20,15 +20,15 @@ import onnxruntime
 from onnxruntime.quantization import quantize_dynamic
 
 from eckart import onnx
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
+from tasks.artifacts.paths import ONNX, ONNX_FILES
+from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import Forward, in_rounds, ratio
-from tasks.candidate_files import ONNX, ONNX_FILES
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, load, random_inputs
-from tasks.params import Benchmark, Threads, section
-from tasks.scoring import score_on
-from tasks.stage import quiet
+from tasks.config.schema import Benchmark, Threads, section
+from tasks.models.model_io import TEACHER, load, random_inputs
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import quiet
+from tasks.scoring.splits import score_on
 
 ONE_LINE = "dense, one line"
 

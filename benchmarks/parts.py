@@ -1,9 +1,9 @@
-"""Seconds of each part of a recipe that trains nothing before recovery: evidence, search and factorization.
+"""Seconds of each part of a recipe that trains nothing before recovery: statistics, search and factorization.
 
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 
-Evidence is what the weighting of the recipe reads, gathered for it alone: a study gathers it once for all. Medians of
-three runs in one process, recipes in turn, on the threads of `threads.candidate`; loading and saving are left out.
+Statistics are what the weighting of the recipe reads, gathered for it alone: a study gathers it once for all. Medians
+of three runs in one process, recipes in turn, on the threads of `threads.candidate`; loading and saving are left out.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from copy import deepcopy
 import torch
 from transformers import PreTrainedModel
 
-from eckart.budget import stored
-from eckart.evidence import Evidence, collect
-from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import Statistics, collect
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.weighted_svd import spectrum
+from eckart.factorization.weightings import Weighting, weigh
+from eckart.model.targets import Storage, Target, weight_of
 from eckart.ranks import RankSearch
+from eckart.ranks.budget import stored
 from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from eckart.svd import spectrum
-from eckart.targets import Storage, Target, weight_of
-from eckart.weighting import Weighting, weigh
-from tasks.batches import batches, encoded
-from tasks.dataset import load_task
-from tasks.importance_files import load_targets
-from tasks.kinds import evidence_loss, kind_of
-from tasks.models import TEACHER, load
-from tasks.params import Importance, Threads, section
+from tasks.artifacts.importance_files import load_targets
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Importance, Threads, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import TEACHER, load
+from tasks.nlp_tasks import calibration_loss, kind_of
 
 RUNS = 3
 
 
-def spectra(targets: Iterable[Target], model: PreTrainedModel, weighting: Weighting, evidence: Evidence) -> Spectra:
+def spectra(targets: Iterable[Target], model: PreTrainedModel, weighting: Weighting, statistics: Statistics) -> Spectra:
     return {
-        target.name: spectrum(weight_of(model.get_submodule(target.name)), weigh(weighting, target, evidence))
+        target.name: spectrum(weight_of(model.get_submodule(target.name)), weigh(weighting, target, statistics))
         for target in targets
     }
 
 
 def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch]) -> Iterator[float]:
-    """Of evidence, search and factorization."""
+    """Of statistics, search and factorization."""
     part, importance = f"recipes.{recipe}", section("importance", Importance)
     weighting = section(f"{part}.weighting", Weighting)
     ranks = section(f"{part}.ranks", RankSearch)
@@ -56,16 +56,18 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
         raise SystemExit(f"{recipe} trains before it factorizes: its seconds are in the table of its study")
     model, targets = deepcopy(dense), stored(load_targets().targets, section(f"{part}.storage", Storage))
     began = time.perf_counter()
-    evidence: Evidence = {}
-    if weighting.evidence:
-        evidence = collect(model, data, targets, weighting.evidence, evidence_loss(load_task(), importance.labels))
+    statistics: Statistics = {}
+    if weighting.statistics:
+        statistics = collect(
+            model, data, targets, weighting.statistics, calibration_loss(load_task(), importance.labels)
+        )
     yield (gathered := time.perf_counter()) - began
-    found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, evidence), keep)
+    found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
     yield (decided := time.perf_counter()) - gathered
     if order:
-        factorize_in_order(model, targets, found, weighting, evidence, data, order)
+        factorize_in_order(model, targets, found, weighting, statistics, data, order)
     else:
-        factorize_at_once(model, targets, found, weighting, evidence)
+        factorize_at_once(model, targets, found, weighting, statistics)
     yield time.perf_counter() - decided
 
 
@@ -84,7 +86,7 @@ def main() -> None:
     for _ in range(RUNS):
         for recipe in asked.recipes:
             taken[recipe].append(list(seconds(recipe, asked.keep, model, data)))
-    print(f"| recipe, keep {asked.keep:g} | evidence, s | search | factorization | all | fastest to slowest |")
+    print(f"| recipe, keep {asked.keep:g} | statistics, s | search | factorization | all | fastest to slowest |")
     print("|---|---|---|---|---|---|")
     for recipe, runs in taken.items():
         parts = [statistics.median(part) for part in zip(*runs, strict=True)]

@@ -1,17 +1,17 @@
 """Low-rank compression of transformer language models.
 
-Importing this package teaches transformers to load compressed models (eckart/hub.py) and LSTM language models
-(eckart/lstm.py). `compress` makes one, of a model in memory (eckart/compression.py).
+Importing this package teaches transformers to load compressed models (eckart/model/hf_format.py) and LSTM language
+models (eckart/model/lstm.py). `compress` makes one, of a model in memory (eckart/api.py).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eckart import hub as hub
-from eckart import lstm as lstm
+from eckart.model import hf_format as hf_format
+from eckart.model import lstm as lstm
 
 if TYPE_CHECKING:
-    from eckart.compression import Compressed, CompressedTarget, Report, compress, load, recipes, save
+    from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save
     from eckart.recipe import Recipe
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "lo
 def __getattr__(name: str) -> Any:
     """What a person uses, once it is asked for: a stage that only loads a model does not depend on all methods."""
     if name in __all__:
-        return getattr(import_module("eckart.compression"), name)
+        return getattr(import_module("eckart.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

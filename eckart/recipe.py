@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from eckart.factorization import InOrder
-from eckart.methods import Contradiction, Method, Source
+from eckart.factorization.factorize import InOrder
+from eckart.factorization.weightings import Weighting
+from eckart.model.targets import Storage
 from eckart.ranks import RankSearch
+from eckart.recipe_parts import Contradiction, Method, Source
 from eckart.recovery import Recovery
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from eckart.targets import Storage
-from eckart.weighting import Weighting
 
 
 class Recipe(BaseModel):
@@ -45,7 +45,7 @@ class Recipe(BaseModel):
     residual: Residual | None
     storage: Storage
     sequential: InOrder | None
-    """How targets are factorized in order; None: all at once, under the evidence of the dense model."""
+    """How targets are factorized in order; None: all at once, under the statistics of the dense model."""
     recovery: Recovery
 
     @property
@@ -67,8 +67,8 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 
 def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
     for part in (recipe.weighting, recipe.ranks):
-        if part.evidence:
-            yield "source", f"is base, but {part.kind} reads evidence, which is the teacher's; write teacher"
+        if part.statistics:
+            yield "source", f"is base, but {part.kind} reads statistics, which is the teacher's; write teacher"
     if recipe.ranks.asks_frozen and recipe.shaping is None:
         yield (
             "source",
@@ -78,14 +78,17 @@ def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
-    if "inputs" not in recipe.weighting.evidence:
+    if "inputs" not in recipe.weighting.statistics:
         yield (
             "sequential",
             f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or one of "
             f"the weightings {', '.join(_reading_inputs())}",
         )
     if recipe.ranks.leaves_low_rank:
-        yield "sequential", f"{recipe.ranks.kind} leaves weights of low rank, which evidence cannot change; write null"
+        yield (
+            "sequential",
+            f"{recipe.ranks.kind} leaves weights of low rank, which statistics cannot change; write null",
+        )
     if recipe.residual is not None:
         yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
 
@@ -93,7 +96,7 @@ def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
 def _reading_inputs() -> list[str]:
     """The names of the weightings that read inputs."""
     every = [one.model_construct(kind=kind) for one in _members(Weighting) for kind in _kinds(one)]
-    return [one.kind for one in every if "inputs" in one.evidence]
+    return [one.kind for one in every if "inputs" in one.statistics]
 
 
 def captions() -> dict[str, str]:

@@ -19,19 +19,20 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from flows import installation, secrets, settings
-from flows.engine.options import Options
-from tasks.errors import EckartError
-from tasks.metrics import TaskKindName
+from flows.engine.run_options import Options
+from flows.environment import redaction, settings
+from flows.workspace import installation
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.metrics import TaskKindName
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from flows.collection.kind import Kind
     from flows.engine.stages import Outcome
-    from flows.reproduce import ComparedFile
-    from tasks.limits import Gate
-    from tasks.study_file import StudyFile
+    from flows.gc.kind import Kind
+    from flows.workspace.reproduce import ComparedFile
+    from tasks.config.promotion_limits import Gate
+    from tasks.multi_seed.study_file import StudyFile
 
 
 class _Commands(TyperGroup):
@@ -41,12 +42,12 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except EckartError as error:
-            sys.exit(secrets.shown(str(error)))  # it may quote what a library said of an address
+            sys.exit(redaction.shown(str(error)))  # it may quote what a library said of an address
         except OSError as error:
             if not error.filename:
                 raise
             # A file that is gone, or cannot be read or written: a run makes it, or takes it from the cache.
-            sys.exit(secrets.shown(f"{error}. Put that right, and run again: what is finished is kept"))
+            sys.exit(redaction.shown(f"{error}. Put that right, and run again: what is finished is kept"))
 
 
 Workers = Annotated[int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")]
@@ -94,7 +95,8 @@ def init(
     ] = False,
 ) -> None:
     """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
-    from flows import new_workspace, workspaces  # slow imports, not for --help
+    from flows.workspace import init as new_workspace
+    from flows.workspace import worktrees  # slow imports, not for --help
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here: the Hugging Face hub is asked for it.", flush=True)
@@ -107,7 +109,7 @@ def init(
         print("The rest of params.yaml is as it was." if laid.changes else "Nothing of params.yaml has changed.")
         return
     said = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
-    if (root := workspaces.root_of(folder)) != folder.resolve():
+    if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc want a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"{folder} is a workspace; {said}. Next: {there}eckart run")
@@ -127,7 +129,7 @@ def run(
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     if goals:
-        from flows.goals import pursue  # slow imports, not for --help
+        from flows.goal_search import pursue  # slow imports, not for --help
 
         pursue(lambda: _run(options), lambda line: print(line, flush=True))
     else:
@@ -137,21 +139,25 @@ def run(
 def _run(options: Options) -> None:
     start = time.monotonic()
     installation.refresh()
-    from flows import live, prefect_server, up_to_date  # slow imports, not for --help
-    from flows.engine import torch_questions
+    from flows.display import terminal
+    from flows.engine import (
+        nothing_to_do,  # slow imports, not for --help
+        torch_questions,
+    )
+    from flows.servers import prefect_server
     from flows.tracking import database
 
-    with _ended_with_words(), live.terminal():
-        live.doing("checking params.yaml")
+    with _ended_with_words(), terminal.terminal():
+        terminal.doing("checking params.yaml")
         torch_questions.checked_params()  # before a server is started for the flow
         damage = database.set_aside_damaged()
-        live.doing("finding what is up to date")
+        terminal.doing("finding what is up to date")
         told = prefect_server.require()  # a server that is there is told of the run in any case
-        outcomes = None if told else up_to_date.outcomes()
+        outcomes = None if told else nothing_to_do.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
-    _print_comparison(up_to_date.COMPARISON)
-    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {up_to_date.summary(outcomes)}")
+    _print_comparison(nothing_to_do.COMPARISON)
+    print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {nothing_to_do.summary(outcomes)}")
     if damage:
         print(f"WARNING: {damage}.")
     print("Read reports/comparison.html; `eckart ui` shows the runs; the models are in models/finetuned/.")
@@ -170,13 +176,14 @@ def _print_comparison(file: Path) -> None:
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
-    from flows import live, prefect_server
+    from flows.display import terminal
     from flows.engine.stage_processes import terminable  # slow imports, of no use where nothing is to be run
+    from flows.servers import prefect_server
     from flows.study import study
 
     # A plain SIGTERM would leave the temporary server alone, which ends at a usual exit, after it was told all.
-    live.log_above()
-    live.doing("starting")
+    terminal.log_above()
+    terminal.doing("starting")
     with terminable():
         prefect_server.use_temporary()
         return study(**options.parameters())
@@ -193,7 +200,7 @@ def _ended_with_words() -> Iterator[None]:
         print("Interrupted. What is finished is kept: run again to go on.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
-        cause = secrets.shown(str(error))
+        cause = redaction.shown(str(error))
         print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
@@ -205,10 +212,10 @@ def worker(
     stages: Annotated[int, typer.Option(min=1, help="side by side")] = 1,
 ) -> None:
     """Run stages here, in this clone, for the study that uses the scheduler, until that ends."""
-    from flows import cluster
-    from flows.worker import work
+    from flows.cluster import dask_runner
+    from flows.cluster.dask_worker import work
 
-    cluster.require()
+    dask_runner.require()
     work(scheduler, stages)
 
 
@@ -230,9 +237,9 @@ def serve(
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
-    from tasks import check_params
+    from tasks.config import validation
 
-    check_params.check()
+    validation.check()
     schedule.serve(name, cron, timezone, options, promote, notify or ())
 
 
@@ -246,7 +253,10 @@ def set_up_notifications(
 ) -> None:
     """Have Prefect's server tell what comes of the runs of a deployment; `serve --notify` does it for its own."""
     settings.use_local_server()
-    from flows import notifications, prefect_server  # slow imports, not for --help
+    from flows.servers import (
+        notifications,
+        prefect_server,  # slow imports, not for --help
+    )
 
     if not prefect_server.require():
         raise EckartError("there is no Prefect server to tell anything: set PREFECT_API_URL")
@@ -271,9 +281,9 @@ def other_study(
         raise EckartError("write one file of studies/: eckart study studies/NAME.yaml")
     if table and table.suffix != ".md":
         raise EckartError(f"--table {table}: write a name that ends with .md")
-    from flows import other_studies  # slow imports, not for --help
-    from tasks import study_file
-    from tasks.report import pairs, seeds_table
+    from flows.workspace import seeds as other_studies  # slow imports, not for --help
+    from tasks.multi_seed import seeds_table, study_file
+    from tasks.report import pairwise_differences
 
     studies = study_file.load(path, seed or (), task or ())
     other_studies.check_committed(studies[0])
@@ -286,7 +296,9 @@ def other_study(
         )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        apart = {one.task: pairs.differences(found[one.task], other_studies.folders_of(one)) for one in ran}
+        apart = {
+            one.task: pairwise_differences.differences(found[one.task], other_studies.folders_of(one)) for one in ran
+        }
         rows, text = seeds_table.page(ran, found, apart, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(apart), text)
         print(f"Written to {', '.join(map(str, written))}.")
@@ -302,8 +314,8 @@ def _run_tasks(
     studies: Sequence[StudyFile], options: Options
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str, str]]:
     """The studies as they ran, what each task found, printed as soon as it is there, and the causes of what failed."""
-    from flows import other_studies
-    from tasks.report import seeds_table
+    from flows.workspace import seeds as other_studies
+    from tasks.multi_seed import seeds_table
 
     ran: list[StudyFile] = []
     found: dict[str | None, pd.DataFrame] = {}
@@ -339,14 +351,14 @@ def promote(
         _roll_back()
         return
     settings.use_local_server()
-    from flows import prefect_server  # slow imports, not for --help
     from flows.engine import stages
     from flows.engine.stage_processes import terminable
     from flows.promotion import flow
     from flows.promotion.gates import Refused
-    from tasks import check_params
+    from flows.servers import prefect_server  # slow imports, not for --help
+    from tasks.config import validation
 
-    check_params.check()
+    validation.check()
     stages.check_workspace()
     prefect_server.require()
     try:
@@ -361,10 +373,10 @@ def promote(
 
 
 def _roll_back() -> None:
-    from flows.registry import nothing_before  # slow imports, not for --help
-    from tasks import check_params
+    from flows.registry import previous_version  # slow imports, not for --help
+    from tasks.config import validation
 
-    nothing_before.refuse(check_params.typed_section("promotion").model)
+    previous_version.refuse(validation.typed_section("promotion").model)
     from flows.promotion import flow  # slower ones
 
     print(flow.rollback())
@@ -398,11 +410,11 @@ def export(
     if dense and int8:
         raise EckartError("--dense and --int8 contradict each other: give one of them")
     if dense:
-        from tasks.plain_folder import to_plain  # slow imports, not for --help
+        from tasks.exporting.merged_checkpoint import to_plain  # slow imports, not for --help
 
         print(to_plain(candidate, target))
         return
-    from tasks.onnx_files import to_onnx
+    from tasks.exporting.onnx import to_onnx
 
     print(to_onnx(candidate, target, int8))
 
@@ -415,7 +427,7 @@ def publish(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go, and send nothing")] = False,
 ) -> None:
     """Bring a candidate with its card to the Hugging Face hub."""
-    from flows import publish as hub  # a slow import, not for --help
+    from flows.hub import publish as hub  # a slow import, not for --help
 
     found = hub.publish(candidate, repository, private, dry_run)
     for path, file in found.files.items():
@@ -427,7 +439,7 @@ def publish(
 @app.command()
 def pin() -> None:
     """Write the hub's newest commits of base model and data into params.yaml."""
-    from flows import pin as hub  # a slow import, not for --help
+    from flows.hub import pin as hub  # a slow import, not for --help
 
     found = hub.pin()
     for one in found:
@@ -440,10 +452,13 @@ def pin() -> None:
 @app.command()
 def push() -> None:
     """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
-    from flows.engine import remote, stages  # slow imports, not for --help
+    from flows.engine import (
+        dvc_transport,  # slow imports, not for --help
+        stages,
+    )
 
     stages.check_workspace()
-    if lacking := remote.push():
+    if lacking := dvc_transport.push():
         raise EckartError(
             f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest."
         )
@@ -453,10 +468,13 @@ def push() -> None:
 @app.command()
 def pull() -> None:
     """Bring from the DVC remote what this workspace lacks; it runs nothing and leaves dvc.lock as it is."""
-    from flows.engine import remote, stages  # slow imports, not for --help
+    from flows.engine import (
+        dvc_transport,  # slow imports, not for --help
+        stages,
+    )
 
     stages.check_workspace()
-    pulled = remote.pull()
+    pulled = dvc_transport.pull()
     if pulled.stale:
         print(f"Not as dvc.lock records: {', '.join(pulled.stale)}. `eckart run` brings them up to date.")
     if pulled.lacking:
@@ -472,7 +490,7 @@ def reproduce_candidate(
     again: Annotated[bool, typer.Option("--again", help="make it again even if the recorded bytes are there")] = False,
 ) -> None:
     """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
-    from flows import reproduce  # a slow import, not for --help
+    from flows.workspace import reproduce  # a slow import, not for --help
 
     recorded = reproduce.record(candidate, rev)
     found = reproduce.reproduce(recorded, again)
@@ -490,8 +508,8 @@ def verify(
     again: Annotated[int, typer.Option(min=0, help="stages of the last commit to make again and compare")] = 0,
 ) -> None:
     """Find entries of dvc.lock and of the run cache, here and in the remote, that no run wrote."""
-    from flows import verify as module  # a slow import, not for --help
     from flows.engine import stages
+    from flows.engine import verify as module  # a slow import, not for --help
 
     stages.check_workspace()
     found = module.verify()
@@ -539,7 +557,7 @@ def gc(
     if yes and dry_run:
         raise EckartError("--yes and --dry-run contradict each other: give one of them")
     settings.use_local_server()
-    from flows.collection import collect  # slow imports, not for --help
+    from flows.gc import collect  # slow imports, not for --help
 
     with collect.found(runs, commits, days) as kinds:
         _print_kinds(kinds)
@@ -577,6 +595,6 @@ def ui(
     ] = None,
 ) -> None:
     """Show where the pages of Prefect and MLflow are; until Ctrl-C serve those that are missing, on this machine."""
-    from flows.ui import show_pages
+    from flows.servers.ui import show_pages
 
     show_pages(Console(), port, mlflow_port)

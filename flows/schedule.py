@@ -18,15 +18,16 @@ from prefect.flows import EntrypointType
 from prefect.schedules import Cron, Schedule
 from prefect.settings import get_current_settings
 
-from flows import notifications, own_workspace
-from flows.engine.options import Options
+from flows.display.progress import roughly
+from flows.engine.run_options import Options
 from flows.engine.stage_processes import terminable
-from flows.prefect_server import how_to_reach, is_ours, prefect_server
-from flows.progress import roughly
-from flows.secrets import shown
-from flows.settings import answers
+from flows.environment.redaction import shown
+from flows.environment.settings import answers
+from flows.servers import notifications
+from flows.servers.prefect_server import how_to_reach, is_ours, prefect_server
 from flows.study import study
-from tasks.errors import EckartError
+from flows.workspace import deployment_owner
+from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def _serve_until_lost(
 ) -> bool:
     """Whether it was ended by a signal; else the server is lost."""
     try:
-        own_workspace.check_name(name)
+        deployment_owner.check_name(name)
         set_up()
         print(_words(name, due, address), flush=True)
         study.serve(
@@ -94,7 +95,7 @@ def _serve_until_lost(
             description="Brings the study of params.yaml up to date.",
             global_limit=_ONE_AT_A_TIME,  # whoever runs it
             limit=1,
-            tags=[own_workspace.tag()],
+            tags=[deployment_owner.tag()],
             triggers=[_something_new(name)],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,

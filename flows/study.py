@@ -22,14 +22,17 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import cluster, installation, live, open_runs, own_workspace, run_page, settings, silence, up_to_date
-from flows.engine import computed, stage_processes, stages, torch_questions
-from flows.engine.options import Options
+from flows.cluster import dask_runner
+from flows.display import prefect_artifacts, terminal
+from flows.display.progress import Progress, roughly
+from flows.engine import hang_detection, nothing_to_do, stage_processes, stage_results, stages, torch_questions
+from flows.engine.run_options import Options
 from flows.engine.stages import Outcome, Planned, StageChanged
-from flows.progress import Progress, roughly
-from flows.secrets import keep_out, shown
+from flows.environment import crashed_runs, settings
+from flows.environment.redaction import keep_out, shown
 from flows.tracking import database
-from tasks.errors import EckartError
+from flows.workspace import deployment_owner, installation
+from tasks.artifacts.errors import EckartError
 
 if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
@@ -69,11 +72,11 @@ def stage(
         log.warning("no output for %s: if the stage hangs, end the run; --timeout ends such a stage", roughly(seconds))
 
     def followed(command: str) -> Outcome | float:
-        with slots, mirror.following(planned), progress.running(planned.name), silence.noticed(tell) as noted:
+        with slots, mirror.following(planned), progress.running(planned.name), hang_detection.noticed(tell) as noted:
 
             def heard(line: str) -> None:
                 noted()
-                log.info(line, extra=None if progress.heard(planned.name, line) else live.QUIET)
+                log.info(line, extra=None if progress.heard(planned.name, line) else terminal.QUIET)
 
             return execute(planned, command, heard)
 
@@ -118,10 +121,10 @@ def study(
     """
     settings.apply()  # a deployment's run begins here
     try:
-        own_workspace.check()
+        deployment_owner.check()
         installation.refresh()
         stages.check_workspace()  # before anything is written
-        with open_runs.noted(str(flow_run.id)):
+        with crashed_runs.noted(str(flow_run.id)):
             damage = database.set_aside_damaged()
             outcomes = _run(Options.told(workers, timeout, task_runner))
             name, said = _promoted(outcomes) if promote else ("Completed", "")
@@ -130,7 +133,7 @@ def study(
             get_run_logger().exception("the study failed")
         name = _CHANGED if isinstance(error, StudyChanged) else "Failed"
         return Failed(name=name, message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
-    message = " ".join(filter(None, [f"{up_to_date.summary(outcomes).removesuffix('.')}.", said, damage]))
+    message = " ".join(filter(None, [f"{nothing_to_do.summary(outcomes).removesuffix('.')}.", said, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 
@@ -158,34 +161,34 @@ def _left(changed: str) -> str:
 
 def _changed_since(outcomes: Sequence[Outcome]) -> str:
     """Which data, parameters and code are not what the stages have read, in words."""
-    from flows import last_run  # a slow import
+    from flows.display import run_diff  # a slow import
 
-    before, now = (last_run.of("", read, complete=False) for read in (outcomes, stages.read_now()))
-    found = {kind: [name for name, _, _ in rows] for kind, rows in last_run.changes(before, now).items()}
+    before, now = (run_diff.of("", read, complete=False) for read in (outcomes, stages.read_now()))
+    found = {kind: [name for name, _, _ in rows] for kind, rows in run_diff.changes(before, now).items()}
     return " and ".join(
         f"{kind} ({', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''})" for kind, names in found.items()
     )
 
 
 def _run(options: Options) -> list[Outcome]:
-    from flows.registry import reference  # now that the settings hold: MLflow reads some as it is imported
+    from flows.registry import champion_data  # now that the settings hold: MLflow reads some as it is imported
     from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
-    reference.refresh(typed["study"].name, typed["promotion"].model)
-    planned = up_to_date.plan()
+    champion_data.refresh(typed["study"].name, typed["promotion"].model)
+    planned = nothing_to_do.plan()
     names = {"prefect.flow_run": str(flow_run.id), "prefect.flow_run_name": str(flow_run.name)}
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)
     finished: dict[str, Outcome] = {}
-    lines = run_page.LastLines()
+    lines = prefect_artifacts.LastLines()
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
-        progress = Progress(_in_order(planned), side_by_side, computed.seconds_before())
+        progress = Progress(_in_order(planned), side_by_side, stage_results.seconds_before())
         with (
             stage_processes.reaping(),
-            live.shown(progress),
+            terminal.shown(progress),
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             told = {"execute": lines.listening(execute), "slots": slots, "mirror": mirror, "progress": progress}
@@ -193,7 +196,7 @@ def _run(options: Options) -> list[Outcome]:
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
-        computed.write_seconds(finished.values())
+        stage_results.write_seconds(finished.values())
         causes = _causes(states)
         _tell_prefect(typed["study"].name, mirror, list(finished.values()) if complete else causes, lines, len(states))
     finally:
@@ -206,16 +209,16 @@ def _run(options: Options) -> list[Outcome]:
 
 
 def _tell_prefect(
-    study: str, mirror: "Mirror", found: list[Outcome] | dict[str, str], lines: run_page.LastLines, tasks: int
+    study: str, mirror: "Mirror", found: list[Outcome] | dict[str, str], lines: prefect_artifacts.LastLines, tasks: int
 ) -> None:
     """Show on the run's page what a complete study found, or the causes why it is not; and let the records arrive."""
     try:
         if isinstance(found, dict):
-            run_page.failure(study, found, lines)
+            prefect_artifacts.failure(study, found, lines)
             _tell_changes(study)
         else:
-            run_page.comparison(study, mirror)
-            run_page.changes(study, str(flow_run.name), found)
+            prefect_artifacts.comparison(study, mirror)
+            prefect_artifacts.changes(study, str(flow_run.name), found)
         _await_records(str(flow_run.id), tasks)
     except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
@@ -224,7 +227,7 @@ def _tell_prefect(
 def _tell_changes(study: str) -> None:
     """Since the last complete run, on the page of one that failed: whatever fails here does not hide why that did."""
     try:
-        run_page.changes(study, str(flow_run.name), None)
+        prefect_artifacts.changes(study, str(flow_run.name), None)
     except httpx.HTTPError:
         raise
     except Exception as error:  # a full disk, a file that is gone or cannot be read: DVC has an error for each
@@ -237,7 +240,7 @@ def _executor(
 ) -> Iterator[tuple[Execute, threading.Semaphore]]:
     """What runs the stages, and how many at a time; on Dask as many as it has workers for."""
     if options.task_runner == "dask" and any(not one.cached for one in planned):
-        with cluster.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
+        with dask_runner.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
         yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)

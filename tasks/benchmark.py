@@ -19,16 +19,16 @@ from scipy.stats import quantile_test
 from transformers import PreTrainedModel
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 from eckart.onnx import runner
-from tasks import params
-from tasks.candidate_files import FINETUNED, ONNX, ONNX_FILES
-from tasks.candidate_names import candidate_name
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.models import TEACHER, check_length, load, random_inputs
-from tasks.records import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times
-from tasks.stage import run, say
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import FINETUNED, ONNX, ONNX_FILES
+from tasks.artifacts.results_schema import BENCHMARKS, Benchmark, Benchmarks, Latencies, Latency, Runtime, Times
+from tasks.artifacts.task_spec import load_task
+from tasks.config import schema
+from tasks.models.model_io import TEACHER, check_length, load, random_inputs
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import run, say
 
 Forward = Callable[[Batch], Any]
 Way = tuple[str, Runtime]
@@ -42,10 +42,10 @@ _ROOM = 2e9  # bytes of candidates in memory at once, if they are more than one
 
 def benchmark() -> None:
     """Time dense and candidates in rounds in which each runs once, so that drift of the machine hits all alike."""
-    study, exported = params.section("study", params.Study), params.exported()
-    names = [candidate_name(recipe, keep) for recipe in study.recipes for keep in params.keeps()]
+    study, exported = schema.section("study", schema.Study), schema.exported()
+    names = [candidate_name(recipe, keep) for recipe in study.recipes for keep in schema.keeps()]
     dense, found = _load(TEACHER), dict[str, Benchmark]()
-    for _, tokens in params.section("benchmark", params.Benchmark).shapes:
+    for _, tokens in schema.section("benchmark", schema.Benchmark).shapes:
         check_length(dense, tokens, "benchmark.shapes")
     groups = {next((name for name in like if name in exported), like[0]): like for like in _alike(names)}
     for timed, latency in _all_latencies(dense, list(groups), exported):
@@ -99,7 +99,7 @@ def _bytes(name: str) -> int:
 
 def _latencies(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[str, Latencies]:
     """Of candidates and the dense model at each shape."""
-    settings = params.section("benchmark", params.Benchmark)
+    settings = schema.section("benchmark", schema.Benchmark)
     forwards: dict[Way, Forward] = {(_DENSE, "torch"): partial(in_torch, dense)}
     forwards |= {(name, "torch"): partial(in_torch, _load(FINETUNED / name)) for name in names}
     if shipped := [name for name in names if name in exported]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.checks.findings import FINDINGS, Findings
-from tasks.checks.page import page
-from tasks.checks.reference import changes, load_reference
-from tasks.checks.rows import of_cells, of_splits
-from tasks.dataset import Split, load_split, load_task
-from tasks.params import Check, section
-from tasks.stage import StageError, run, say
+from tasks.artifacts.task_spec import Split, load_split, load_task
+from tasks.config.schema import Check, section
+from tasks.data_checks.champion_data import changes, load_reference
+from tasks.data_checks.counts import of_cells, of_splits
+from tasks.data_checks.findings import FINDINGS, Findings
+from tasks.data_checks.page import page
+from tasks.runtime.stage_runner import StageError, run, say
 
 CHECKED = Path("data/checked.json")
 PAGE = Path("reports/check.html")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.candidate_files import CARDS
-from tasks.limits import CHOICE
+from tasks.artifacts.paths import CARDS
+from tasks.config.promotion_limits import CHOICE
 from tasks.report.card import card
 from tasks.report.conclusion import chosen, conclusion, teacher_warning
 from tasks.report.page import page
@@ -14,7 +14,7 @@ from tasks.report.plots import tradeoff_png
 from tasks.report.results import load_results
 from tasks.report.runtimes import runtimes_csv
 from tasks.report.table import to_csv, to_text
-from tasks.stage import output, run, say, warn
+from tasks.runtime.stage_runner import output, run, say, warn
 
 REPORTS = Path("reports")
 TABLE = REPORTS / "comparison.csv"

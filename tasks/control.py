@@ -6,11 +6,11 @@ What a candidate has over the dense model may be the recovery's alone; over the 
 from __future__ import annotations
 
 from eckart.recovery import Recovery
-from tasks.models import CONTROL, TEACHER
-from tasks.params import section
-from tasks.records import CONTROL_CURVE
-from tasks.recovering import recover
-from tasks.stage import run
+from tasks.artifacts.results_schema import CONTROL_CURVE
+from tasks.config.schema import section
+from tasks.models.model_io import CONTROL, TEACHER
+from tasks.runtime.stage_runner import run
+from tasks.training.recovery import recover
 
 
 def control() -> None:

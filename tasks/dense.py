@@ -3,16 +3,16 @@ contributed, reports/rows/dense.parquet."""
 
 from __future__ import annotations
 
-from tasks import heads, licence
-from tasks.bootstrap import interval, metric_of_all, resampled
-from tasks.dataset import load_split, load_task
-from tasks.kinds import kind_of
-from tasks.models import CONTROL, TEACHER, load, place, size
-from tasks.params import Model, section
-from tasks.records import DENSE_METRICS, DenseReport
-from tasks.scoring import all_scores, same_weights, write_rows
-from tasks.stage import run, say, warn
-from tasks.trivial import ANSWERS, TRIVIAL, warning
+from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
+from tasks.artifacts.task_spec import load_split, load_task
+from tasks.config.schema import Model, section
+from tasks.models import licence, task_head
+from tasks.models.model_io import CONTROL, TEACHER, load, place, size
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import run, say, warn
+from tasks.scoring.bootstrap import interval, metric_of_all, resampled
+from tasks.scoring.splits import all_scores, same_weights, write_rows
+from tasks.scoring.trivial_baseline import ANSWERS, TRIVIAL, warning
 
 
 def dense() -> None:
@@ -39,7 +39,7 @@ def dense() -> None:
         control=control,
         trivial=trivial,
         licence=licence.stated(TEACHER),
-        head=heads.noted(TEACHER),
+        head=task_head.noted(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
 

@@ -8,22 +8,22 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from eckart.alone import losses_alone
-from eckart.budget import allowance
-from eckart.layers import factorized, residual_rows
-from eckart.methods import Source
-from eckart.targets import Target
-from tasks.batches import batches, encoded
-from tasks.candidate_files import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision, source_model
-from tasks.candidate_names import candidate_name
-from tasks.dataset import load_task
-from tasks.importance_files import load_targets
-from tasks.kinds import kind_of, objective_of
-from tasks.models import DENSE, TEACHER, load, place, size
-from tasks.params import Evaluate, Model, section
-from tasks.records import Evaluation, TargetSize
-from tasks.scoring import Rows, all_scores, same_weights, score_on, write_rows
-from tasks.stage import StageError, run_candidate
+from eckart.factorization.single_target_ablation import losses_alone
+from eckart.model.layers import factorized, residual_rows
+from eckart.model.targets import Target
+from eckart.ranks.budget import allowance
+from eckart.recipe_parts import Source
+from tasks.artifacts.importance_files import load_targets
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import EVALUATIONS, FACTORIZED, FINETUNED, RANKS, SHAPED, load_decision, source_model
+from tasks.artifacts.results_schema import Evaluation, TargetSize
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Evaluate, Model, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import DENSE, TEACHER, load, place, size
+from tasks.nlp_tasks import kind_of, objective_of
+from tasks.runtime.stage_runner import StageError, run_candidate
+from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
 
 
 def evaluate(recipe: str, keep: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import eckart as eckart  # teaches transformers to load the candidate
-from tasks.candidate_files import FINETUNED
-from tasks.candidate_names import candidate_name
-from tasks.onnx_files import export_and_score
-from tasks.stage import run_candidate
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import FINETUNED
+from tasks.exporting.onnx import export_and_score
+from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:

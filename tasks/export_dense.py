@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
-from tasks.candidate_files import EXPORTS, ONNX, exported_name
-from tasks.models import TEACHER
-from tasks.onnx_files import export_and_score
-from tasks.params import Export, section
-from tasks.records import rows_file
-from tasks.stage import output, run
+from tasks.artifacts.paths import EXPORTS, ONNX, exported_name
+from tasks.artifacts.results_schema import rows_file
+from tasks.config.schema import Export, section
+from tasks.exporting.onnx import export_and_score
+from tasks.models.model_io import TEACHER
+from tasks.runtime.stage_runner import output, run
 
 
 def export_dense() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import datasets
 import pandas as pd
 
-from tasks.corpora import PACKAGED
-from tasks.dataset import SPLITS, Split, Task
-from tasks.labels import convert_labels
-from tasks.params import Columns, Data, section
-from tasks.splitting import split_rows, split_text
-from tasks.stage import StageError, output, run, say
+from tasks.artifacts.task_spec import SPLITS, Split, Task
+from tasks.config.schema import Columns, Data, section
+from tasks.data.label_encoding import convert_labels
+from tasks.data.packaged_datasets import PACKAGED
+from tasks.data.splitting import split_rows, split_text
+from tasks.runtime.stage_runner import StageError, output, run, say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}

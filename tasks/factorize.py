@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart import hub
-from eckart.evidence import Evidence, load_evidence
-from eckart.factorization import InOrder, factorize_at_once, factorize_in_order
-from eckart.layers import factorized
-from eckart.methods import Source
+from eckart.calibration.statistics import Statistics, load_statistics
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.weightings import Weighting
+from eckart.model import hf_format
+from eckart.model.layers import factorized
+from eckart.recipe_parts import Source
 from eckart.residual import Residual
-from eckart.weighting import Weighting
-from tasks.batches import batches, encoded
-from tasks.candidate_files import FACTORIZED, RANKS, SCORES, load_decision, source_model
-from tasks.candidate_names import candidate_name
-from tasks.dataset import load_task
-from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import kind_of
-from tasks.kinds.kind import TaskKind
-from tasks.models import DENSE, load, place
-from tasks.params import Importance, Model, section
-from tasks.stage import explained, output, run_candidate, say
+from tasks.artifacts.importance_files import IMPORTANCE, load_targets
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import FACTORIZED, RANKS, SCORES, load_decision, source_model
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Importance, Model, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import DENSE, load, place
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import TaskKind
+from tasks.runtime.stage_runner import explained, output, run_candidate, say
 
 
 def factorize(recipe: str, keep: str) -> None:
@@ -42,7 +42,7 @@ def factorize(recipe: str, keep: str) -> None:
         else:
             _at_once(model, recipe, name)
     with output(FACTORIZED / name) as folder:
-        hub.save(model, folder)
+        hf_format.save(model, folder)
         tokenizer.save_pretrained(folder)
     say(f"{len(factorized(model))} linear maps factorized, {model.num_parameters():,} parameters in all")
 
@@ -61,7 +61,7 @@ def _in_order(
         load_targets().targets,
         load_decision(name).ranks,
         section(f"recipes.{recipe}.weighting", Weighting),
-        _evidence(name),
+        _statistics(name),
         batches(data, kind.collate(tokenizer, model), size, place(model)),
         order,
     )
@@ -73,13 +73,13 @@ def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
         load_targets().targets,
         load_decision(name).ranks,
         section(f"recipes.{recipe}.weighting", Weighting),
-        _evidence(name),
+        _statistics(name),
         residual=section(f"recipes.{recipe}.residual", Residual | None) is not None,
     )
 
 
-def _evidence(name: str) -> Evidence:
-    return {**load_evidence(IMPORTANCE), **load_evidence(RANKS / name / SCORES)}
+def _statistics(name: str) -> Statistics:
+    return {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)}
 
 
 if __name__ == "__main__":

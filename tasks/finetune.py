@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from eckart.methods import Source, train_together
+from eckart.model.targets import Storage
+from eckart.recipe_parts import Source, train_together
 from eckart.recovery import Recovery
 from eckart.residual import Residual
-from eckart.targets import Storage
-from tasks.candidate_files import CURVES, FACTORIZED, FINETUNED, source_model
-from tasks.candidate_names import candidate_name
-from tasks.importance_files import load_targets
-from tasks.models import DENSE
-from tasks.params import section
-from tasks.recovering import recover
-from tasks.stage import run_candidate
+from tasks.artifacts.importance_files import load_targets
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, source_model
+from tasks.config.schema import section
+from tasks.models.model_io import DENSE
+from tasks.runtime.stage_runner import run_candidate
+from tasks.training.recovery import recover
 
 
 def finetune(recipe: str, keep: str) -> None:

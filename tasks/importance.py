@@ -1,4 +1,4 @@
-"""Importance: find the targets and gather the evidence, one pass for each group of layers → data/importance."""
+"""Importance: find the targets and gather the statistics, one pass for each group of layers → data/importance."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from eckart.calibration import few_tokens, padding_warning, underflow_warning
-from eckart.evidence import NO_GRADIENT, OF_GRADIENTS, collect, has_gradients, passes, save_evidence
-from eckart.losses import Batch, Loss
-from eckart.products import find_products
-from eckart.targets import Target, Targets, find_targets
-from tasks.batches import batches, encoded
-from tasks.dataset import load_task
-from tasks.importance_files import IMPORTANCE, TARGETS
-from tasks.kinds import evidence_loss, kind_of
-from tasks.models import TEACHER, load, place
-from tasks.params import Importance, Model, TargetPatterns, section
-from tasks.stage import explained, output, run, say, warn
+from eckart.calibration.losses import Batch, Loss
+from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, collect, has_gradients, passes, save_statistics
+from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
+from eckart.model.attention_products import find_products
+from eckart.model.targets import Target, Targets, find_targets
+from tasks.artifacts.importance_files import IMPORTANCE, TARGETS
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Importance, Model, TargetPatterns, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import TEACHER, load, place
+from tasks.nlp_tasks import calibration_loss, kind_of
+from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 Rows = Callable[[int, int], Iterator[Batch]]
 """So many calibration rows at most, in batches of that size, where the model is."""
 
 
 def importance() -> None:
-    """Write targets.json, with the reason why each other linear map is none, and the evidence, a file for each kind."""
+    """Write targets.json, with the reason why each other layer is none, and a file for each kind of statistic."""
     params, task = section("importance", Importance), load_task()
     kind = kind_of(task)
     model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
@@ -38,9 +38,9 @@ def importance() -> None:
     with explained(), output(IMPORTANCE) as folder:
         found = _find(model, next(rows(2, 2)))
         sampled = [target for target in found.targets if target.sampled]
-        loss = evidence_loss(task, params.labels)
+        loss = calibration_loss(task, params.labels)
         warn(padding_warning(model, rows(params.batch_size, params.batch_size)))
-        if {*params.evidence} & {*OF_GRADIENTS}:
+        if {*params.statistics} & {*OF_GRADIENTS}:
             warn(underflow_warning(model, next(rows(2, 2)), sampled, loss))
         _gather(model, sampled, loss, rows, len(data), folder)
         (folder / TARGETS.name).write_text(found.model_dump_json(indent=2))
@@ -58,28 +58,28 @@ def _find(model: PreTrainedModel, batch: Batch) -> Targets:
 
 
 def _gather(model: PreTrainedModel, targets: list[Target], loss: Loss, rows: Rows, count: int, folder: Path) -> None:
-    """Write the evidence of each pass before the next one begins.
+    """Write the statistics of each pass before the next one begins.
 
     Raises:
-        ValueError: no target has a gradient, and some evidence is of these; or as `collect` says.
+        ValueError: no target has a gradient, and some statistics are of these; or as `collect` says.
     """
     params = section("importance", Importance)
     todo, moved = passes(targets, params.layers_at_once), False
     for number, each in enumerate(todo, 1):
-        evidence = collect(
+        statistics = collect(
             model,
             _progress(rows(count, params.batch_size), count, f"{number}/{len(todo)}"),
             each.targets,
-            params.evidence,
+            params.statistics,
             loss,
             then=each.then,
             offload_activations=params.offload_activations,
         )
-        moved |= has_gradients(evidence)
-        warn(few_tokens(each.targets, evidence, count))
-        save_evidence(evidence, folder, part=number if len(todo) > 1 else None)
-        del evidence  # before the next pass
-    if todo and {*params.evidence} & {*OF_GRADIENTS} and not moved:
+        moved |= has_gradients(statistics)
+        warn(few_tokens(each.targets, statistics, count))
+        save_statistics(statistics, folder, part=number if len(todo) > 1 else None)
+        del statistics  # before the next pass
+    if todo and {*params.statistics} & {*OF_GRADIENTS} and not moved:
         raise ValueError(NO_GRADIENT)
 
 
@@ -88,7 +88,7 @@ def _progress(every: Iterator[Batch], rows: int, number: str) -> Iterator[Batch]
     for batch in every:
         yield batch
         done += len(next(iter(batch.values())))
-        say(f"evidence from {done}/{rows} rows, pass {number}")
+        say(f"statistics from {done}/{rows} rows, pass {number}")
 
 
 if __name__ == "__main__":

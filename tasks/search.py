@@ -16,31 +16,31 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from eckart import hub
-from eckart.budget import NoRank, Rank, allowance, stored, total
-from eckart.evidence import load_evidence, save_evidence
-from eckart.losses import Batch, Loss
-from eckart.methods import Source, train_together
-from eckart.optimization import Optimization
+from eckart.calibration.losses import Batch, Loss
+from eckart.calibration.statistics import load_statistics, save_statistics
+from eckart.factorization.weightings import Weighting
+from eckart.model import hf_format
+from eckart.model.targets import Storage
 from eckart.ranks import RankSearch
+from eckart.ranks.budget import NoRank, Rank, allowance, stored, total
 from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.shaping.outcome import average_rank, empty_rows, share_left
-from eckart.targets import Storage
-from eckart.training_rules import Rule
-from eckart.weighting import Weighting
-from tasks.batches import batches, encoded
-from tasks.candidate_files import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
-from tasks.candidate_names import candidate_name
-from tasks.dataset import load_task
-from tasks.importance_files import IMPORTANCE, load_targets
-from tasks.kinds import kind_of, objective_of
-from tasks.kinds.kind import Collate
-from tasks.models import DENSE, load
-from tasks.params import Importance, Labels, Seed, Trainer, section
-from tasks.stage import StageError, explained, leads, output, run_candidate, say
-from tasks.training import train
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule
+from tasks.artifacts.importance_files import IMPORTANCE, load_targets
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Importance, Labels, Seed, Trainer, section
+from tasks.data.loading import batches, encoded
+from tasks.models.model_io import DENSE, load
+from tasks.nlp_tasks import kind_of, objective_of
+from tasks.nlp_tasks.nlp_task import Collate
+from tasks.runtime.stage_runner import StageError, explained, leads, output, run_candidate, say
+from tasks.training.loop import train
 
 
 def search(recipe: str, keep: str) -> None:
@@ -62,7 +62,7 @@ def search(recipe: str, keep: str) -> None:
         seed=seed,
         objective=objective,
         weighting=section(f"{part}.weighting", Weighting),
-        evidence=load_evidence(IMPORTANCE),
+        statistics=load_statistics(IMPORTANCE),
         train=training,
         calibration=partial(_calibration, model, tokenizer, collate),
     )
@@ -88,7 +88,7 @@ def search(recipe: str, keep: str) -> None:
         )
         _check_and_say(decision, problem)
         if shaping or found.changed:
-            hub.save(model, folder / SHAPED)
+            hf_format.save(model, folder / SHAPED)
             tokenizer.save_pretrained(folder / SHAPED)
         (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
 
@@ -145,10 +145,10 @@ def _calibration(
 
 
 def _shape(problem: SearchProblem, shaping: Shaping, keep: float, folder: Path) -> SearchProblem:
-    """Shape the model for the whole `keep`, sparse rows included; the scores that this gives join the evidence."""
+    """Shape the model for the whole `keep`, sparse rows included; the scores that this gives join the statistics."""
     scores = shaping.shape(replace(problem, keep=keep))
-    save_evidence(scores, folder / SCORES)
-    return replace(problem, evidence={**problem.evidence, **scores})
+    save_statistics(scores, folder / SCORES)
+    return replace(problem, statistics={**problem.statistics, **scores})
 
 
 def _find(problem: SearchProblem, method: RankSearch, beside_rows: bool) -> Found:

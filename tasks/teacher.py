@@ -9,17 +9,17 @@ import math
 
 from transformers import set_seed
 
-from tasks import heads, licence
-from tasks.base_model import load_base
-from tasks.batches import encoded
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
-from tasks.kinds.kind import loss_of_training
-from tasks.models import TEACHER, UNTAUGHT, check_length
-from tasks.params import Model, Seed, Trainer, Training, section
-from tasks.records import TEACHER_CURVE
-from tasks.stage import StageError, output, run, say
-from tasks.training import train
+from tasks.artifacts.results_schema import TEACHER_CURVE
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Model, Seed, Trainer, Training, section
+from tasks.data.loading import encoded
+from tasks.models import licence, task_head
+from tasks.models.base_model import load_base
+from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import loss_of_training
+from tasks.runtime.stage_runner import StageError, output, run, say
+from tasks.training.loop import train
 
 
 def teacher() -> None:
@@ -58,7 +58,7 @@ def teacher() -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         licence.write(folder, terms)
-        heads.note(folder, said)
+        task_head.note(folder, said)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-import eckart.lstm  # and teaches transformers the format
-from eckart.losses import Batch, mean_loss_times_batch, token_loss
+import eckart.model.lstm  # and teaches transformers the format
+from eckart.calibration.losses import Batch, mean_loss_times_batch, token_loss
 from tests import tiny
 
 Kind = Literal["classification", "causal", "seq2seq", "images"]
@@ -181,8 +181,8 @@ FAMILIES = {
     "lstm": Family(
         "causal",
         lambda: tiny.drawn(
-            eckart.lstm.LSTMForCausalLM,
-            eckart.lstm.LSTMConfig(
+            eckart.model.lstm.LSTMForCausalLM,
+            eckart.model.lstm.LSTMConfig(
                 vocab_size=tiny.VOCABULARY, embedding_size=12, hidden_size=16, pad_token_id=tiny.PAD
             ),
         ),

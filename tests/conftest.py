@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import flows.settings
-from tasks.cores import cores
+import flows.environment.settings
+from tasks.runtime.hardware import cores
 
 if "DVC_SITE_CACHE_DIR" not in os.environ:  # of all processes of one run
     os.environ["DVC_SITE_CACHE_DIR"] = tempfile.mkdtemp(prefix="eckart-tests-")
     multiprocessing.util.Finalize(None, shutil.rmtree, (os.environ["DVC_SITE_CACHE_DIR"], True), exitpriority=-300)
-flows.settings.apply()  # before a test imports prefect, mlflow or dvc
+flows.environment.settings.apply()  # before a test imports prefect, mlflow or dvc
 torch.set_num_threads(1)
 settings.register_profile(
     "laws", deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoModelForSequenceClassification
 
 import eckart
-from eckart.layers import factorized
+from eckart.model.layers import factorized
 from tests import tiny
 from tests.workspace import REPOSITORY, reviews, write_base
 

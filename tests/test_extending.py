@@ -22,7 +22,7 @@ FEW = {"steps": 3, "batch_size": 8}
 RUN = f"""
 from pathlib import Path
 import eckart
-from tasks.check_params import check
+from tasks.config.validation import check
 from tests.workspace import run_stage
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
@@ -65,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = {name: recipe["recovery"][name] for name in ("learning_rate", "warmup", "weight_decay")}
     trained = {**recipe, "ranks": {"kind": "pull", **optimizer, **FEW}}
     tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes={"energy": recipe, "pull": trained})
-    python(root, "-m", "tasks.dependencies")
+    python(root, "-m", "tasks.runtime.code_dependencies")
     python(root, "-c", RUN)
     return root
 

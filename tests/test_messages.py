@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from eckart.budget import allowance, ranked_allowance
-from eckart.evidence import collect
+from eckart.calibration.statistics import collect
+from eckart.factorization.weightings import Inputs, weigh
+from eckart.model.targets import Target
+from eckart.ranks.budget import allowance, ranked_allowance
 from eckart.recovery.distillation import hidden_error, logits_error
-from eckart.targets import Target
-from eckart.weighting import Inputs, weigh
-from tasks.check_params import mistakes
-from tasks.errors import EckartError
-from tasks.models import check_length
-from tasks.packages import member
-from tasks.params import read
-from tasks.study_file import load
+from tasks.artifacts.errors import EckartError
+from tasks.config.schema import read
+from tasks.config.validation import mistakes
+from tasks.data.pypi_archives import member
+from tasks.models.model_io import check_length
+from tasks.multi_seed.study_file import load
 from tests import tiny
-from tests.test_evidence import MAP as ONE
-from tests.test_evidence import TWO, Reshaped
+from tests.eckart.calibration.test_statistics import MAP as ONE
+from tests.eckart.calibration.test_statistics import TWO, Reshaped
 from tests.workspace import merged, tiny_params
 
 MAP = Target(name="map", out_features=4, in_features=4, input_of="map")
@@ -38,7 +38,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "write a number above 0 and up to 1": lambda: allowance([MAP], 1.5),
     "raise keep or exclude targets": lambda: ranked_allowance([MAP], 0.01),
     "raise data.sizes.calibration": lambda: collect(MODEL, [], []),
-    "add it to importance.evidence": lambda: weigh(Inputs(kind="inputs"), MAP, {}),
+    "add it to importance.statistics": lambda: weigh(Inputs(kind="inputs"), MAP, {}),
     "exclude this target": lambda: collect(Reshaped(lambda x: x[:, 1:].flatten(0, 1)[1:]), [{"x": TWO}], [ONE]),
     "set distillation.layers to 0": lambda: hidden_error([STATE], [STATE], torch.ones(1, 4)),
     "set distillation.logits to 0": lambda: logits_error(STATE[0], STATE[0, :, :1], None),

@@ -24,18 +24,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
-from eckart.training_rules import Rule
-from flows import secrets
+from eckart.training.rules import Rule
 from flows.cli import app
+from flows.environment import redaction
 from flows.tracking.mirror import Mirror
-from tasks import check_params
-from tasks.base_model import load_base
-from tasks.checkpoints import CHECKPOINTS, SECONDS
+from tasks.config import validation
+from tasks.config.schema import Data, Model, ParamsError
 from tasks.extract import load as load_data
-from tasks.models import load
-from tasks.params import Data, Model, ParamsError
-from tasks.stage import StageError
-from tasks.training import train
+from tasks.models.base_model import load_base
+from tasks.models.model_io import load
+from tasks.runtime.stage_runner import StageError
+from tasks.training.checkpoints import CHECKPOINTS, SECONDS
+from tasks.training.loop import train
 from tests.workspace import (
     BASE,
     REPOSITORY,
@@ -258,8 +258,8 @@ class TestSecrets:
     def test_shown(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
         monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
-        assert secrets.shown(text).startswith(expected)
-        assert secrets.shown(secrets.shown(text)) == secrets.shown(text)
+        assert redaction.shown(text).startswith(expected)
+        assert redaction.shown(redaction.shown(text)) == redaction.shown(text)
 
     def test_no_last_words_of_a_command_hold_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", SECRET)
@@ -294,7 +294,7 @@ class TestSecrets:
         monkeypatch.chdir(tmp_path)
         write_params(tmp_path, tiny_params(**{section: {key: f"https://user:{SECRET}@example.org/rows.csv"}}))
         with pytest.raises(ParamsError) as caught:
-            check_params.check()
+            validation.check()
         (line,) = str(caught.value).splitlines()[1:]
         assert line.strip().startswith(f"{section}.{key}: ")
         assert SECRET not in line

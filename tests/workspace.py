@@ -27,9 +27,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tasks.dataset import Task
-from tasks.kinds.kind import Collate
-from tasks.metrics import MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName, TaskKindName
+from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks.nlp_task import Collate
 
 REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"

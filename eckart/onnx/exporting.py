@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 from eckart.onnx.int8 import quantize
 from eckart.onnx.running import (
     KEPT,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 from eckart.onnx.running import explained, quiet, save_graph, weights_of
 from eckart.onnx.smoothing import smooth
 

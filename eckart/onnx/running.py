@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 
 if TYPE_CHECKING:
     import onnx_ir as ir

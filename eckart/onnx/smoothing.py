@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from eckart.losses import Batch
+from eckart.calibration.losses import Batch
 from eckart.onnx.running import runner, save_graph
 
 if TYPE_CHECKING:

@@ -33,15 +33,15 @@ from torch.nn.functional import gelu
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
-from eckart.layers import LowRankLinear, factorize_target, replace, set_weight
-from eckart.losses import Batch
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.optimization import Optimization
+from eckart.calibration.losses import Batch
+from eckart.factorization.weighted_svd import Decomposition
+from eckart.model.layers import LowRankLinear, factorize_target, replace, set_weight
+from eckart.model.targets import Target
+from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import KEPT, Found, SearchProblem
-from eckart.svd import Decomposition
-from eckart.targets import Target
-from eckart.training_rules import Rule, module_state
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule, module_state
 
 _NOISE = "generator"  # the key of its state
 

@@ -9,17 +9,17 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from eckart.budget import Ranks
-from eckart.decomposition import decompose_target
-from eckart.evidence import Evidence
-from eckart.losses import Batch
-from eckart.methods import Method
-from eckart.optimization import Optimization
-from eckart.problem import Problem
-from eckart.svd import Decomposition, decompose, spectrum
-from eckart.targets import Product, Target, weight_of
-from eckart.training_rules import Rule
-from eckart.weighting import ErrorNorm, Weighting, weigh
+from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import Statistics
+from eckart.factorization.decomposition import decompose_target
+from eckart.factorization.weighted_svd import Decomposition, decompose, spectrum
+from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.model.targets import Product, Target, weight_of
+from eckart.ranks.budget import Ranks
+from eckart.recipe_parts import Method
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.problem import Problem
+from eckart.training.rules import Rule
 
 T = TypeVar("T")
 Spectra = Mapping[str, Tensor]
@@ -45,13 +45,13 @@ class SearchProblem(Problem):
 
     Attributes:
         weighting: the recipe's.
-        evidence: what `weighting` reads, of the dense model.
+        statistics: what `weighting` reads, of the dense model.
         train: the training loop, for searches that train.
         calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
     """
 
     weighting: Weighting
-    evidence: Evidence
+    statistics: Statistics
     train: Train
     calibration: Callable[[int], Sequence[Batch]]
 
@@ -59,7 +59,7 @@ class SearchProblem(Problem):
         """Of the weights as they are.
 
         Raises:
-            ValueError: a weight or its evidence is not fit; the message names the target.
+            ValueError: a weight or its statistics are not fit; the message names the target.
         """
         return {target.name: self._spectrum(target) for target in self.targets}
 
@@ -73,13 +73,13 @@ class SearchProblem(Problem):
 
     def _spectrum(self, target: Target) -> Tensor:
         if isinstance(target, Product):
-            return decompose_target(self.model, target, self.weighting, self.evidence).spectrum
+            return decompose_target(self.model, target, self.weighting, self.statistics).spectrum
         return self._of(spectrum, target)
 
     def _of(self, what: Callable[[Tensor, ErrorNorm], T], target: Target) -> T:
         try:
             weight = weight_of(self.model.get_submodule(target.name))
-            return what(weight, weigh(self.weighting, target, self.evidence))
+            return what(weight, weigh(self.weighting, target, self.statistics))
         except ValueError as error:
             raise ValueError(f"{target.name}: {error}") from error
 

@@ -34,14 +34,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.budget import Ranks, cost, rank_or_dense, ranked_allowance
-from eckart.layers import LowRankLinear, factorize_target, merge
-from eckart.losses import Batch
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.optimization import Optimization
+from eckart.calibration.losses import Batch
+from eckart.model.layers import LowRankLinear, factorize_target, merge
+from eckart.model.targets import Target, weight_of
+from eckart.ranks.budget import Ranks, cost, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import KEPT, Found, SearchProblem
-from eckart.targets import Target, weight_of
-from eckart.training_rules import Rule, module_state
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule, module_state
 
 _HALVINGS = 40  # of the last step: to well below the rounding of float32
 _DONE = "done"  # the key of its state
@@ -71,7 +71,7 @@ class Threshold(Optimization, Method):
         return True
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        if recipe.weighting.evidence or recipe.weighting.reads_shaping:
+        if recipe.weighting.statistics or recipe.weighting.reads_shaping:
             yield "weighting", "threshold cuts the singular values of W itself, so a weighting has no say; write none"
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"

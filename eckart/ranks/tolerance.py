@@ -3,8 +3,8 @@
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.3, algorithm 2 and appendices B and H.
 
 The allowed relative increase r of the loss is shared out by time, 1 + R_i = (1 + r)^(E_i / Σ E), so that
-Π (1 + R_i) = 1 + r. Targets are settled in order of execution: each is decomposed under the evidence of the model as it
-is by then, and takes the smallest rank of its grid with::
+Π (1 + R_i) = 1 + r. Targets are settled in order of execution: each is decomposed under the statistics of the model as
+it is by then, and takes the smallest rank of its grid with::
 
     loss < L · Π_{j ≤ i} (1 + R_j),
 
@@ -30,16 +30,16 @@ from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.budget import Rank, Ranks, allowance, largest_rank, total
-from eckart.decomposition import approximate_product, decompose_target
-from eckart.evidence import Evidence, collect
-from eckart.layers import set_weight
-from eckart.losses import Batch, Loss, mean_loss_times_batch
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.modes import eval_mode
+from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
+from eckart.calibration.statistics import Statistics, collect
+from eckart.factorization.decomposition import approximate_product, decompose_target
+from eckart.factorization.weightings import Weighting
+from eckart.model.layers import set_weight
+from eckart.model.module_context import eval_mode
+from eckart.model.targets import Product, Target
+from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import Found, SearchProblem
-from eckart.targets import Product, Target
-from eckart.weighting import Weighting
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 _WALKS = 8  # over the model, to find the increase that meets keep
 _SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
@@ -80,7 +80,7 @@ class Tolerance(Method):
             kind = recipe.weighting.kind
             yield (
                 "weighting",
-                f"tolerance gathers evidence anew on its way, and {kind} has none to gather; write another",
+                f"tolerance gathers statistics anew on its way, and {kind} has none to gather; write another",
             )
 
     def search(self, problem: SearchProblem) -> Found:
@@ -92,7 +92,7 @@ class Tolerance(Method):
             problem.calibration(self.rows),
             problem.weighting,
             loss=problem.objective.loss,
-            evidence_loss=problem.objective.evidence_loss,
+            calibration_loss=problem.objective.calibration_loss,
         )
         return Found(ranks, changed=True)
 
@@ -106,7 +106,7 @@ def tolerated_ranks(
     weighting: Weighting,
     seconds: Mapping[str, float] | None = None,
     loss: Loss = mean_loss_times_batch,
-    evidence_loss: Loss | None = None,
+    calibration_loss: Loss | None = None,
 ) -> Ranks:
     """Ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
 
@@ -117,11 +117,11 @@ def tolerated_ranks(
 
     Args:
         targets: in order of execution, as `find_targets` gives them.
-        batches: model inputs with labels, each tensor `(batch, …)`; both evidence and loss are of these.
+        batches: model inputs with labels, each tensor `(batch, …)`; both statistics and loss are of these.
         seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
             are measured anew can differ between two runs.
         loss: sum over samples of each sample's loss.
-        evidence_loss: whose gradients are evidence; by default `loss`.
+        calibration_loss: whose gradients are statistics; by default `loss`.
 
     Raises:
         ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
@@ -141,7 +141,7 @@ def tolerated_ranks(
             weighting,
             _times(model, targets, settings, batches, seconds),
             loss,
-            evidence_loss or loss,
+            calibration_loss or loss,
         )
         try:
             if settings.increase is None:
@@ -235,11 +235,11 @@ class _Walks:
         weighting: Weighting,
         times: Mapping[str, float],
         loss: Loss,
-        evidence_loss: Loss,
+        calibration_loss: Loss,
     ) -> None:
         self.model = model
         self.of_samples = loss
-        self.evidence_loss = evidence_loss
+        self.calibration_loss = calibration_loss
         self.targets = tuple(targets)
         self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
         self.dense = self._weights()
@@ -247,7 +247,7 @@ class _Walks:
         self.batches = batches
         self.weighting = weighting
         self.times = {name: times[name] for name in _names(targets)}
-        self.gathered: tuple[str, Evidence] | None = None
+        self.gathered: tuple[str, Statistics] | None = None
         self.loss = self._loss()
         if not (math.isfinite(self.loss) and self.loss > 0):
             raise ValueError(
@@ -311,7 +311,7 @@ class _Walks:
         grid = self.grids[target.name]
         if not grid:
             return None
-        decomposition = decompose_target(self.model, target, self.weighting, self._evidence(target))
+        decomposition = decompose_target(self.model, target, self.weighting, self._statistics(target))
         for rank in grid:
             self._approximate(target, *decomposition.truncate(rank))
             loss = self._loss()
@@ -327,13 +327,13 @@ class _Walks:
         else:
             set_weight(self.model.get_submodule(target.name), left @ right)
 
-    def _evidence(self, target: Target) -> Evidence:
-        """The evidence of `target` on the model as it is (section 3.3).
+    def _statistics(self, target: Target) -> Statistics:
+        """The statistics of `target` on the model as it is (section 3.3).
 
         Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads, unless
         it runs again. Gradients are gathered anew for each.
         """
-        kinds = self.weighting.evidence
+        kinds = self.weighting.statistics
         if not kinds:
             return {}
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
@@ -341,7 +341,7 @@ class _Walks:
             return self.gathered[1]
         names = {name for each in target.maps for name in (each.name, each.input_of)}
         wanted = [each for some in self.targets for each in some.maps if each.name in names]
-        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.evidence_loss)
+        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.calibration_loss)
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:

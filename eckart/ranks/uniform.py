@@ -10,9 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
-from eckart.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
+from eckart.model.targets import Target
+from eckart.ranks.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra
-from eckart.targets import Target
 
 
 class Uniform(ByFormula):

@@ -30,9 +30,9 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from eckart.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
+from eckart.model.targets import Target
+from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra
-from eckart.targets import Target
 
 
 class Waterfill(ByFormula):

@@ -20,9 +20,9 @@ from torch.nn.functional import mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.losses import Batch, Predictions, logits_error, logits_of
+from eckart.calibration.losses import Batch, Predictions, logits_error, logits_of
 from eckart.recovery.recovery_problem import RecoveryProblem
-from eckart.training_rules import Rule
+from eckart.training.rules import Rule
 
 _STATES = {
     "hidden_states": ("attention_mask",),

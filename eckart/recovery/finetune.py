@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from eckart.methods import Method
-from eckart.optimization import Optimization
+from eckart.recipe_parts import Method
 from eckart.recovery.distillation import Distillation
 from eckart.recovery.recovery_problem import RecoveryProblem
-from eckart.training_rules import Rule
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule
 
 
 class Finetune(Optimization, Method):

@@ -16,15 +16,15 @@ from torch.nn.functional import log_softmax, mse_loss
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from eckart import schedules
-from eckart.layers import LowRankLinear, factorized, replace
-from eckart.losses import Batch, Loss, Predictions, logits_of, mean_loss
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.optimization import Optimization
+from eckart.calibration.losses import Batch, Loss, Predictions, logits_of, mean_loss
+from eckart.model.layers import LowRankLinear, factorized, replace
+from eckart.model.targets import weight_of
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.recovery.distillation import Distillation
 from eckart.recovery.recovery_problem import RecoveryProblem
-from eckart.targets import weight_of
-from eckart.training_rules import Rule
+from eckart.training import schedules
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule
 
 
 class MixedRank(Optimization, Method):

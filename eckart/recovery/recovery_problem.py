@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from eckart.problem import Problem
+from eckart.training.problem import Problem
 
 
 @dataclass(frozen=True)

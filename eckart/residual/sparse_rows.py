@@ -20,12 +20,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eckart.budget import allowance
-from eckart.layers import LowRankLinear, factorized, low_rank_layers, merge
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.problem import Problem
-from eckart.schedules import cubic, exceeding, steps_in
-from eckart.training_rules import Rule
+from eckart.model.layers import LowRankLinear, factorized, low_rank_layers, merge
+from eckart.ranks.budget import allowance
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.training.problem import Problem
+from eckart.training.rules import Rule
+from eckart.training.schedules import cubic, exceeding, steps_in
 
 _MEAN = ".mean"  # of a target in a rule's state
 

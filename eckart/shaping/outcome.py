@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from eckart.targets import Target, weight_of
+from eckart.model.targets import Target, weight_of
 
 
 def share_left(modules: Iterable[nn.Module]) -> float:

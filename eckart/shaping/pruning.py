@@ -18,14 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from eckart.evidence import Evidence
-from eckart.methods import Contradiction, Method, RecipeParts
-from eckart.optimization import Optimization
+from eckart.calibration.statistics import Statistics
+from eckart.model.targets import Target, weight_of
 from eckart.ranks.search_problem import SearchProblem
-from eckart.schedules import cubic, exceeding, steps_in
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.shaping.outcome import share_left
-from eckart.targets import Target, weight_of
-from eckart.training_rules import Rule
+from eckart.training.optimizer_settings import Optimization
+from eckart.training.rules import Rule
+from eckart.training.schedules import cubic, exceeding, steps_in
 
 _FLOOR = 0.01  # least score of a row, relative to the mean row
 
@@ -53,11 +53,11 @@ class Pruning(Optimization, Method):
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         yield from exceeding("shaping", self.start, self.end)
 
-    def shape(self, problem: SearchProblem) -> Evidence:
+    def shape(self, problem: SearchProblem) -> Statistics:
         """Prune the model; returns the scores."""
         rule = WeightPruning(problem.model, problem.targets, self, self.share_at(problem.keep))
         problem.train(self, rule)
-        return rule.evidence()
+        return rule.statistics()
 
     def share_at(self, keep: float) -> float:
         """The share of the weights that is left where the factors are to have `keep` of the parameters."""
@@ -124,7 +124,7 @@ class WeightPruning(Rule):
             if dropped := weight.numel() - round(share * weight.numel()):
                 weight.masked_fill_(_lowest(self._score(name), dropped), 0)
 
-    def evidence(self) -> Evidence:
+    def statistics(self) -> Statistics:
         """Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2), as kind `movement` under `TARGET.output`: `(out,)`, sum 1.
 
         S can be negative and a row empty, where the paper says nothing. Only weights that are left count, and of them

@@ -26,9 +26,9 @@ from dvc.rwlock import rwlock
 from voluptuous import Invalid
 
 from flows.engine import site_cache, stage_processes
+from flows.engine.dvc_repo import WholeRepo
 from flows.engine.stage_processes import CommandFailed
-from flows.engine.whole_repo import WholeRepo
-from tasks.errors import EckartError
+from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from flows.engine import forked_stage, leftovers, supervisor
-from flows.secrets import shown
-from tasks.errors import EckartError
+from flows.engine import forked_stage, orphaned_processes, supervisor
+from flows.environment.redaction import shown
+from tasks.artifacts.errors import EckartError
 
 # Slow imports only, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
@@ -92,7 +92,7 @@ def run(
             code = exit_code()
             timer.cancel()
             if code and "DVC_STAGE" in env:  # its supervisor may have been killed
-                leftovers.kill(root, env["DVC_STAGE"])
+                orphaned_processes.kill(root, env["DVC_STAGE"])
             while lines.is_alive() and lines.goes_on():
                 lines.join(_PATIENCE)
         finally:

@@ -2,7 +2,7 @@
 
 DVC decides what is stale. This room and reproduce.py alone touch DVC's internals (here Stage.changed/remove_outs/save/
 commit, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
-it must be the workspace's root. tests/flows/test_engine.py compares the engine with the `dvc` command line.
+it must be the workspace's root. tests/flows/engine/test_stages.py compares the engine with the `dvc` command line.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dvc.stage.serialize import to_single_stage_lockfile
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.meta import Meta
 
-from flows.engine import cached_objects, computed, leftovers, lock_file, locks, stage_processes
-from flows.engine.computed import Computed
+from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
 from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
-from tasks.candidate_names import candidate_of, recipe_and_keep
-from tasks.errors import EckartError
+from flows.engine.stage_results import Computed
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import candidate_of, recipe_and_keep
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
     if planned.cached:
         return planned.cached
     with repository() as repo, locks.of_paths(repo, planned.reads, planned.writes):
-        leftovers.refuse(Path(repo.root_dir), planned.name)
+        orphaned_processes.refuse(Path(repo.root_dir), planned.name)
         with bookkeeping(repo):
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
@@ -184,7 +184,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = done.seconds if isinstance(done, Outcome) else done
-                computed.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
+                stage_results.keep(_cache(stage), _computation(stage, definition), Computed(seconds, outs))
             here = _outcome(stage, status, definition)
     if not isinstance(done, Outcome):
         return here
@@ -231,7 +231,7 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 def _take(stage: PipelineStage, definition: str) -> bool:
     """Take the result of the same computation under another recipe's name, if the cache still has it."""
-    found = computed.known(_cache(stage), _computation(stage, definition))
+    found = stage_results.known(_cache(stage), _computation(stage, definition))
     if not found or len(found.outs) != len(stage.outs):
         return False
     for out, (digest, meta) in zip(stage.outs, found.outs, strict=True):
@@ -358,7 +358,7 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    found = computed.known(_cache(stage), _computation(stage, definition))
+    found = stage_results.known(_cache(stage), _computation(stage, definition))
     return Outcome(stage.name, status, found.seconds if found else None, key, deps, params, _digests(entry))
 
 

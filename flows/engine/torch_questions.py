@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.engine import stage_processes
-from tasks import check_params, params
+from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
@@ -15,19 +15,19 @@ def checked_params() -> dict[str, Any]:
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
     """
-    if not check_params.found_good(params.read()):
+    if not validation.found_good(schema.read()):
         said: list[str] = []
         try:
-            _ask("python -m tasks.check_params", said)
+            _ask("python -m tasks.config.validation", said)
         except stage_processes.CommandFailed as failure:
-            raise params.ParamsError("\n".join(said) or str(failure)) from None
-    return check_params.check()
+            raise schema.ParamsError("\n".join(said) or str(failure)) from None
+    return validation.check()
 
 
 def gpus() -> int:
     """How many GPUs stages find here."""
     said: list[str] = []
-    _ask("python -m tasks.gpus", said)
+    _ask("python -m tasks.runtime.gpu_count", said)
     return int(said[-1])
 
 

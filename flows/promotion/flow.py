@@ -17,23 +17,25 @@ from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from flows import open_runs, own_workspace, run_page, settings, up_to_date
-from flows.engine import stages
+from flows.display import prefect_artifacts
+from flows.engine import nothing_to_do, stages
 from flows.engine.stages import Outcome
+from flows.environment import crashed_runs, settings
+from flows.environment.redaction import shown
 from flows.promotion import gates
 from flows.promotion.gates import Champion, Recorded, Refused, Terms
-from flows.registry import package, versions
-from flows.registry.ask import SmokeFailed, ask
+from flows.registry import model_package, versions
+from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import Registry, clock
-from flows.secrets import shown
 from flows.tracking import mirror
-from tasks import check_params
-from tasks.candidate_files import FINETUNED, ONNX
-from tasks.candidate_names import candidate_of, stage_name
-from tasks.dataset import load_split, load_task
-from tasks.errors import EckartError
-from tasks.kinds.kind import Answers
-from tasks.limits import Gate
+from flows.workspace import deployment_owner
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import candidate_of, stage_name
+from tasks.artifacts.paths import FINETUNED, ONNX
+from tasks.artifacts.task_spec import load_split, load_task
+from tasks.config import validation
+from tasks.config.promotion_limits import Gate
+from tasks.nlp_tasks.nlp_task import Answers
 from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
@@ -66,9 +68,9 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
     """
     settings.apply()  # a deployment's run begins here
     try:
-        own_workspace.check()
+        deployment_owner.check()
         stages.check_workspace()
-        with open_runs.noted(str(flow_run.id)):
+        with crashed_runs.noted(str(flow_run.id)):
             conclusion = _promoted(_terms(), again, first, candidate)
     except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
@@ -86,7 +88,7 @@ def rollback() -> str:
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
-    with versions.connected(check_params.typed_section("promotion").model) as models:
+    with versions.connected(validation.typed_section("promotion").model) as models:
         models.settle()
         before, after = models.roll_back()
     return (
@@ -96,7 +98,7 @@ def rollback() -> str:
 
 
 def _terms() -> Terms:
-    typed = check_params.check()
+    typed = validation.check()
     return Terms(
         study=typed["study"].name,
         metric=typed["data"].metric,
@@ -120,7 +122,7 @@ def _promoted(terms: Terms, again: bool, first: bool, name: str | None) -> Concl
 def _show(terms: Terms, decision: str, found: Sequence[Gate]) -> None:
     try:
         if found:
-            run_page.gates(terms.wanted.model, decision, found)
+            prefect_artifacts.gates(terms.wanted.model, decision, found)
     except httpx.HTTPError as error:  # the registry has them, too
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
@@ -170,14 +172,15 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 
 
 def choose(name: str | None = None) -> Recorded:
-    """The candidate of that name, or the one that the report names: `tasks.limits.choose` has chosen it.
+    """The candidate of that name, or the one that the report names: `tasks.config.promotion_limits.choose` has chosen
+    it.
 
     By validation rows: what the test rows say stays unseen until the gates.
 
     Raises:
         Refused: stages are not up to date, there is no such candidate, or none is within the limits.
     """
-    planned = up_to_date.plan()
+    planned = nothing_to_do.plan()
     # The report shows the choice, and is no part of it: new limits hold before it is made again.
     if stale := [one.name for one in planned if not one.cached and one.name != "compare"]:
         some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
@@ -235,7 +238,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
             exported = any(one.stage == stage_name("export", candidate.name) for one in candidate.outcomes)
             onnx = ONNX / candidate.name if exported else None
-            package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
+            model_package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
             lineage = _lineage(terms, candidate, run)
             version = models.add(saved, candidate.name, candidate.content, experiment, run, lineage)
     number = str(version.version)

@@ -13,17 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from flows.engine import cached_objects
 from flows.engine.stages import Outcome
-from tasks import limits
-from tasks.bootstrap import resampled, standard_error
-from tasks.dataset import SPLITS, Task, load_split, load_task
-from tasks.errors import EckartError
-from tasks.kinds import kind_of
-from tasks.kinds.kind import Answers, Scored
-from tasks.limits import Gate, Measured, Promotion, short
-from tasks.metrics import METRICS, MetricName
-from tasks.models import UNLOADABLE, check_length, load
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
+from tasks.config import promotion_limits
+from tasks.config.promotion_limits import Gate, Measured, Promotion, short
+from tasks.models.model_io import UNLOADABLE, check_length, load
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import Answers, Scored
 from tasks.report.results import DENSE, read_rows
-from tasks.stage import StageError, quiet
+from tasks.runtime.stage_runner import StageError, quiet
+from tasks.scoring.bootstrap import resampled, standard_error
 
 TEST = SPLITS / "test.parquet"
 SMOKED = 8
@@ -111,7 +111,7 @@ def measure(
         ours = _scored(model, tokenizer, task, terms)
         metric = ours.score.metric
         gates.append(as_recorded(metric, candidate.metric, rows, terms))
-        gates += limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
+        gates += promotion_limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
         if champion:
             theirs = _champions(champion, tokenizer, task, terms)
             error = _error(task, ours.rows, theirs.rows)

@@ -22,14 +22,14 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from flows.registry import champions, package
-from flows.registry.ask import SmokeFailed, ask
-from flows.registry.champions import Noted
-from flows.registry.nothing_before import NothingBefore
-from flows.registry.turns import turn
-from flows.secrets import shown
+from flows.environment.redaction import shown
+from flows.registry import last_champion, model_package
+from flows.registry.last_champion import Noted
+from flows.registry.previous_version import NothingBefore
+from flows.registry.promotion_lock import turn
+from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database, mirror
-from tasks.errors import EckartError
+from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
@@ -159,13 +159,13 @@ class Registry:
 
     def _had(self) -> str:
         """The last champion, in words, or where one may be that was not noted here."""
-        if noted := champions.last(self.name):
+        if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
         damaged = database.damaged() if self._local else []
         return f"another registry, which is kept as {damaged[-1]}" if damaged else ""
 
     def _note(self, number: str) -> None:
-        champions.note(self.name, Noted(version=number, registry=_place()))
+        last_champion.note(self.name, Noted(version=number, registry=_place()))
 
     def before(self, version: ModelVersion) -> str | None:
         """The champion before `version`; None if there was none, or if the alias was set by hand: then none is known.
@@ -248,7 +248,7 @@ class Registry:
         except Exception as error:  # of any store; the registry itself has just answered
             log.warning("the files of version %s cannot be fetched: %s", number, shown(str(error)))
             files = folder
-        return files / package.MODEL
+        return files / model_package.MODEL
 
     def smoke(self, reference: str) -> None:
         """Check that a version, `/3` or `@champion`, loads and answers.

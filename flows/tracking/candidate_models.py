@@ -13,8 +13,8 @@ from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, M
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 
 from flows.engine.stages import Outcome
-from tasks.candidate_files import FINETUNED
-from tasks.candidate_names import recipe_and_keep
+from tasks.artifacts.names import recipe_and_keep
+from tasks.artifacts.paths import FINETUNED
 
 KEY = "dvc.key"
 """Tag of a candidate's model, and of no version's: what its stages computed."""

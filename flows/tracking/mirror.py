@@ -36,12 +36,12 @@ from mlflow.utils.mlflow_tags import (
 from pydantic import BaseModel
 
 from flows.engine.stages import Outcome, Planned
-from flows.secrets import shown
-from flows.settings import MLFLOW_ADDRESS
+from flows.environment.redaction import shown
+from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
-from tasks import inputs
-from tasks.candidate_names import candidate_of, recipe_and_keep, stage_name
-from tasks.limits import CHOICE, Chosen
+from tasks.artifacts import stage_inputs
+from tasks.artifacts.names import candidate_of, recipe_and_keep, stage_name
+from tasks.config.promotion_limits import CHOICE, Chosen
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -400,7 +400,11 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
     numbers: dict[str, float] = {}
     for outcome in outcomes:
         for path in outcome.outs:
-            if path.startswith("reports/") and path.endswith(".json") and not Path(path).is_relative_to(inputs.FOLDER):
+            if (
+                path.startswith("reports/")
+                and path.endswith(".json")
+                and not Path(path).is_relative_to(stage_inputs.FOLDER)
+            ):
                 report = json.loads(Path(path).read_text())
                 own = report[candidate] if outcome.stage == _TIMES else report
                 values = flatten({name: value for name, value in own.items() if name != "targets"})

@@ -8,18 +8,18 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from tasks import params, params_file
-from tasks.corpora import PACKAGED
-from tasks.hub_ids import hub_id
-from tasks.kinds import kind_of
-from tasks.metrics import TaskKindName
+from tasks.artifacts.metrics import TaskKindName
+from tasks.config import schema, yaml_edit
+from tasks.data.hub_ids import hub_id
+from tasks.data.packaged_datasets import PACKAGED
+from tasks.nlp_tasks import kind_of
 from tasks.report.continuations import as_code, beginnings, written
 from tasks.report.provenance import provenance
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
 from tasks.report.summary import parameters
 from tasks.report.table import dense_rows, row, trivial_row
-from tasks.templates import template
+from tasks.runtime.templates import template
 
 _PIPELINES: dict[TaskKindName, str] = {
     "classification": "text-classification",
@@ -50,12 +50,12 @@ def card(results: Results, one: CandidateResults) -> str:
         as_code=as_code,
         facts=provenance(results).facts,
         auto=kind_of(results.task).auto.__name__,
-        recipe=_yaml({one.recipe: params.section(f"recipes.{one.recipe}", dict[str, Any])}),
+        recipe=_yaml({one.recipe: schema.section(f"recipes.{one.recipe}", dict[str, Any])}),
     )
 
 
 def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
-    data, model = params.section("data", params.Data), params.section("model", params.Model)
+    data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
     pipeline = _PIPELINES[results.task.kind]
     found = EvalResult(
         task_type=pipeline,
@@ -85,5 +85,5 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
 
 def _yaml(content: dict[str, Any]) -> str:
     text = io.StringIO()
-    params_file.yaml().dump(content, text)
+    yaml_edit.yaml().dump(content, text)
     return text.getvalue()

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.limits import Chosen
+from tasks.config.promotion_limits import Chosen
 from tasks.report.goals import asked, words
 from tasks.report.non_inferiority import non_inferior, smallest, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
-from tasks.trivial import warning
+from tasks.scoring.trivial_baseline import warning
 
 
 def conclusion(results: Results) -> list[str]:

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tasks.params import Goal
-from tasks.report.non_inferiority import evidence, rows_wanted
+from tasks.config.schema import Goal
+from tasks.report.non_inferiority import rows_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, Way, way
@@ -198,7 +198,7 @@ def _shown(results: Results, one: Asked) -> str:
     margin = one.goal.largest_drop
     if margin is None:
         return ""
-    found = {each.name: evidence(results, each, DENSE, margin) for each in results.candidates}
+    found = {each.name: statistics(results, each, DENSE, margin) for each in results.candidates}
     some = [each for each in results.candidates if each.recipe == one.recipe and found[each.name].holds]
     if safe := min(some, key=lambda each: each.evaluation.size.bytes, default=None):
         interval = results.difference(safe.after, DENSE)

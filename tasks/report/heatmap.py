@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eckart.targets import Target
+from eckart.model.targets import Target
 from tasks.report.names import Layer, kinds, layers
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results

@@ -1,8 +1,8 @@
 """Whether the test rows show that a candidate loses no more than a margin: non-inferiority.
 
-That an interval holds 0 is no evidence of no loss: the fewer the rows, the wider it is. A candidate is non-inferior to
-a reference where the worse end of the interval of their difference is within the margin. Where it is not, and the loss
-that was observed is, more rows may show it: the interval is narrower by the square root of their number.
+That an interval holds 0 is no statistics of no loss: the fewer the rows, the wider it is. A candidate is non-inferior
+to a reference where the worse end of the interval of their difference is within the margin. Where it is not, and the
+loss that was observed is, more rows may show it: the interval is narrower by the square root of their number.
 
 Resamples of rows of which none differs differ in none, so that a bootstrap of a few such rows would be certain. What no
 row in n shows may still be true of 1 - 0.025^(1/n) of all rows, 3.7 ÷ n: where the metric is a mean of what rows have,
@@ -19,11 +19,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tasks.bootstrap import LEVEL
-from tasks.dataset import Task
-from tasks.limits import ROUNDING
+from tasks.artifacts.task_spec import Task
+from tasks.config.promotion_limits import ROUNDING
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
+from tasks.scoring.bootstrap import LEVEL
 
 _COUNTLESS = 10_000_000
 _FEWEST = 30
@@ -32,7 +32,7 @@ _NAMES = {DENSE: "the dense model", CONTROL: "the control"}
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Statistics:
     """What some rows say of a difference: gains are above 0, whichever way the metric goes.
 
     gain: as it was observed.
@@ -74,12 +74,12 @@ class Evidence:
         return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
-def evidence(results: Results, one: CandidateResults, reference: ScoredModel, margin: float) -> Evidence:
+def statistics(results: Results, one: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
     """Of the recovered model against the dense model or the control, on the test rows."""
     found, metric = results.difference(one.after, reference), results.metric
     gain = -metric.worse_by(one.recovered, results.metric_of(reference))
     low = min(metric.goodness(found.low), metric.goodness(found.high))
-    return Evidence(gain, low, margin, results.dense.score.rows, is_mean(results.task))
+    return Statistics(gain, low, margin, results.dense.score.rows, is_mean(results.task))
 
 
 def is_mean(task: Task) -> bool:
@@ -88,9 +88,9 @@ def is_mean(task: Task) -> bool:
     return texts or (task.kind == "classification" and task.metric == "accuracy")
 
 
-def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Evidence]:
+def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Statistics]:
     """Against the dense model and the control, with the margin of a promotion: `promotion.largest_drop`."""
-    return {reference: evidence(results, one, reference, results.limits.largest_drop) for reference in _NAMES}
+    return {reference: statistics(results, one, reference, results.limits.largest_drop) for reference in _NAMES}
 
 
 def non_inferior(results: Results, one: CandidateResults) -> bool:
@@ -118,7 +118,7 @@ def verdict(results: Results, one: CandidateResults) -> str:
     )
 
 
-def _missing(results: Results, found: Mapping[ScoredModel, Evidence]) -> str:
+def _missing(results: Results, found: Mapping[ScoredModel, Statistics]) -> str:
     """What would show it: more rows, or, where the loss itself uses up the margin, nothing."""
     open_ = {name: each for name, each in found.items() if not each.holds}
     if not open_:
@@ -133,7 +133,7 @@ def _missing(results: Results, found: Mapping[ScoredModel, Evidence]) -> str:
     return f": {rows_wanted(open_.values())} would"
 
 
-def rows_wanted(found: Iterable[Evidence]) -> str:
+def rows_wanted(found: Iterable[Statistics]) -> str:
     """How many rows would show all of it, if the differences stayed: to two digits, in words."""
     most = max(each.wanted or 0 for each in found)
     step = 10 ** max(0, len(str(most)) - 2)

@@ -25,7 +25,7 @@ from tasks.report.runtimes import runtime_rows, shapes
 from tasks.report.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scatter
 from tasks.report.summary import summary
 from tasks.report.table import dense_rows, legend, notes, row, shaped, trivial_row, zero_shot
-from tasks.templates import template
+from tasks.runtime.templates import template
 
 _SCRIPT = Path(__file__).with_name("page.js")
 

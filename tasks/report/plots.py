@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from scipy.stats import spearmanr
 
-from tasks.records import CONTROL_NAME
+from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.report.numbers import count, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, ScoredModel
 from tasks.report.scale import ScaleOfDense, of_dense, tick_text

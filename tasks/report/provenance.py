@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks import params
+from tasks.config import schema
 from tasks.report.results import Results
 
 
@@ -38,10 +38,10 @@ def provenance(results: Results) -> Provenance:
 
 
 def _facts(results: Results) -> dict[str, str]:
-    data, model = params.section("data", params.Data), params.section("model", params.Model)
-    teacher, timing = params.section("teacher", params.Training), params.section("benchmark", params.Benchmark)
+    data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
+    teacher, timing = schema.section("teacher", schema.Training), schema.section("benchmark", schema.Benchmark)
     rows, tokens = timing.shapes[0]
-    seed, trainer = params.section("seed", params.Seed), params.section("trainer", params.Trainer)
+    seed, trainer = schema.section("seed", schema.Seed), schema.section("trainer", schema.Trainer)
     source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
@@ -57,7 +57,7 @@ def _facts(results: Results) -> dict[str, str]:
     }
 
 
-def cut(data: params.Data) -> str:
+def cut(data: schema.Data) -> str:
     """What a row has of a text."""
     if data.task == "language_modeling":
         return f"each a block of {data.max_length} tokens of the text"
@@ -68,7 +68,7 @@ def _in(dtype: str) -> str:
     return "" if dtype == "float32" else f", in {dtype}"
 
 
-def _machines(trainer: params.Trainer) -> dict[str, str]:
+def _machines(trainer: schema.Trainer) -> dict[str, str]:
     """How trainings ran, where it is not the plain way."""
     precision = "in mixed precision (bf16)" if trainer.precision else ""
     processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
@@ -76,7 +76,7 @@ def _machines(trainer: params.Trainer) -> dict[str, str]:
     return {"Trainings": f"All {ways}."} if ways else {}
 
 
-def _training(teacher: params.Training, seed: int) -> str:
+def _training(teacher: schema.Training, seed: int) -> str:
     if not teacher.epochs:
         return "The base model as it is."
     return (
@@ -86,7 +86,7 @@ def _training(teacher: params.Training, seed: int) -> str:
 
 
 def _recipe(name: str) -> Parts:
-    parts: dict[str, Any] = params.section(f"recipes.{name}", dict[str, Any])
+    parts: dict[str, Any] = schema.section(f"recipes.{name}", dict[str, Any])
     return Parts(name, {part: _in_words(value) for part, value in parts.items()})
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from eckart.budget import Rank
-from eckart.census import Census
-from eckart.targets import Target, Targets
-from tasks import params, trivial
-from tasks.bootstrap import Interval, interval, resampled, standard_error
-from tasks.candidate_files import (
+from eckart.model.census import Census
+from eckart.model.targets import Target, Targets
+from eckart.ranks.budget import Rank
+from tasks.artifacts.importance_files import TARGETS
+from tasks.artifacts.metrics import METRICS, Metric
+from tasks.artifacts.names import candidate_name, recipe_and_keep
+from tasks.artifacts.paths import (
     CURVES,
     EVALUATIONS,
     EXPORTS,
@@ -26,12 +27,7 @@ from tasks.candidate_files import (
     decision_file,
     exported_name,
 )
-from tasks.candidate_names import candidate_name, recipe_and_keep
-from tasks.dataset import SPLITS, Split, Task
-from tasks.importance_files import TARGETS
-from tasks.limits import Choice, Limits, Measured, Promotion, choose
-from tasks.metrics import METRICS, Metric
-from tasks.records import (
+from tasks.artifacts.results_schema import (
     BENCHMARKS,
     CONTROL_CURVE,
     DENSE_METRICS,
@@ -43,7 +39,12 @@ from tasks.records import (
     Exports,
     rows_file,
 )
-from tasks.stage import StageError
+from tasks.artifacts.task_spec import SPLITS, Split, Task
+from tasks.config import schema
+from tasks.config.promotion_limits import Choice, Limits, Measured, Promotion, choose
+from tasks.runtime.stage_runner import StageError
+from tasks.scoring import trivial_baseline
+from tasks.scoring.bootstrap import Interval, interval, resampled, standard_error
 
 Content = TypeVar("Content", bound=BaseModel)
 
@@ -79,7 +80,7 @@ ScoredModel = tuple[str, str]
 """A model that was scored on the test rows: the file of its rows, and its name there, as ("kfac-0.5", "recovered")."""
 DENSE: ScoredModel = ("dense", "dense")
 CONTROL: ScoredModel = ("dense", "control")
-TRIVIAL: ScoredModel = ("dense", trivial.TRIVIAL)
+TRIVIAL: ScoredModel = ("dense", trivial_baseline.TRIVIAL)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Results:
     name: str
     recipes: tuple[str, ...]
     keeps: tuple[str, ...]
-    goals: tuple[params.Goal, ...]
+    goals: tuple[schema.Goal, ...]
     task: Task
     targets: tuple[Target, ...]
     census: Census
@@ -268,8 +269,8 @@ def load_results() -> Results:
     Raises:
         StageError: a file is missing or malformed, or was made from other inputs than the rest.
     """
-    study = params.section("study", params.Study)
-    keeps, exported = params.keeps(), params.exported()
+    study = schema.section("study", schema.Study)
+    keeps, exported = schema.keeps(), schema.exported()
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
     candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
@@ -288,14 +289,14 @@ def load_results() -> Results:
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},
-        limits=params.section("promotion", Promotion),
+        limits=schema.section("promotion", Promotion),
         resampled={},
         validated={},
         only_answers={},
     )
     _check(results)
     test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
-    only = {model: trivial.only_answer(task, rows) for model, rows in test.items()}
+    only = {model: trivial_baseline.only_answer(task, rows) for model, rows in test.items()}
     return replace(
         results,
         resampled=resampled(task, test),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tasks.candidate_files import exported_name
-from tasks.records import ExportedFile, Latency, Runtime
+from tasks.artifacts.paths import exported_name
+from tasks.artifacts.results_schema import ExportedFile, Latency, Runtime
 from tasks.report.numbers import between, score, size, times, times_between
 from tasks.report.results import DENSE, CandidateResults, Results, ScoredModel
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from tasks.records import CONTROL_NAME
+from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.report.numbers import count, size
 from tasks.report.plots import looks
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel

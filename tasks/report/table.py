@@ -11,13 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tasks.bootstrap import LEVEL, RESAMPLES
-from tasks.records import CONTROL_NAME, TRIVIAL_NAME
+from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import TITLES, runtimes_table, ways
-from tasks.trivial import ANSWERS
+from tasks.scoring.bootstrap import LEVEL, RESAMPLES
+from tasks.scoring.trivial_baseline import ANSWERS
 
 COLUMNS = (
     "recipe",

@@ -126,8 +126,8 @@ def _dvc(words: Sequence[str], root: str, environment: dict[str, str], *streams:
 def _become(words: list[str], root: str, environment: dict[str, str], said: str) -> None:
     from prefect.context import refresh_global_settings_context
 
-    from flows import settings
     from flows.engine import forked_stage, supervisor
+    from flows.environment import settings
 
     os.environ.clear()
     os.environ.update(environment)

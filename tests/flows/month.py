@@ -36,7 +36,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Scheduled
 from ruamel.yaml import YAML
 
-from flows.registry import package
+from flows.registry import model_package
 from tests.flows import forked
 from tests.flows.servers import until
 from tests.flows.toy import BARE, Study, call, stale, tiny_repository
@@ -221,7 +221,7 @@ class Month:
     def folder(self, version: str) -> Path:
         """The Hugging Face folder of a version, in MLflow's store."""
         place = self.mlflow.get_model_version_download_uri(MODEL, version)
-        return Path(url2pathname(urlsplit(place).path)) / package.MODEL
+        return Path(url2pathname(urlsplit(place).path)) / model_package.MODEL
 
     def own(self) -> str:
         """The version that has the files of the workspace's candidate."""

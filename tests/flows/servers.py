@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import settings
+from flows.environment import settings
 from tests.flows.toy import ENVIRONMENT
 
 _IDLE = ("FOREMAN", "LATE_RUNS", "SCHEDULER", "PAUSE_EXPIRATIONS", "REPOSSESSOR", "CANCELLATION_CLEANUP", "TRIGGERS")

@@ -22,9 +22,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import eckart
 from flows.engine import cached_objects
 from tasks import benchmark
-from tasks.batches import batches, encoded
-from tasks.dataset import load_task
-from tasks.kinds import kind_of
+from tasks.artifacts.task_spec import load_task
+from tasks.data.loading import batches, encoded
+from tasks.nlp_tasks import kind_of
 from tests.flows.toy import Study
 from tests.workspace import digests, run_stage, tiny_params, write_params
 
@@ -297,10 +297,10 @@ def test_one_call_gives_what_the_stages_give(name: str) -> None:
     )
 
 
-def test_evidence_is_what_the_parameters_ask_for(own_workspace: Path) -> None:
-    evidence = {file.stem for file in Path("data/importance").glob("*.safetensors")}
-    assert {"inputs", "output_gradients", "fisher", "taylor"} <= evidence
-    write_params(Path(), tiny_params(importance={"evidence": ["fisher"]}))
+def test_statistics_is_what_the_parameters_ask_for(own_workspace: Path) -> None:
+    statistics = {file.stem for file in Path("data/importance").glob("*.safetensors")}
+    assert {"inputs", "output_gradients", "fisher", "taylor"} <= statistics
+    write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
     run_stage("importance")
     assert not {"inputs", "taylor"} & {file.stem for file in Path("data/importance").glob("*.safetensors")}
 
@@ -317,7 +317,7 @@ def test_the_same_inputs_give_the_same_bytes(own_workspace: Path, name: str) -> 
     assert [digests(folder) for folder in folders] == before
 
 
-def test_the_teacher_and_the_evidence_have_the_same_bytes_again(own_workspace: Path) -> None:
+def test_the_teacher_and_the_statistics_have_the_same_bytes_again(own_workspace: Path) -> None:
     before = [digests(Path(folder)) for folder in ("data/splits", "models/teacher", "data/importance")]
     torch.manual_seed(99)
     for stage in ("extract", "teacher", "importance"):
@@ -366,10 +366,10 @@ def test_patterns_that_no_module_fits_are_a_mistake(own_workspace: Path) -> None
     assert "targets" in fail("importance")
 
 
-def test_evidence_that_was_not_gathered_is_named(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(importance={"evidence": ["fisher"]}))
+def test_statistics_that_was_not_gathered_is_named(own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
     run_stage("importance")
-    assert "importance.evidence" in fail("search", "kfac", "0.5")
+    assert "importance.statistics" in fail("search", "kfac", "0.5")
 
 
 def test_texts_longer_than_the_model_takes_are_a_mistake(own_workspace: Path) -> None:

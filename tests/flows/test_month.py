@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.registry.versions import PROMOTED_AT, ROLLED_BACK
 from tests.flows import month as nights
+from tests.flows.engine.test_faults import mountable
 from tests.flows.month import CANDIDATE, LEEWAY, Month, Morning, passed
-from tests.flows.test_faults import mountable
 
 TABLE = os.environ.get("MONTH")
 

@@ -25,10 +25,13 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Crashed, Late, Scheduled, State
 from typer.testing import CliRunner
 
-from flows import notifications, own_workspace, schedule, settings
+from flows import schedule
 from flows.cli import app
-from flows.engine.options import Options
+from flows.engine.run_options import Options
+from flows.environment import settings
+from flows.servers import notifications
 from flows.study import study as study_flow
+from flows.workspace import deployment_owner
 from tests.flows.servers import free_port, sink, until
 from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
@@ -278,7 +281,7 @@ def elsewhere(
 
 def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[SyncPrefectClient, UUID]) -> None:
     client, taken = elsewhere
-    with pytest.raises(own_workspace.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
+    with pytest.raises(deployment_owner.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
     found = client.read_deployment(taken)
     assert (found.schedules, found.tags) == ([], ["workspace 1 elsewhere:/a"])
@@ -302,16 +305,16 @@ def test_whose_a_deployment_is(prefect: dict[str, str], tmp_path: Path, monkeypa
     address = {PREFECT_API_URL: prefect["PREFECT_API_URL"]}
     with temporary_settings(address), get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("study")
-        own_workspace.check_name("ours")
-        client.create_deployment(flow, "ours", tags=[own_workspace.tag()])
-        monkeypatch.setattr(own_workspace, "gethostname", lambda: "another")
-        own_workspace.check_name("ours")
+        deployment_owner.check_name("ours")
+        client.create_deployment(flow, "ours", tags=[deployment_owner.tag()])
+        monkeypatch.setattr(deployment_owner, "gethostname", lambda: "another")
+        deployment_owner.check_name("ours")
         monkeypatch.chdir(shutil.copytree(first, tmp_path / "second"))
-        with pytest.raises(own_workspace.OtherWorkspace, match=re.escape(str(first))):
-            own_workspace.check_name("ours")
+        with pytest.raises(deployment_owner.OtherWorkspace, match=re.escape(str(first))):
+            deployment_owner.check_name("ours")
         client.create_deployment(flow, "old")
-        with pytest.raises(own_workspace.OtherWorkspace, match="no word"):
-            own_workspace.check_name("old")
+        with pytest.raises(deployment_owner.OtherWorkspace, match="no word"):
+            deployment_owner.check_name("old")
 
 
 @pytest.mark.parametrize("place", ["root", "scheduler"])

@@ -19,11 +19,11 @@ from ruamel.yaml import YAML
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
-from eckart.layers import LowRankLinear
-from flows import last_run
+from eckart.model.layers import LowRankLinear
 from flows.cli import app
+from flows.display import run_diff
 from flows.engine.stages import read_now
-from tasks.records import SECONDS
+from tasks.artifacts.results_schema import SECONDS
 from tests.flows.hub import TOKEN, hub
 from tests.flows.servers import pages
 from tests.flows.toy import BARE, Flows, Study, call, stale
@@ -164,15 +164,15 @@ class TestAfterTheFirstRun:
     def test_a_run_that_fails_compares_what_a_complete_one_keeps(self, workspace: Path) -> None:
         """The same files and parameters, though it asks for them in another way."""
         with chdir(workspace):
-            kept, now = last_run.load(), last_run.of("failed", read_now(), complete=False)
+            kept, now = run_diff.load(), run_diff.of("failed", read_now(), complete=False)
         assert kept
         assert kept.data
-        assert last_run.changes(kept, now) == {}
+        assert run_diff.changes(kept, now) == {}
         raw, gone = workspace / "data/raw", workspace / "data/gone"
         raw.rename(gone)
         try:
             with chdir(workspace):
-                missing = last_run.changes(kept, last_run.of("failed", read_now(), complete=False))
+                missing = run_diff.changes(kept, run_diff.of("failed", read_now(), complete=False))
         finally:
             gone.rename(raw)
         assert missing == {"data": [("data/raw", kept.data["data/raw"], None)]}
@@ -190,8 +190,12 @@ class TestAfterTheFirstRun:
 
     def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
         for file, stages in {
-            "eckart/svd.py": {"search", "factorize", "compare"},  # whose page asks the methods for their captions
-            "tasks/training.py": {"teacher", "control", "search", "finetune"},
+            "eckart/factorization/weighted_svd.py": {
+                "search",
+                "factorize",
+                "compare",
+            },  # whose page asks the methods for their captions
+            "tasks/training/loop.py": {"teacher", "control", "search", "finetune"},
             "flows/engine/stages.py": set(),
         }.items():
             path = workspace / file
@@ -268,7 +272,7 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     second = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     assert not list(tmp_path.glob("*.db"))  # no server was started
-    assert "flows.up_to_date" in imported(second)
+    assert "flows.engine.nothing_to_do" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
     assert re.search(r"^18 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}

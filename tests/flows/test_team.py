@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 
 from deploy import services
 from deploy.services import Postgres
-from flows.engine import remote
+from flows.engine import dvc_transport
 from flows.registry.versions import CHAMPION, CONTENT, Registry, RegistryError, connected
 from tests.flows import forked
 from tests.flows.servers import until
@@ -108,7 +108,7 @@ def test_a_clone_pulls_from_an_object_store_what_another_pushed(
         call(one, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
         call(tmp_path, "git", "clone", "-q", str(one), str(two))
         monkeypatch.chdir(one)
-        assert not remote.push()
+        assert not dvc_transport.push()
         monkeypatch.chdir(two)
-        assert remote.pull() == remote.Pulled([], [])
+        assert dvc_transport.pull() == dvc_transport.Pulled([], [])
         assert (two / "total.txt").read_bytes() == (one / "total.txt").read_bytes()

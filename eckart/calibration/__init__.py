@@ -1,0 +1,1 @@
+"""Calibration: batches, losses, and the statistics of one pass over them."""

@@ -1,0 +1,1 @@
+"""Factorization: the weighted SVD and what applies it to a whole model."""

@@ -1,0 +1,37 @@
+"""One training after the other: the second begins when the first has left a model that is as small as it will be.
+
+Source: LoSparse (Li et al., ICML 2023), appendix E: the model is pruned first, and then distilled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from eckart.recipe_parts import Contradiction, Method, RecipeParts
+from eckart.recovery.finetune import Finetune
+from eckart.training.optimizer_settings import Optimization
+
+
+class InTurn(Method):
+    """A residual is pruned in the first training; each has an optimizer and a schedule of its own.
+
+    Attributes:
+        first: the training that prunes; one step at least.
+        then: the other; one step at least.
+    """
+
+    captions: ClassVar = Finetune.captions
+
+    kind: Literal["in_turn"]
+    first: Finetune
+    then: Finetune
+
+    @property
+    def trainings(self) -> Mapping[str, Optimization]:
+        return {"first": self.first, "then": self.then}
+
+    def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
+        for name, training in self.trainings.items():
+            if not training.steps:
+                yield f"recovery.{name}.steps", "is 0; write at least 1, or a single training of kind finetune"

@@ -1,0 +1,1 @@
+"""Text: windows of question answering, and tokens aligned with words."""

@@ -1,0 +1,1 @@
+"""What a user sees while a study runs and after it ended."""

@@ -1,0 +1,363 @@
+"""Between workspaces: stages, results and settings, over the DVC remote.
+
+A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
+bytes go through the remote. Of DVC's internals it touches load_file, StageLoader.fill_from_lock, Output.checkout,
+cloud.push/pull, stage_cache and Config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import networkx
+from dvc.config import Config, merge
+from dvc.dvcfile import load_file
+from dvc.exceptions import CollectCacheError, ConfirmRemoveError
+from dvc.lock import LockError
+from dvc.output import Output
+from dvc.repo import Repo
+from dvc.stage import PipelineStage, Stage
+from dvc.stage.loader import StageLoader
+from dvc.stage.serialize import to_single_stage_lockfile
+from dvc_data.hashfile.hash_info import HashInfo
+
+from flows.engine import cached_objects, lock_file
+from flows.engine.locks import bookkeeping, repository
+from flows.engine.stages import (
+    Planned,
+    StageChanged,
+    definition_of,
+    noted_digests,
+    restore,
+)
+from flows.environment.redaction import shown
+from tasks.artifacts.errors import EckartError
+
+
+class TransportFailed(EckartError):
+    """The DVC remote cannot be used, or lacks what it should hold; the message says which."""
+
+
+class NotTheSame(EckartError):
+    """This workspace would run something else under the stage's name; the message says what differs."""
+
+
+Entry = dict[str, Any]
+"""A stage as it stands in dvc.lock: digests and no bytes, so that any workspace can adopt it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A stage for another workspace to run: all that it reads as digests, no bytes and no paths of this machine."""
+
+    stage: str
+    definition: str
+    reads: dict[str, str]
+    """Dependency or parameter file → digest."""
+    upstream: dict[str, Entry]
+
+
+def order(planned: Planned) -> Order:
+    """What another workspace needs to run a stage as it would run here, where all that it reads is."""
+    with repository() as repo, bookkeeping(repo):
+        stages = _stages(repo)
+        stage = stages[planned.name]
+        stage.save_deps()
+        upstream = {name: dict(to_single_stage_lockfile(stages[name])) for name in planned.upstream}
+        return Order(planned.name, planned.definition, noted_digests(stage), upstream)
+
+
+def accept(order: Order) -> Planned:
+    """Pull what the stage reads and is not in this workspace as it should be.
+
+    Raises:
+        TransportFailed: the remote does not have it.
+        NotTheSame: code, parameters or data of this workspace differ.
+    """
+    with _transport(f"pulling what {order.stage} reads") as repo:
+        stages = _stages(repo)
+        if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
+            raise NotTheSame(f"{_here()} has no stage {', '.join(missing)}: bring it up to date")
+        stage = stages[order.stage]
+        for name, entry in order.upstream.items():
+            before = stages[name]
+            StageLoader.fill_from_lock(before, entry)
+            for out, dep in product(before.outs, stage.deps):
+                if Path(dep.fs_path).is_relative_to(out.fs_path):
+                    _pull(repo, out, dep.fs_path)
+        _pull_inputs(repo, stage)
+        if absent := [str(dep) for dep in stage.deps if not dep.exists]:
+            raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
+        stage.save_deps()
+        if different := _differences(stage, order):
+            raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
+        reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
+        return Planned(order.stage, (), False, reads, writes, order.definition, twin=None, cached=None)
+
+
+def publish(names: Sequence[str]) -> dict[str, Entry]:
+    """Push what stages wrote to the remote; their entries in dvc.lock.
+
+    Raises:
+        TransportFailed: it cannot be pushed.
+    """
+    with _transport(f"pushing what {', '.join(names)} wrote") as repo:
+        stages = _stages(repo)
+        for name in names:
+            for objects in stages[name].get_used_objs(push=True).values():
+                if repo.cloud.push(objects).failed:
+                    raise TransportFailed("the DVC remote does not take it")
+        return {name: dict(to_single_stage_lockfile(stages[name])) for name in names}
+
+
+def fetch(order: Order, entry: Entry) -> None:
+    """Put here what another workspace wrote when it ran the order; `run` around this records it.
+
+    Raises:
+        TransportFailed: the remote does not have it.
+        StageChanged: the stage, or what it reads here, is not what was ordered any more.
+        NotTheSame: the worker made it from something else.
+    """
+    with _transport(f"pulling what {order.stage} wrote") as repo:
+        stage = _stages(repo)[order.stage]
+        stage.save_deps()
+        if changed := _differences(stage, order):
+            raise StageChanged(f"{', '.join(changed)} changed while {order.stage} ran; run again")
+        StageLoader.fill_from_lock(stage, entry)
+        if other := _differences(stage, order):
+            raise NotTheSame(f"the worker made {order.stage} from another {', '.join(other)} than was ordered")
+        for out in stage.outs:
+            _pull(repo, out, out.fs_path)
+
+
+def check_remote() -> None:
+    """Refuse a workspace without a DVC remote, which carries bytes between workspaces.
+
+    Raises:
+        TransportFailed: there is none.
+    """
+    with repository() as repo:
+        if not repo.config["core"].get("remote"):
+            raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
+
+
+def push() -> set[str]:
+    """Copy to the remote what dvc.lock and .dvc files name, and the run cache with all that it names.
+
+    Returns:
+        Digests that the run cache names and that neither the cache nor the remote has.
+
+    `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with _transport("pushing") as repo:
+        _refuse_damaged()
+        runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
+        used = list(repo.stage_cache.get_used_objs(runs).values())  # first: what is corrupt goes with it
+        repo.push(run_cache=True)
+        lacking: set[str] = set()
+        for objects in used:
+            repo.cloud.push(objects)
+            state = repo.cloud.status(objects)
+            lacking.update(str(one.value) for one in (*state.missing, *state.new))
+        return lacking
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What `pull` could not bring, and what it left for a run. Both are names of stages and of .dvc files."""
+
+    lacking: list[str]
+    """Neither the cache nor the remote has it."""
+    stale: list[str]
+    """Not what dvc.lock or the .dvc file records: its parameters, code, inputs or outputs were edited."""
+
+
+def pull() -> Pulled:
+    """Bring from cache and remote the results that fit this workspace. It runs nothing and leaves dvc.lock as it is.
+
+    Of each stage that is what somebody made from its present parameters, code and data; where nobody did, what dvc.lock
+    records. What a person edited stays.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with _transport("pulling") as repo:
+        _refuse_damaged()
+        repo.stage_cache.pull(None)
+        lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
+        repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
+        stale = [stage.addressing for stage in _upstream_first(repo) if stage.changed()]
+        return Pulled(lacking, [name for name in stale if name not in lacking])
+
+
+def run_entries() -> list[tuple[str, str]]:
+    """The run cache, here and in the remote: the place of each entry and its text. One that both have is given once.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with _transport("reading the run cache") as repo:
+        here = Path(repo.stage_cache.cache_dir)
+        found = {
+            file.relative_to(here).as_posix(): (str(file), file.read_text(errors="replace"))
+            for file in here.glob("*/*/*")
+        }
+        if repo.config["core"].get("remote"):
+            odb = repo.cloud.get_remote_odb(None, "verify", hash_name="md5-dos2unix")
+            runs = odb.fs.join(odb.path, "runs")
+            for path in odb.fs.find(runs) if odb.fs.exists(runs) else ():
+                if (name := "/".join(odb.fs.parts(path)[-3:])) not in found:
+                    found[name] = (path, odb.fs.read_bytes(path).decode(errors="replace"))
+        return list(found.values())
+
+
+def fetch_objects(digests: Iterable[str]) -> None:
+    """Copy objects from the remote to the cache; those that the remote lacks are not copied.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    with _transport("pulling") as repo:
+        repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
+
+
+def share_settings(folder: Path) -> None:
+    """Give the workspace `folder` what DVC is told in the working directory: cache, remotes, all of them absolute."""
+    root = Path.cwd()
+    main = Config(str(root / ".dvc"))
+    settings = main.load_one("repo")
+    merge(settings, main.load_one("local"))
+    settings["cache"]["dir"] = main["cache"].get("dir") or str(root / ".dvc/cache")
+    own = Config(str(folder / ".dvc"))
+    Path(own.files["local"]).touch(mode=0o600)  # remotes may have secrets
+    with own.edit("local") as local:
+        local.clear()
+        local.update(settings)
+
+
+def own_cache(folder: Path) -> None:
+    """Give the workspace `folder` a cache of its own."""
+    with Config(str(folder / ".dvc")).edit("local") as local:
+        local["cache"]["dir"] = str(folder / ".dvc/cache")
+
+
+def _upstream_first(repo: Repo) -> list[Stage]:
+    """Every stage and .dvc file."""
+    return list(reversed(list(networkx.topological_sort(repo.index.graph))))
+
+
+def _pulled(repo: Repo, stage: Stage) -> bool:
+    """Put into the workspace what a stage wrote; False if nobody has it.
+
+    Only bytes: what was made from what is for a run to say, which alone writes entries into dvc.lock.
+    """
+    if not stage.changed():
+        return True
+    try:
+        if not stage.cmd:
+            return _pulled_input(repo, stage)
+        if all(dep.exists for dep in stage.deps) and restore(repo, stage, pull=True):
+            return True
+        if not all(out.hash_info for out in stage.outs):  # dvc.lock does not know it
+            return False
+        for out in stage.outs:
+            with suppress(ConfirmRemoveError):  # somebody edited it
+                _pull(repo, out, out.fs_path, force=False)
+    except ConfirmRemoveError:
+        return True
+    except (CollectCacheError, TransportFailed):
+        return False
+    return True
+
+
+def _pull_inputs(repo: Repo, stage: Stage) -> None:
+    """Bring the data and base models up to date that a stage reads and that were handed to DVC."""
+    for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):
+        if file.exists():
+            _pulled(repo, load_file(repo, str(file)).stage)
+
+
+def _pulled_input(repo: Repo, stage: Stage) -> bool:
+    for objects in stage.get_used_objs().values():
+        repo.cloud.pull(objects)
+    if stage.outs_cached():
+        stage.checkout()
+    return not stage.changed()
+
+
+def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
+    """Put an output, or what of it is at the path `part`, into the workspace, once its bytes have their digests.
+
+    Args:
+        force: whether it replaces what is there and in no cache.
+    """
+    cache_dir = Path(repo.cache.local_cache_dir)
+    for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
+        for objects in out.get_used_objs(filter_info=part).values():
+            repo.cloud.pull(objects)  # it warns of what the remote lacks
+        wanted = _wanted(cache_dir, out, part)
+        if not (corrupt := cached_objects.discard_corrupt(cache_dir, wanted)):
+            break
+    else:
+        raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
+    if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
+        raise TransportFailed("the DVC remote does not have it")
+    out.checkout(filter_info=part, force=force)
+
+
+def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
+    """Digests of an output, or of its files at the path `part` if its list of files is there."""
+    digest = str(out.hash_info.value)
+    files = cached_objects.files(cache_dir, digest)
+    if out.fs_path == part or files is None:
+        return [digest]
+    return [each for name, each in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+
+
+def _refuse_damaged() -> None:
+    if lock_file.is_damaged():
+        raise TransportFailed(
+            "dvc.lock was cut off: `git checkout dvc.lock` brings it back, or `eckart run`, from the cache"
+        )
+
+
+def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
+    """All stages, made anew at every look; dvc.yaml and dvc.lock are read once."""
+    return load_file(repo, "dvc.yaml").stages
+
+
+def _differences(stage: PipelineStage, order: Order) -> list[str]:
+    """What differs here from when the stage was ordered: files that it reads, or the stage itself."""
+    reads = noted_digests(stage)
+    paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
+    return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
+
+
+def _here() -> str:
+    return f"{Path.cwd()} on {gethostname()}"
+
+
+@contextmanager
+def _transport(what: str) -> Iterator[Repo]:
+    """The workspace as DVC sees it, for as long as `what` is done with its remote."""
+    with repository() as repo, bookkeeping(repo):
+        try:
+            yield repo
+        except (NotTheSame, StageChanged):
+            raise
+        except TransportFailed as error:
+            raise TransportFailed(f"{what}: {error}") from error
+        except LockError as error:
+            raise TransportFailed(f"{what}: a flow runs in this workspace; wait for its end: {error}") from error
+        except Exception as error:  # each kind of remote fails in its own way
+            cause = f"the DVC remote cannot be used: {shown(str(error) or repr(error))}; `dvc remote list` names it"
+            raise TransportFailed(f"{what}: {cause}") from error

@@ -1,0 +1,73 @@
+"""How the stages of a study are run: one value, from the command line or a deployment down to what runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from tasks.artifacts.errors import EckartError
+from tasks.runtime.hardware import cores
+
+if TYPE_CHECKING:
+    from flows.engine.stages import Planned
+
+
+_SCHEDULER = "ECKART_SCHEDULER"
+"""Variable of the environment: the address of Dask's scheduler, which is no parameter of a flow."""
+
+
+class OptionsError(EckartError):
+    """The options contradict each other; the message says what to write."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How many stages run at a time, for how long, and where.
+
+    Raises:
+        OptionsError: they contradict each other.
+    """
+
+    workers: int | None = None
+    """Stages side by side; by default as many as the cores have room for."""
+    timeout: float | None = None
+    """Seconds that a stage may take."""
+    task_runner: Literal["threads", "dask"] = "threads"
+    """Whether stages run in this workspace, or on Dask's workers with a workspace each."""
+    scheduler: str | None = None
+    """Address of Dask's; by default workers are started on this machine, for one run alone."""
+
+    def __post_init__(self) -> None:
+        if self.scheduler and self.task_runner != "dask":
+            raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
+
+    def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
+        """Stages at a time: as many as asked for, or as the cores have room for; one where they share a GPU.
+
+        Args:
+            threads: of a stage.
+        """
+        if self.workers or all(one.cached for one in planned):
+            return self.workers or 1
+        from flows.engine import torch_questions  # a slow import
+
+        return 1 if torch_questions.gpus() else max(1, cores() // threads)
+
+    @classmethod
+    def told(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
+        """Those of a flow, by its parameters and the environment."""
+        scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
+        return cls(workers, timeout, task_runner, scheduler or None)
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of a flow; the scheduler goes into the environment, where flows of this process find it."""
+        if self.scheduler:
+            os.environ[_SCHEDULER] = self.scheduler
+        return {name: value for name, value in asdict(self).items() if name != "scheduler"}
+
+    def words(self) -> list[str]:
+        """What `eckart run` takes for those that differ from the defaults."""
+        pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]

@@ -1,0 +1,191 @@
+"""Entries that no run wrote: those of dvc.lock and of the run cache, held against what their stages recorded.
+
+An entry says which inputs some outputs belong to. Among the outputs is the stage's own record of the parameters and the
+code that it was run with (tasks/artifacts/stage_inputs.py): where the two differ, the entry is false.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dvc.schema import COMPILED_LOCK_FILE_STAGE_SCHEMA, COMPILED_LOCKFILE_SCHEMA
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from voluptuous import Invalid
+
+from flows.engine import cached_objects, dvc_transport, stages
+from flows.workspace import reproduce
+from flows.workspace.reproduce import LockedStage, Reproduction
+from flows.workspace.worktrees import LOCK
+from tasks.artifacts import stage_inputs
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import stage_name
+from tasks.artifacts.stage_inputs import Inputs
+from tasks.runtime.code_folders import PIPELINE, is_code
+
+_MISSING = "nothing"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What dvc.lock or the run cache says of a stage."""
+
+    place: str
+    """The file that it stands in."""
+    stage: str
+    """Its name; of an entry without a record its command."""
+    content: Mapping[str, Any]
+
+    @property
+    def outs(self) -> dict[str, str]:
+        """Path → digest."""
+        return {out["path"]: out.get("md5", "") for out in self.content.get("outs", [])}
+
+    @property
+    def record(self) -> str | None:
+        """Digest of the stage's record."""
+        return next((md5 for path, md5 in self.outs.items() if Path(path).is_relative_to(stage_inputs.FOLDER)), None)
+
+    def differences(self, record: Inputs) -> list[str]:
+        """Where it says something else than the stage has recorded."""
+        of_all_files = [item for each in self.content.get("params", {}).values() for item in each.items()]
+        parameters = {stage_inputs.nameless(path, self.stage): value for path, value in of_all_files}
+        code = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if is_code(dep["path"])}
+        return [*_differing(parameters, record.parameters), *_differing(code, record.code)]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What became of the entries that were looked at."""
+
+    agree: list[Entry]
+    false: dict[str, list[Entry]]
+    """What is false in an entry → where it stands."""
+    unrecorded: list[Entry]
+    """Their stage has recorded nothing, or neither the cache nor the remote has the record."""
+    doubtful: list[Entry]
+    """Those whose outputs another entry has from other inputs: of parameters and code a record decides, not of data."""
+    damaged: list[str]
+    """Files that are no entries."""
+
+
+def verify() -> Findings:
+    """Hold every entry of dvc.lock, of the run cache and of that of the remote against its stage's record.
+
+    Raises:
+        TransportFailed: the remote cannot be used.
+    """
+    damaged: list[str] = []
+    found = entries(damaged)
+    records = _records({entry.record for entry in found if entry.record})
+    findings = Findings([], defaultdict(list), [], [], damaged)
+    for entry in found:
+        if not (record := records.get(entry.record or "")):
+            findings.unrecorded.append(entry)
+        elif differing := entry.differences(record):
+            findings.false[f"{entry.stage}: {'; '.join(differing)}"].append(entry)
+        else:
+            findings.agree.append(entry)
+    findings.doubtful.extend(_doubtful([*findings.agree, *findings.unrecorded]))
+    return findings
+
+
+def entries(damaged: list[str]) -> list[Entry]:
+    """All of dvc.lock, of the run cache and of that of the remote; files that are none are added to `damaged`."""
+    return [*_of_lock(damaged), *_of_runs(damaged)]
+
+
+def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction | str]]:
+    """Make some stages of the last commit again, each from its recorded inputs.
+
+    They are drawn at random, more often those that no record vouches for: a nightly call goes through all in time.
+    """
+    doubtful = {entry.stage for entry in findings.doubtful}
+    vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)} - doubtful
+    pipeline = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
+    timed = {name for name, described in pipeline.items() if (described.get("meta") or {}).get("alone")}
+    names = [name for name in reproduce.recorded() if name.partition("@")[0] not in timed]  # times are never the same
+    for name in sorted(names, key=lambda name: random.random() * (2 if name in vouched else 1))[:count]:
+        wanted = reproduce.record(name)
+        try:
+            yield wanted, reproduce.reproduce(wanted, alone=True)
+        except EckartError as error:
+            yield wanted, str(error)
+
+
+def _of_lock(damaged: list[str]) -> Iterator[Entry]:
+    if LOCK.exists():
+        text = LOCK.read_text(errors="replace")
+        for name, content in _loaded(text, str(LOCK), COMPILED_LOCKFILE_SCHEMA, damaged).get("stages", {}).items():
+            yield Entry(str(LOCK), name, content)
+
+
+def _of_runs(damaged: list[str]) -> Iterator[Entry]:
+    for place, text in dvc_transport.run_entries():
+        if not (content := _loaded(text, place, COMPILED_LOCK_FILE_STAGE_SCHEMA, damaged)):
+            continue
+        files = [Path(out["path"]) for out in content.get("outs", [])]
+        own = [file.relative_to(stage_inputs.FOLDER) for file in files if file.is_relative_to(stage_inputs.FOLDER)]
+        names = [stage_name(*file.with_suffix("").parts) if len(file.parts) == 2 else file.stem for file in own]
+        yield Entry(place, names[0] if names else str(content["cmd"]), content)
+
+
+def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], damaged: list[str]) -> dict[str, Any]:
+    """What a file of this schema says; nothing if it is damaged, which is noted."""
+    try:
+        return schema(YAML(typ="safe").load(text))
+    except (YAMLError, ValueError, Invalid):
+        damaged.append(place)
+        return {}
+
+
+def _records(digests: set[str]) -> dict[str, Inputs]:
+    """Those that the cache has whole, after the remote was asked for the others."""
+    cache_dir = stages.cache_dir()
+    cached_objects.discard_corrupt(cache_dir, digests)
+    if lacking := {each for each in digests if cached_objects.missing(cache_dir, each)}:
+        dvc_transport.fetch_objects(lacking)
+    found: dict[str, Inputs] = {}
+    for digest in digests:
+        path = cached_objects.object_path(cache_dir, digest)
+        if path.exists():
+            try:
+                found[digest] = Inputs.model_validate_json(path.read_text())
+            except (ValidationError, UnicodeDecodeError):  # some other file that a stage calls so
+                continue
+    return found
+
+
+def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that share their outputs with an entry of other inputs: one may have been written for the other's result.
+
+    Or what differs made no difference: a row that is not drawn, say.
+    """
+    alike: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        alike[json.dumps(entry.outs, sort_keys=True)].append(entry)
+    return [entry for group in alike.values() if len(set(map(_inputs, group))) > 1 for entry in group]
+
+
+def _inputs(entry: Entry) -> str:
+    deps = {dep["path"]: dep.get("md5") for dep in entry.content.get("deps", [])}
+    return json.dumps([deps, entry.content.get("params")], sort_keys=True, default=str)
+
+
+def _differing(said: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[str]:
+    for name in sorted({*said, *recorded}):
+        one, other = said.get(name, _MISSING), recorded.get(name, _MISSING)
+        if one != other:
+            yield f"{name} is {_short(one)}, and the stage was run with {_short(other)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,1 @@
+"""The Hugging Face hub: pinned inputs and published candidates."""

@@ -1,0 +1,57 @@
+"""Whether there is no version to go back to, asked before MLflow and torch are imported, which takes many seconds."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from flows.registry import last_champion
+from flows.tracking import database
+from tasks.artifacts.errors import EckartError
+
+_SQLITE = "sqlite:///"
+_CHAMPION = "SELECT count(*) FROM registered_model_aliases WHERE name = :model AND alias = 'champion'"
+_EARLIER = """
+SELECT count(*) FROM model_version_tags AS promoted WHERE name = :model AND key = 'eckart.promoted_at'
+AND version NOT IN (SELECT version FROM registered_model_aliases WHERE name = :model AND alias = 'champion')
+AND version NOT IN (SELECT version FROM model_version_tags WHERE name = :model AND key = 'eckart.rolled_back')
+"""
+"""Versions that were the champion, as `Registry.before` finds them; of those that were deleted, some are counted."""
+
+
+class NothingBefore(EckartError):
+    """There is no version to go back to, or none to go back from."""
+
+
+def refuse(model: str) -> None:
+    """End a rollback of which an SQLite file says that it has no aim; a registry elsewhere is asked by MLflow.
+
+    Raises:
+        NothingBefore: the registry knows no champion of the model, or none before it.
+    """
+    if database.damaged() or not (found := _counts(model)):
+        return
+    champion, earlier = found
+    if not champion and not last_champion.last(model):  # one that was noted and is gone is another matter
+        raise NothingBefore(f"{model} has no champion: there is nothing to go back from")
+    if champion and not earlier:
+        raise NothingBefore(f"the champion of {model} replaced none: there is nothing to go back to")
+
+
+def _counts(model: str) -> tuple[int, int] | None:
+    """Champions and earlier champions in the registry's file; None where that cannot be told."""
+    address = os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI") or database.address()
+    if not address.startswith(_SQLITE) or "?" in address:
+        return None
+    if not (file := Path(address.removeprefix(_SQLITE))).exists():
+        return 0, 0
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as opened:
+            champion, earlier = (
+                opened.execute(query, {"model": model}).fetchone()[0] for query in (_CHAMPION, _EARLIER)
+            )
+    except sqlite3.Error:  # locked, damaged, or without these tables
+        return None
+    return champion, earlier

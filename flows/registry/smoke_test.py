@@ -1,0 +1,75 @@
+"""How a version is asked: in a process of its own, served by MLflow as anyone would serve it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pandas as pd
+
+from flows.engine import supervisor
+from flows.environment.redaction import shown
+from tasks.artifacts.errors import EckartError
+
+_PATIENCE = 600  # seconds until a version must have answered
+_EXAMPLE = "serving_input_example.json"  # where MLflow keeps the example that `package.save` gives
+
+
+class SmokeFailed(EckartError):
+    """A version does not answer as it should; the message says how."""
+
+
+def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
+    """What a version answers.
+
+    Args:
+        model: its address, `models:/NAME/3`, or the folder of its files.
+        rows: what it is asked; by default its own example.
+
+    Raises:
+        SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder) / _EXAMPLE, Path(folder) / "answer.json"
+        if rows is None:
+            _fetch_example(model, question.parent)
+        else:
+            split = rows.to_dict(orient="split", index=False)
+            question.write_text(json.dumps({"dataframe_split": split}, default=list))  # words are arrays
+        _predict(model, question, answer)
+        answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
+    numbers = [value for row in answers for value in row.values() if isinstance(value, float)]
+    if not all(map(math.isfinite, numbers)):
+        raise SmokeFailed(f"not all numbers that it answers are finite: {numbers}")
+    return answers
+
+
+def _fetch_example(model: str, folder: Path) -> None:
+    try:
+        mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=str(folder))
+    except Exception as error:  # of any store
+        raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
+
+
+def _predict(model: str, question: Path, answer: Path) -> None:
+    # -P: what lies in the working directory is not there to be imported
+    words = ["-P", "-m", "mlflow", "models", "predict", "-m", model, "--env-manager", "local"]
+    words += ["-i", str(question), "-t", "json", "-o", str(answer)]
+    try:
+        done = subprocess.run(
+            [sys.executable, *words],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            preexec_fn=supervisor.end_with_parent,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error
+    if done.returncode:
+        raise SmokeFailed(shown(" ".join(done.stderr.strip().splitlines()[-1:])) or "it ended without a message")

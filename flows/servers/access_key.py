@@ -1,0 +1,105 @@
+"""The key of this user's own servers: a file that its owner alone can read, made on first use."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from prefect.settings import get_current_settings
+
+from tasks.artifacts.errors import EckartError
+
+_VARIABLE = "PREFECT_SERVER_API_AUTH_STRING"
+
+
+class ServerError(EckartError):
+    """No server can be used; the message says why."""
+
+
+def path() -> Path:
+    """Where it is, or will be."""
+    return get_current_settings().home / "eckart.key"
+
+
+def known() -> str | None:
+    """`user:password`, if there is one already.
+
+    Raises:
+        ServerError: it cannot be read, is empty, or others can read it.
+    """
+    file = path()
+    try:
+        with file.open() as opened:
+            status = os.fstat(opened.fileno())
+            key = opened.read().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ServerError(
+            f"the key {file} cannot be read ({error}): remove it, or set PREFECT_HOME to another folder"
+        ) from error
+    if not key:
+        raise ServerError(f"the key {file} is empty: remove it, and a new one is made")
+    if status.st_uid != os.getuid():
+        raise ServerError(f"the key {file} is another user's: set PREFECT_HOME to a folder of your own")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise ServerError(f"the key {file} is open to others: remove it, and a new one is made")
+    return key
+
+
+def made() -> str:
+    """The same; a new one where there is none. Two first uses at once agree: the name is taken once, by a whole file.
+
+    Raises:
+        ServerError: it cannot be written, or others can read it, or write to Prefect's home.
+    """
+    file = path()
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.parent.stat().st_mode & 0o022:  # and put a database there, which says what runs
+            raise ServerError(f"others can write to Prefect's home {file.parent}: `chmod go-w {file.parent}`")
+        if key := known():
+            return key
+        descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)  # O_EXCL, mode 0600
+        try:
+            with open(descriptor, "w") as new:
+                new.write(f"eckart:{secrets.token_urlsafe(32)}\n")
+            with suppress(FileExistsError):
+                os.link(name, file)
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise ServerError(
+            f"Prefect's home {file.parent} cannot be written ({error.strerror}): "
+            "make room, or set PREFECT_HOME to another folder"
+        ) from error
+    if not (key := known()):
+        raise ServerError(f"the key {file} is a link to nowhere: remove it, and a new one is made")
+    return key
+
+
+def where() -> str:
+    """What a shell puts in its place."""
+    if auth_string() == known():
+        return f"$(cat {shlex.quote(str(path()))})"
+    return f"${_VARIABLE}"  # of the environment, or of a profile, which `prefect config view` shows
+
+
+def auth_string() -> str | None:
+    """What our servers ask for: the user's own PREFECT_SERVER_API_AUTH_STRING, else the key; None if that is empty.
+
+    Raises:
+        ServerError: as `made`.
+    """
+    if os.environ.get(_VARIABLE) == "":  # the explicit choice to go without
+        return None
+    given = get_current_settings().server.api.auth_string
+    theirs = given.get_secret_value() if given else ""
+    if theirs and not all(theirs.partition(":")):
+        raise ServerError(f"{_VARIABLE} is no USER:PASSWORD: write one with a colon")
+    return theirs or made()

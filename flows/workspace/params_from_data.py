@@ -1,0 +1,173 @@
+"""What params.yaml of a new workspace says of a model and of data: read off the files, for a person to look over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pandas as pd
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
+from tasks.config import yaml_edit
+from tasks.config.schema import PARAMS, Data, parse, read
+from tasks.data.label_encoding import convert_labels
+from tasks.data.splitting import split_rows, split_text
+from tasks.extract import FORMATS, load, read_file
+from tasks.models import task_head
+from tasks.models.base_model import located
+from tasks.models.model_io import UNLOADABLE
+from tasks.runtime.stage_runner import StageError
+
+_FEW = 20  # classes; whole numbers of more values are a scale
+_SAMPLE = 1000  # rows whose tokens are counted
+_SHARE = 0.95  # of the rows that are to be read in full
+
+
+class Found(NamedTuple):
+    """What files and a base model say."""
+
+    changes: dict[str, Any]
+    """The sections of params.yaml that they decide."""
+    head: str
+    """What becomes of the base model's head, in words; empty where there is nothing to say."""
+
+
+def of_data(
+    source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskKindName | None
+) -> Found:
+    """What a file under data/raw and the base model decide of params.yaml.
+
+    Args:
+        source: the file, or a folder of files named by split, in the workspace that is the working directory.
+        base: as model.base has it.
+        text, text_pair, label: columns; None where they have these names, or there are none.
+        task: None: what the label looks like.
+
+    Raises:
+        StageError: a file or the model cannot be read, a column is missing, the task cannot be told, or the stage
+            extract would refuse the rows.
+    """
+    datasets.disable_progress_bars()
+    rows = _rows(Path(source)).to_pandas()
+    columns = _columns(rows, text, text_pair, label)
+    kind = task or _kind(rows, columns)
+    config, tokenizer = read_base(base)
+    changes: dict[str, Any] = {
+        "data": {
+            "source": source,
+            "splits": {split: split for split in _splits(Path(source))},
+            "columns": columns,
+            "task": kind,
+            "metric": BY_KIND[kind][0],
+        }
+    }
+    if kind != "language_modeling":  # its sizes are blocks, and its drop is in units of perplexity
+        changes["data"]["sizes"] = {"train": len(rows)}
+        changes["study"] = {"goals": [{"largest_drop": 0.01}]}
+    labels = _labels(changes["data"])
+    changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
+    knows = task_head.fit(config, kind, labels) == "known"
+    return Found(changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels))
+
+
+def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes as the stage extract finds them; what it would refuse is refused here."""
+    content = read()["data"]
+    yaml_edit.change(content, changes)
+    params = parse(content, Data, PARAMS, "data")
+    split = split_text if params.task == "language_modeling" else split_rows
+    return convert_labels(split(load(params), params), params)
+
+
+def _splits(source: Path) -> list[str]:
+    names = {file.stem for file in source.iterdir() if file.suffix in FORMATS} if source.is_dir() else {"train"}
+    return [split for split in ("train", "validation", "test") if split in names]
+
+
+def _rows(source: Path) -> Any:
+    if not source.is_dir():
+        return read_file(source)
+    files = [file for file in source.iterdir() if file.stem == "train" and file.suffix in FORMATS]
+    if not files:
+        raise StageError(
+            f"{source} has no file named train: name one so, and those of other splits validation and test"
+        )
+    return read_file(files[0])
+
+
+def _columns(rows: pd.DataFrame, *wanted: str | None) -> dict[str, str | None]:
+    """Role → column."""
+    found = {
+        role: name or (role if role in rows else None)
+        for role, name in zip(("text", "text_pair", "label"), wanted, strict=True)
+    }
+    has = ", ".join(map(str, rows))
+    for role, name in found.items():
+        if name is not None and name not in rows:
+            raise StageError(
+                f"there is no column {name} for {role}: write --{role.replace('_', '-')} with one of {has}"
+            )
+    if found["text"] is None:
+        raise StageError(f"there is no column text: write --text with one of {has}")
+    return found
+
+
+def _kind(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskKindName:
+    if (name := columns["label"]) is None:
+        if len(rows.columns) > 1:
+            raise StageError(
+                f"there is no column label: write --label with one of {', '.join(map(str, rows))}, or, for running "
+                "text, --task language_modeling"
+            )
+        return "language_modeling"
+    values = rows[name].dropna()
+    distinct = values.astype(str).nunique()
+    if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):
+        return "classification" if distinct <= _FEW and (values == values.round()).all() else "regression"
+    if values.map(pd.api.types.is_list_like).any() or distinct > len(values) / 2:
+        raise StageError(f"column {name} is no class and no number: write --task with one of {', '.join(TASK_KINDS)}")
+    return "classification"
+
+
+def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer of a base model, named as model.base has it.
+
+    Raises:
+        StageError: there is none, or it cannot be read.
+    """
+    with ExitStack() as stack:
+        source, extra = located(base, stack)
+        try:
+            options: dict[str, Any] = {"trust_remote_code": False, **extra}
+            return AutoConfig.from_pretrained(source, **options), AutoTokenizer.from_pretrained(source, **options)
+        except UNLOADABLE as error:
+            raise StageError(f"{base} cannot be read as a model with a tokenizer: {error}") from error
+
+
+def _length(
+    rows: pd.DataFrame,
+    columns: dict[str, str | None],
+    kind: TaskKindName,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> int:
+    """Tokens that hold nearly all rows, a multiple of 8, and no more than the model takes."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
+    most = min(positions, 512)
+    if kind == "language_modeling":
+        return most
+    some = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
+    texts = [list(some[name]) for name in (columns["text"], columns["text_pair"]) if name]
+    split = kind == "token_classification"
+    try:
+        encoded = tokenizer(*texts, is_split_into_words=split)["input_ids"]
+    except (TypeError, ValueError) as error:
+        raise StageError(
+            f"column {columns['text']} is not text: write --text with one of {', '.join(map(str, rows))}"
+        ) from error
+    needed = int(pd.Series([len(ids) for ids in encoded]).quantile(_SHARE))
+    return max(8, min(most, -(-needed // 8) * 8))

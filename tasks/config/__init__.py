@@ -1,0 +1,1 @@
+"""params.yaml: its types, its validation, and edits that keep its layout."""

@@ -1,0 +1,319 @@
+"""The whole of params.yaml, checked before anything runs: every mistake in one message.
+
+The types of recipes are imported where a file must be checked, since they bring torch, which takes seconds: a file that
+was found good is not checked again while it and the code stand. `python -m tasks.config.validation` checks it and no
+more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from pydantic import TypeAdapter, ValidationError
+
+from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
+from tasks.config import schema
+from tasks.config.promotion_limits import Promotion
+from tasks.config.schema import PARAMS, ParamsError
+from tasks.runtime.code_folders import code_folders
+
+if TYPE_CHECKING:
+    from eckart.recipe import Recipe
+
+_GOOD = Path(".eckart/params-found-good")
+_LONGEST = 50  # characters of a recipe's name
+
+
+SECTIONS: dict[str, Any] = {
+    "study": schema.Study,
+    "seed": schema.Seed,
+    "threads": schema.Threads,
+    "data": schema.Data,
+    "check": schema.Check,
+    "model": schema.Model,
+    "teacher": schema.Training,
+    "trainer": schema.Trainer,
+    "targets": schema.TargetPatterns,
+    "importance": schema.Importance,
+    "evaluate": schema.Evaluate,
+    "export": schema.Export,
+    "benchmark": schema.Benchmark,
+    "promotion": Promotion,
+}
+_WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
+_OF_PAIRS: tuple[TaskKindName, ...] = ("question_answering",)
+_OF_ONE_KIND: Mapping[str, TaskKindName] = {
+    "target_length": "summarization",
+    "prefix": "summarization",
+    "stride": "question_answering",
+}
+_WITH_LABELS: Mapping[str, tuple[TaskKindName, ...]] = {
+    "expected": ("classification",),
+    "drawn": ("classification", "language_modeling"),
+}
+"""Which kinds of task each way of labelling works for: it needs one number of labels per row; `expected` also needs few
+classes."""
+_OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
+
+
+def check() -> dict[str, Any]:
+    """The sections of params.yaml, typed, but for `recipes`: the stages type those that they use.
+
+    Raises:
+        ParamsError: with all mistakes, each with its path and what to write instead.
+    """
+    content = schema.read()
+    if not found_good(content):
+        if lines := mistakes(content):
+            raise ParamsError(schema.report(PARAMS, lines))
+        with suppress(OSError):  # a folder that cannot be written: the next run checks again
+            _GOOD.parent.mkdir(exist_ok=True)
+            _GOOD.write_text(_state(content))
+    return {name: schema.parse(content[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
+
+
+def found_good(content: Mapping[str, Any]) -> bool:
+    """Whether this content of params.yaml was found good here, by this code; imports nothing slow."""
+    try:
+        return _GOOD.read_text() == _state(content)
+    except (OSError, UnicodeDecodeError):  # there is none that can be read
+        return False
+
+
+def _state(content: Mapping[str, Any]) -> str:
+    """Digest of params.yaml's content and of all that decides whether it has mistakes."""
+    digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
+    for file in (file for folder in code_folders().values() for file in sorted(folder.rglob("*.py"))):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def mistakes(content: Mapping[str, Any]) -> list[str]:
+    """All mistakes of what is to be a params.yaml, as `check` words them."""
+    lines: list[str] = []
+    typed = {name: _typed(content, name, kind, lines) for name, kind in SECTIONS.items()}
+    typed["recipes"] = _recipes(content.get("recipes"), lines)
+    lines += _unknown(content, typed)
+    lines += _contradictions(typed, content)
+    return lines
+
+
+def typed_section(name: str) -> Any:
+    """One section of params.yaml, typed, whatever mistakes the others have.
+
+    Raises:
+        ParamsError: with all mistakes in it.
+    """
+    lines: list[str] = []
+    typed = _typed(schema.read(), name, SECTIONS[name], lines)
+    if lines:
+        raise ParamsError(schema.report(PARAMS, lines))
+    return typed
+
+
+def _typed(content: Mapping[str, Any], name: str, kind: Any, lines: list[str]) -> Any:
+    """The section `name`, or None after its mistakes were added to `lines`."""
+    if name not in content:
+        lines.append(f"{name}: is missing; add it")
+        return None
+    return _parsed(content[name], kind, name, lines)
+
+
+def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
+    try:
+        return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
+    except ValidationError as error:
+        lines += schema.mistakes(error, content, prefix)
+        return None
+
+
+def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
+    if not isinstance(content, dict) or not content:
+        lines.append("recipes: is missing or empty; add a recipe")
+        return {}
+    from eckart.recipe import Recipe
+
+    # The name becomes part of stage names, folders and registry names.
+    lines += [
+        f"recipes.{name}: is no name; write letters, digits and _, at most {_LONGEST}"
+        for name in content
+        if not isinstance(name, str) or not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
+    ]
+    return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in content.items()}
+
+
+def _unknown(content: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
+    missing = [name for name in typed if name not in content]
+    for name in content:
+        if name not in typed:
+            meant = get_close_matches(str(name), missing, n=1)
+            yield f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it"
+
+
+def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
+    """Mistakes between sections. Read from the raw content, so that a mistake beside them does not hide them."""
+    from eckart.recipe import contradictions
+
+    recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
+    yield from _repeated("study.recipes", used)
+    yield from _repeated("study.keeps", _at(content, "study", "keeps"))
+    for name in used if recipes else ():
+        if name not in recipes:
+            yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
+    yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
+    if typed["study"] and typed["export"] and not typed["export"].recipes:
+        yield from _unexported(typed["study"].goals)
+    yield from _of_control(_at(content, "study", "control"), recipes)
+    for name, recipe in recipes.items():
+        for part, mistake in contradictions(recipe) if recipe else ():
+            yield f"recipes.{name}.{part}: {mistake}"
+    yield from _of_splits(typed["data"])
+    task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
+    if task in TASK_KINDS:
+        if metric in list(METRICS) and metric not in BY_KIND[task]:
+            yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
+        yield from _of_columns(task, _at(content, "data", "columns"))
+        if task != "language_modeling" and typed["evaluate"] and typed["evaluate"].zero_shot:
+            yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
+        yield from _of_kind(task, content["data"])
+        labels = typed["importance"] and typed["importance"].labels
+        if labels and task not in _WITH_LABELS.get(labels, TASK_KINDS):
+            yield f"importance.labels: {labels} is for {' and '.join(_WITH_LABELS[labels])} alone; write given"
+    gain = typed["promotion"] and typed["promotion"].least_gain
+    if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
+        title = METRICS[metric].title
+        yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
+    if typed["trainer"] and typed["trainer"].processes > 1:
+        training = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
+        yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in training}, content)
+    for option in ("products", "tied"):
+        if typed["targets"] and getattr(typed["targets"], option):
+            yield from _without_pairs(option, {name: recipes.get(name) for name in used})
+    if typed["importance"]:
+        yield from _lacking(typed["importance"].statistics, {name: recipes.get(name) for name in used})
+
+
+def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterator[str]:
+    yield from _repeated("export.recipes", recipes)
+    for name in recipes:
+        if name not in used:
+            yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
+    if recipes and task == "summarization":
+        yield "export.recipes: a model of summarization is more than one graph; write []"
+
+
+def _unexported(goals: Sequence[schema.Goal]) -> Iterator[str]:
+    for number, goal in enumerate(goals):
+        if goal.runtime != "torch":
+            yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
+
+
+def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    fitting = ", ".join(str(one) for one, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
+    if isinstance(name, str) and recipes and name not in recipes:
+        yield f"study.control: there is no recipe {name}; write one of {fitting}"
+    elif isinstance(name, str) and (recipe := recipes.get(name)) and not recipe.recovery.for_dense:
+        yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
+
+
+def _of_splits(data: schema.Data | None) -> Iterator[str]:
+    if data:
+        yield from _repeated("data.splits", list(data.splits.named().values()))
+        given = data.splits.named()
+        if sum(share for name, share in data.shares.by_split().items() if name not in given) >= 1:
+            yield "data.shares: leave nothing to train; write shares whose sum is below 1"
+
+
+def _unshared(
+    trainer: schema.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
+) -> Iterator[str]:
+    """Steps whose rows several processes cannot share."""
+    from eckart.recipe_parts import train_together
+
+    sizes = {"teacher": _at(content, "teacher", "batch_size")}
+    for name, recipe in recipes.items():
+        for stage in (("shaping", "ranks"), ("recovery",)) if recipe else ():
+            parts = {part: method for part in stage if (method := getattr(recipe, part)) is not None}
+            if train_together(parts.values()):
+                sizes |= {
+                    ".".join(filter(None, ("recipes", name, part, place))): training.batch_size
+                    for part, method in parts.items()
+                    for place, training in method.trainings.items()
+                }
+    for path, size in sizes.items():
+        if isinstance(size, int) and size % trainer.processes:
+            yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
+
+
+def _of_kind(task: TaskKindName, data: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that only another kind of task reads, and what this one lacks."""
+    for key, kind in _OF_ONE_KIND.items():
+        if task != kind and data.get(key) is not None:
+            yield f"data.{key}: is for {kind} alone; write null"
+    if task == "summarization" and "target_length" in data and data["target_length"] is None:
+        yield "data.target_length: is null; write how many tokens a summary has at most"
+
+
+def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
+    """Columns that a kind of task needs and does not have, or has and cannot use."""
+    if not isinstance(columns, dict):
+        return
+    named = {role: name for role, name in columns.items() if isinstance(name, str)}
+    null = [role for role, name in columns.items() if name is None]
+    if task in _WITHOUT_LABELS and "label" in named:
+        yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
+    if task not in _WITHOUT_LABELS and "label" in null:
+        yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
+    if task in _OF_PAIRS and "text_pair" in null:
+        yield f"data.columns.text_pair: is null, but {task} finds answers in it; write the name of the contexts' column"
+    if task in _OF_ONE_TEXT and "text_pair" in named:
+        yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
+
+
+def _without_pairs(option: str, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    for name, recipe in recipes.items():
+        for method in recipe.methods if recipe else ():
+            if not method.pairs:
+                yield (
+                    f"targets.{option}: is true, and {method.kind} of recipes.{name} knows no targets of two maps; "
+                    "write false"
+                )
+
+
+def _lacking(statistics: Sequence[str], recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+    for name, recipe in recipes.items():
+        for part in ("shaping", "weighting", "ranks", "residual", "recovery") if recipe else ():
+            for kind in getattr(getattr(recipe, part), "statistics", ()):
+                if kind not in statistics:
+                    yield f"importance.statistics: lacks {kind}, which recipes.{name}.{part} reads; add it"
+
+
+def _at(content: Mapping[str, Any], section: str, key: str) -> Any:
+    return content[section].get(key) if isinstance(content.get(section), dict) else None
+
+
+def _strings(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+
+
+def _repeated(path: str, values: Any) -> Iterator[str]:
+    plain = [value for value in values if isinstance(value, str | int | float)] if isinstance(values, list) else []
+    for value, count in Counter(plain).items():
+        if count > 1:
+            yield f"{path}: has {value} {count} times; remove the repetition"
+
+
+if __name__ == "__main__":
+    try:
+        check()
+    except ParamsError as error:
+        sys.exit(str(error))

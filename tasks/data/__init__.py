@@ -1,0 +1,1 @@
+"""Data sets: sources, splits, labels, and batches of them."""

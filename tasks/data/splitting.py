@@ -1,0 +1,91 @@
+"""Splitting: the splits that the source lacks are carved out of train, and samples drawn, by the rows' content.
+
+Membership does not depend on what else the source has: it stays as data grow, and equal texts are on one side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tasks.artifacts.task_spec import Split
+from tasks.config.schema import Data
+from tasks.data.hash_sampling import lots, lowest
+from tasks.runtime.stage_runner import say
+
+_PASSAGE = 5000
+"""Characters of a running text that are on one side (choice): some thousand tokens, so that few blocks are torn."""
+
+
+def split_rows(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
+    """Samples of rows, which are independent of each other, each in an order of chance."""
+    contents = _contexts if params.task == "question_answering" else _contents
+    parts = _carve(_without_leaks(source), params, contents)
+    drawn = {name: _sample(part, name, "sample", params) for name, part in parts.items()}
+    return {**drawn, "calibration": _sample(drawn["train"], "calibration", "calibration", params)}
+
+
+def split_text(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
+    """Running text, in its order: passages are carved, and blocks are drawn once it is tokenized.
+
+    Nothing is left out of train where splits are given: lines of a text, empty ones and headings, repeat.
+    """
+    parts = _carve(source, params, _passages)
+    return {**parts, "calibration": parts["train"]}
+
+
+def _carve(
+    source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
+) -> dict[Split, pd.DataFrame]:
+    """Train, validation and test; a row of train is in an absent one if its lot falls into that one's share."""
+    rows, parts, start = source["train"], dict(source), 0.0
+    drawn = lots(contents(rows), params.seed, "split")
+    for name, share in params.shares.by_split().items():
+        if name not in source:
+            parts[name] = rows[(start <= drawn) & (drawn < start + share)]
+            start += share
+    parts["train"] = rows[drawn >= start]
+    return {name: parts[name] for name in ("train", "validation", "test")}
+
+
+def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
+    """No row of train stands in validation or test, and none of validation in test; labels do not count."""
+    parts: dict[Split, pd.DataFrame] = {}
+    seen: set[str] = set()
+    for name in ("test", "validation", "train"):
+        if name in source:
+            keys = list(map(repr, _contents(source[name])))
+            repeated = np.array([key in seen for key in keys], bool)
+            if repeated.any():
+                say(f"{name}: {repeated.sum()} rows left out, which stand in validation or test, too")
+            parts[name] = source[name][~repeated]
+            seen.update(keys)
+    return parts
+
+
+def _contents(rows: pd.DataFrame) -> list[Any]:
+    """What tells rows apart: the text, and the second one where there is one."""
+    return list(zip(*(rows[name] for name in ("text", "text_pair") if name in rows), strict=True))
+
+
+def _contexts(rows: pd.DataFrame) -> list[Any]:
+    """Several questions share a context: all of them are on one side."""
+    return list(rows["text_pair"])
+
+
+def _passages(rows: pd.DataFrame) -> list[Any]:
+    """For each row the digest of its passage: of all rows that begin within the same stretch of characters."""
+    lengths = rows["text"].str.len()
+    number = (lengths.cumsum() - lengths) // _PASSAGE
+    digests = {
+        one: hashlib.sha256(repr(list(texts)).encode()).hexdigest() for one, texts in rows["text"].groupby(number)
+    }
+    return list(number.map(digests))
+
+
+def _sample(rows: pd.DataFrame, name: Split, purpose: str, params: Data) -> pd.DataFrame:
+    return rows.iloc[lowest(_contents(rows), getattr(params.sizes, name), params.seed, purpose)]

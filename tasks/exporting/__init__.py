@@ -1,0 +1,1 @@
+"""Other file formats of a candidate: ONNX, and a dense checkpoint."""

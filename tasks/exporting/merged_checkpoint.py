@@ -1,0 +1,95 @@
+"""A candidate as a plain Hugging Face folder, for tools that know no factors: as large and slow as the dense model."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from eckart.calibration.losses import Batch
+from eckart.model.hf_format import save
+from eckart.model.layers import factorized, merge
+from eckart.model.module_context import eval_mode
+from tasks.exporting.onnx import folder_of
+from tasks.models.model_io import UNLOADABLE, load, random_inputs
+from tasks.runtime.stage_runner import StageError, quiet
+
+_ROUNDING = 1e-4  # of the largest logit: float32 sums in another order, layer after layer
+_ROWS, _TOKENS = 4, 16  # that both models answer; fewer tokens where there are fewer positions
+
+
+def to_plain(name: str, folder: Path) -> str:
+    """Write the candidate `name`, or the Hugging Face folder at the path `name`, with its factors multiplied out and
+    with its tokenizer, in the type in which its weights are stored; what was written, in a sentence.
+
+    Raises:
+        StageError: there is no such candidate, it is not factorized, no tool would know it merged either, `folder`
+            is there already, or the merged model answers otherwise.
+    """
+    if folder.exists():
+        raise StageError(f"{folder} exists: name a new folder")
+    source = folder_of(name)
+    quiet()
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        model, tokenizer = load(source, _family(source, config.architectures), torch.float32)
+    except UNLOADABLE as error:
+        raise StageError(f"{source} cannot be loaded: {error}") from error
+    if not (names := list(factorized(model))):
+        raise StageError(f"{source} is not factorized: it is a plain folder already")
+    inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
+    expected = _answers(model, inputs)
+    for each in names:
+        merge(model, each)
+    difference = _difference(expected, _answers(model, inputs))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
+            written = Path(parent) / folder.name
+            save(model.to(config.dtype or torch.float32), written)  # type: ignore[arg-type]
+            tokenizer.save_pretrained(written)
+            written.replace(folder)
+    except OSError as error:
+        raise StageError(f"{folder} cannot be written: {error}") from error
+    return (
+        f"{folder}: {model.num_parameters():,} parameters, {len(names)} maps merged, with its tokenizer. It answers as "
+        f"{source} does (logits within {difference:.1g}), and needs transformers alone."
+    )
+
+
+def _family(source: Path, architectures: list[str] | None) -> Any:
+    """The class that the config names.
+
+    Raises:
+        StageError: transformers has no such class.
+    """
+    name = (architectures or ["no class"])[0]
+    if (family := getattr(transformers, name, None)) is None:
+        raise StageError(f"{source} was saved as {name}, which transformers alone does not have: load it with eckart")
+    return family
+
+
+def _answers(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """Its outputs of numbers, `(rows, …)` each, by name."""
+    with eval_mode(model), torch.inference_mode():
+        outputs = model(**inputs)
+    return {name: values for name, values in outputs.items() if isinstance(values, Tensor)}
+
+
+def _difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """
+    Raises:
+        StageError: it is more than rounding.
+    """
+    largest = 0.0
+    for name, values in expected.items():
+        difference = float((values - found[name]).abs().max())
+        if not difference <= _ROUNDING * max(1.0, float(values.abs().max())):  # nor where it is no number
+            raise StageError(f"merged, the model answers otherwise: its {name} differ by {difference:.2g}")
+        largest = max(largest, difference)
+    return largest

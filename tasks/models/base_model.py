@@ -1,0 +1,147 @@
+"""Loading the base model: from a package, a folder or GGUF file under models/base, or the hub."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from eckart.model.hf_format import check_unquantized
+from tasks.artifacts.task_spec import Task
+from tasks.config.schema import Model
+from tasks.data import pypi_archives
+from tasks.models import licence, task_head
+from tasks.models.model_io import UNLOADABLE, check_weights
+from tasks.nlp_tasks import kind_of
+from tasks.runtime.stage_runner import StageError
+
+BASE = Path("models/base")
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "weights = torch.load('pytorch_model.bin', weights_only=True, map_location='cpu'); "
+    "save_file({name: value.contiguous().clone() for name, value in weights.items()}, "
+    "'model.safetensors', {'format': 'pt'})\""
+)
+"""What makes safetensors of a pickle, of which it reads tensors alone."""
+
+
+class Base(NamedTuple):
+    """A base model with a head for the task."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    licence: licence.Licence
+    """What its card says."""
+    fit: task_head.Fit
+    """Of the head that it had."""
+    head: str
+    """What became of that, in words; empty where there is nothing to say."""
+
+
+def load_base(params: Model, task: Task) -> Base:
+    """The base model in `params.dtype` with a head for `task`, the one that it has where that is one for the task.
+
+    Raises:
+        StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
+    """
+    with ExitStack() as stack:
+        source, extra = located(params.base, stack)
+        try:
+            options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
+            found = AutoConfig.from_pretrained(source, **options)
+            _check_code(found)
+            if not extra:
+                check_unquantized(found)
+            # All of one commit, should the hub's newest change meanwhile.
+            options["revision"] = getattr(found, "_commit_hash", None) or params.revision
+            check_weights(source, found, options["revision"])
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            kind = kind_of(task)
+            if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
+                options["quantization_config"] = GgufConfig(dequantize=True)
+                stack.enter_context(redirect_stderr(StringIO()))  # a progress bar that nothing else turns off
+            model, loading = kind.auto.from_pretrained(
+                source,
+                use_safetensors=True,
+                dtype=getattr(torch, params.dtype),
+                ignore_mismatched_sizes=True,  # they are looked at below
+                output_loading_info=True,
+                **options,
+                **kind.head(task),
+            )
+            terms = licence.stated(source, options["revision"])
+        except UNLOADABLE as error:
+            raise StageError(
+                f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
+            ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise StageError(f"model.base {params.base} has no tokenizer: put its files beside the model")
+    if tokenizer.pad_token is None:  # decoders are trained without padding; any masked token serves
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
+    tokenizer.padding_side = "right"  # before a text it would shift the positions of models that count them (GPT-2)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    _check_prefix(found, task)
+    said = task_head.adapt(model, found, task, loading)
+    return Base(model, tokenizer, terms, task_head.fit(found, task.kind, task.labels), said)
+
+
+def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
+    """A T5 was trained with its task named before each text; whether to go on with that is for the user to say."""
+    known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
+    if known.strip() and task.prefix is None:
+        raise StageError(
+            f"model.base was trained with {known!r} before each text: set data.prefix to it, or to '' to go without"
+        )
+
+
+def _check_code(config: PreTrainedConfig) -> None:
+    """A model may ask for an attention kernel of the hub: code that transformers would fetch and run unasked."""
+    if "/" in (asked := str(config._attn_implementation)):
+        raise ValueError(f"it asks for the kernel {asked}, which is code: remove _attn_implementation from config.json")
+
+
+def _reason(error: str) -> str:
+    """Why a model cannot be loaded, and what to do where it is for safety."""
+    if "trust_remote_code" in error:
+        return "it needs code of its own, and Eckart runs none: name a model that transformers itself knows"
+    if "file named model.safetensors" in error:
+        return (
+            "it has no model.safetensors, and pickles (pytorch_model.bin) are not read, since they can run code. "
+            f"Convert it under {BASE}; in its folder: {_CONVERT}"
+        )
+    return error
+
+
+def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
+    """Where transformers finds the model, a folder for as long as `stack` is open or a hub id, and which file of it.
+
+    Raises:
+        StageError: there is no such model, or DVC would not see it.
+    """
+    if base.startswith(pypi_archives.SCHEME):
+        return _folder(stack.enter_context(pypi_archives.member(base)))
+    path = Path(os.path.normpath(base))
+    if path.is_relative_to(BASE) and not path.exists():
+        raise StageError(f"{base} does not exist: correct model.base")
+    if path.exists() and not path.is_relative_to(BASE):
+        raise StageError(f"{base} is outside {BASE}: put it there, so that DVC sees when it changes")
+    return _folder(path) if path.is_file() else (base, {})
+
+
+def _folder(path: Path) -> tuple[str, dict[str, str]]:
+    """A GGUF file, which holds tensors, a config and a tokenizer, is read as part of its folder."""
+    return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})

@@ -1,0 +1,152 @@
+"""What becomes of the head that a base model has: it is kept where it is one for the task's labels, else made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tasks.artifacts.metrics import TaskKindName
+from tasks.artifacts.task_spec import Task
+from tasks.runtime.stage_runner import StageError
+
+_CLASSES: dict[TaskKindName, str] = {
+    "classification": "ForSequenceClassification",
+    "regression": "ForSequenceClassification",
+    "token_classification": "ForTokenClassification",
+    "question_answering": "ForQuestionAnswering",
+    "summarization": "ForConditionalGeneration",
+    "language_modeling": "ForCausalLM",
+}
+"""How the class of a model ends that has learned the task."""
+_LABELLED: tuple[TaskKindName, ...] = ("classification", "regression", "token_classification")
+_SHOWN = 5  # names of labels
+_FILE = "head.txt"
+
+Fit = Literal["none", "known", "by position", "other"]
+"""Of a head and a task: there is none of its kind; its outputs are the labels, in whatever order; they are as many, and
+either they or the labels are mere numbers; or they are something else, so that a new head takes its place."""
+
+
+def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> Fit:
+    """How the head that a base model's config tells of fits a task.
+
+    Names are the same in capital letters, too. A head without names, as transformers writes it where nobody gave any,
+    is that of labels 0, 1, ….
+    """
+    names = _outputs(config)
+    unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
+    # Where no class is named, names of outputs tell of a head, which may be one for the task.
+    name = (config.architectures or ["" if unnamed else _CLASSES[kind]])[0]
+    if not name.endswith(_CLASSES[kind]):
+        # A head of another kind may have the same name and shape.
+        others = ("ForMultipleChoice", *(_CLASSES[one] for one in _LABELLED))
+        return "other" if kind in _LABELLED and name.endswith(others) else "none"
+    if kind not in _LABELLED:
+        return "known"
+    if kind == "regression":
+        return "known" if config.num_labels == 1 and config.problem_type in (None, "regression") else "other"
+    if config.problem_type not in (None, "single_label_classification"):
+        return "other"
+    if _order(names, labels):
+        return "known"
+    if len(names) != len(labels):
+        return "other"
+    if list(labels) == [str(number) for number in range(len(labels))]:
+        return "known" if unnamed else "by position"
+    return "by position" if unnamed else "other"
+
+
+def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> str:
+    """What becomes of a head whose outputs are not the task's labels by name; empty where there is nothing to say."""
+    wanted = _named(labels) if labels else "a number"
+    match fit(config, kind, labels):
+        case "by position":
+            had = _named(_outputs(config))
+            return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
+        case "other":
+            had = f"{', '.join([*(config.architectures or [])[:1], _named(_outputs(config))])}"
+            return f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
+    return ""
+
+
+def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading: Mapping[str, Any]) -> str:
+    """Put the outputs of a head into the order of the labels, or make them anew; say what becomes of the head.
+
+    Args:
+        config: as the base model has it.
+        loading: what transformers says of the loading, in which weights of another shape were left out.
+
+    Raises:
+        StageError: weights that are not the head's have another shape than the config says.
+    """
+    found = fit(config, task.kind, task.labels)
+    left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
+    if wrong := sorted(key for key in left if found not in ("none", "other") or not _is_of_head(model, key)):
+        shapes = " and ".join(" × ".join(map(str, shape)) for shape in left[wrong[0]])
+        raise StageError(
+            f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
+            "take the config.json that was saved with them"
+        )
+    outputs = _outputs_of(model, len(task.labels) or 1)
+    if found == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
+        with torch.no_grad():
+            for parameter in outputs.values():
+                parameter.copy_(parameter[order])
+    if found == "other":
+        _renew(model, [one for name, one in outputs.items() if name not in {*left, *loading["missing_keys"]}])
+    if found == "none" and left:  # of a class that nobody has named
+        return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
+    return in_words(config, task.kind, task.labels)
+
+
+def note(folder: Path, said: str) -> None:
+    """Have the folder of the teacher say what became of the head, where there is something to say."""
+    if said:
+        (folder / _FILE).write_text(f"{said}\n")
+
+
+def noted(folder: Path) -> str:
+    """What `note` wrote."""
+    file = folder / _FILE
+    return file.read_text().strip() if file.exists() else ""
+
+
+def _order(outputs: Sequence[str], labels: Sequence[str]) -> list[int] | None:
+    """Of each label the output with its name; None where they are not the same names."""
+    theirs, ours = ([name.casefold() for name in names] for names in (outputs, labels))
+    same = sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours)
+    return [theirs.index(name) for name in ours] if same else None
+
+
+def _outputs(config: PreTrainedConfig) -> list[str]:
+    return [str(name) for name in (config.id2label or {}).values()]
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if names[_SHOWN:] else "")
+
+
+def _is_of_head(model: PreTrainedModel, name: str) -> bool:
+    return not name.startswith(f"{model.base_model_prefix}.")
+
+
+def _outputs_of(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
+    """The parameters of the head's last layer, whose first dimension is that of the outputs."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _is_of_head(model, name) and parameter.shape[0] == count
+    }
+
+
+def _renew(model: PreTrainedModel, parameters: Sequence[Tensor]) -> None:
+    """Draw weights as transformers begins them, and no bias."""
+    spread = getattr(model.config, "initializer_range", None) or 0.02
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()

@@ -1,0 +1,1 @@
+"""Studies over several tasks and seeds, and their tables."""

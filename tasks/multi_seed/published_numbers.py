@@ -1,0 +1,120 @@
+"""Published numbers that stand beside ours: what a paper reports, cited row by row, and never mixed into our rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.config.schema import Section, Share
+
+TaskMetrics = Mapping[str | None, MetricName]
+"""Task → its metric; None → that of a study without tasks."""
+Words = Annotated[str, Field(min_length=1)]
+
+
+class Published(Section):
+    """A row of a paper's table. In a study of several tasks it has scores, by the names of the tasks.
+
+    A study without tasks has a score by its own metric, or scores by names of benchmarks that the paper has beside it.
+    """
+
+    source: Words
+    """The paper and the table."""
+    method: Words
+    """As the paper calls it."""
+    keep: Share | None
+    """Parameters of all targets after ÷ before; None where the paper does not say."""
+    units: Literal["percent", "metric"]
+    """Of the scores: percent is 100 × the metric."""
+    note: Words | None
+    """What differs from our setting, in one line."""
+    score: float | None = None
+    scores: Annotated[dict[Words, float], Field(min_length=1)] | None = None
+
+    def points(self, value: float, metric: MetricName | None) -> float:
+        """A score as a table prints it: 100 × a metric between -1 and 1, and any other as it is."""
+        scaled = self.units == "metric" and metric is not None and METRICS[metric].bounded
+        return 100 * value if scaled else value
+
+
+def mistakes(rows: Sequence[Published], metrics: Mapping[str | None, MetricName | None]) -> Iterator[str]:
+    """What is wrong with published rows, seen beside the tasks and metrics of their study.
+
+    Args:
+        metrics: task → its metric, or None → that of a study without tasks; None for one that is none itself.
+    """
+    for position, row in enumerate(rows):
+        path = f"published.{position}"
+        if (row.score is None) == (row.scores is None):
+            yield f"{path}: needs a score or scores, and not both; write one of them"
+        if row.score is not None and None in metrics:
+            yield from _of_value(f"{path}.score", row.score, row, metrics[None])
+        elif row.score is not None:
+            yield f"{path}.score: does not say of which task it is; write scores, by the names of tasks"
+        for name, value in (row.scores or {}).items():
+            if None in metrics or name in metrics:
+                yield from _of_value(f"{path}.scores.{name}", value, row, metrics.get(name))
+            else:
+                yield f"{path}.scores.{name}: there is no task {name}; write one of {', '.join(map(str, metrics))}"
+
+
+def _of_value(path: str, value: float, row: Published, metric: MetricName | None) -> Iterator[str]:
+    if metric and not METRICS[metric].bounded:
+        if row.units == "percent":
+            yield f"{path}: {METRICS[metric].title} is no percentage; write units: metric"
+    elif row.units == "percent" and abs(value) > 100:
+        yield f"{path}: is {value:g}, more than 100 percent; correct it"
+    elif row.units == "metric" and metric and abs(value) > 1:
+        yield f"{path}: is {value:g}, and {METRICS[metric].title} lies between -1 and 1; write units: percent"
+
+
+def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
+    """Those that have a score of one of the tasks; all of a study without tasks."""
+    return [row for row in rows if None in metrics or any(task in metrics for task in row.scores or {})]
+
+
+def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns, and a line per row; the last column is the number in `notes`, from 1."""
+    columns, numbers = _columns(rows, metrics), notes(rows)
+    averaged = None not in metrics and len(metrics) > 1 and all(METRICS[metric].bounded for metric in metrics.values())
+    lines = []
+    for row in rows:
+        points = [_points(row, name, metrics) for name, _ in columns]
+        line = [row.method, "–" if row.keep is None else f"{row.keep:g}", *map(_digits, points)]
+        line += [_mean(points)] if averaged else []
+        lines.append([*line, row.source, str(numbers.index(row.note) + 1) if row.note else ""])
+    return ["method", "keep", *(head for _, head in columns), *(["mean"] if averaged else []), "source", "note"], lines
+
+
+def notes(rows: Sequence[Published]) -> list[str]:
+    """Each once."""
+    return list(dict.fromkeys(row.note for row in rows if row.note))
+
+
+def _columns(rows: Sequence[Published], metrics: TaskMetrics) -> list[tuple[str | None, str]]:
+    """What a column shows, by name, and its head: tasks, or the study's own metric and other benchmarks."""
+    if None not in metrics:
+        return [(name, str(name)) for name in metrics]
+    metric = METRICS[metrics[None]]
+    own = [(None, f"{metric.title}, %" if metric.bounded else metric.title)]
+    others = dict.fromkeys(name for row in rows for name in row.scores or {})
+    return [*(own if any(row.score is not None for row in rows) else []), *((name, name) for name in others)]
+
+
+def _points(row: Published, name: str | None, metrics: TaskMetrics) -> float | None:
+    value = row.score if name is None else (row.scores or {}).get(name)
+    return None if value is None else row.points(value, metrics.get(name))
+
+
+def _digits(value: float | None) -> str:
+    """With all digits that the paper has."""
+    return "–" if value is None else f"{value:.10g}"
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    """Over the tasks that the paper has; of how many, if it lacks some."""
+    known = [value for value in values if value is not None]
+    return f"{sum(known) / len(known):.2f}" + (f" of {len(known)}" if len(known) < len(values) else "")

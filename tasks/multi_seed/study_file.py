@@ -1,0 +1,177 @@
+"""A study's file: what differs from params.yaml, for which tasks and seeds, and the published numbers beside it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.config import schema as params
+from tasks.config import validation
+from tasks.config.schema import PARAMS, ParamsError, Seed
+from tasks.multi_seed import published_numbers as published
+from tasks.multi_seed import trials
+from tasks.multi_seed.overlay import merge
+from tasks.multi_seed.published_numbers import Published
+from tasks.multi_seed.trials import Trial, Trials
+
+_NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # of a study, unless its file says so
+_NAME = re.compile(r"[\w-]{1,50}")  # of a study's file or task: part of the names of folders and experiments
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """A study as it runs, of one task: all parameters, but for the seed."""
+
+    path: Path
+    """Of its file, relative to the main workspace."""
+    params: dict[str, Any]
+    seeds: tuple[int, ...]
+    task: str | None = None
+    """Its name among the tasks of the file; None in a file without tasks."""
+    published: tuple[Published, ...] = ()
+    """What the file cites, of all its tasks."""
+    trials: Trials | None = None
+    """What is to be tried of its recipes first; None where nothing is, or it was."""
+    tried: tuple[Trial, ...] = ()
+    """What trials found, whose best the recipes in `params` are."""
+    suffix: str = ""
+    """Of the name of a study of trials."""
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.path.stem, self.task, self.suffix)))
+
+    @property
+    def metric(self) -> MetricName:
+        metric: MetricName = self.params["data"]["metric"]
+        return metric
+
+    def content(self, seed: int) -> dict[str, Any]:
+        """params.yaml as it runs with `seed`."""
+        return {**self.params, "seed": seed}
+
+    def of_trials(self, asked: Trials) -> StudyFile:
+        """The study that runs the trials: each as a recipe of its own."""
+        content = trials.study(self.params, asked)
+        return replace(self, params=content, seeds=(asked.seed,), trials=None, suffix=trials.SUFFIX)
+
+    def at_its_best(self, tried: Sequence[Trial]) -> StudyFile:
+        """This study with the best trial of each recipe."""
+        return replace(self, params=trials.best(self.params, tried), trials=None, tried=tuple(tried))
+
+
+class _Own(params.Section):
+    """What a study's file has beside sections of params.yaml."""
+
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
+    tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)] | None = None
+    published: tuple[Published, ...] = ()
+    trials: Trials | None = None
+
+
+def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
+    """The study of `file`, checked as a whole, for each of its tasks.
+
+    Args:
+        seeds: run these instead of those that the file states.
+        tasks: these of the file's tasks; all, if there are none.
+
+    Raises:
+        ParamsError: `file` is outside the repository, its name is unfit for a folder, it cannot be read, or it has
+            mistakes; each is named.
+    """
+    path = _path(file)
+    stated = params.read(file)
+    own = params.parse({key: stated.pop(key) for key in _Own.model_fields if key in stated}, _Own, file)
+    if lines := [*_of_seeds(own, stated), *_of_tasks(own, tasks)]:
+        raise ParamsError(params.report(file, lines))
+    common = merge(merge(params.read(), _NOTHING_TO_SHIP), stated)
+    chosen = tuple(dict.fromkeys(seeds)) or own.seeds or ()
+    if chosen:
+        common["seed"] = chosen[0]
+    parts: dict[str | None, dict[str, Any]] = dict(own.tasks.items()) if own.tasks else {None: {}}
+    merged = {task: merge(common, part) for task, part in parts.items()}
+    _check(common, merged, own, file)
+    return tuple(
+        StudyFile(
+            path, _named(content, task, parts[task]), chosen or (content["seed"],), task, own.published, own.trials
+        )
+        for task, content in merged.items()
+        if not tasks or task in tasks
+    )
+
+
+def _path(file: Path) -> Path:
+    """Of a study's file, relative to the workspace."""
+    path = file.resolve()
+    if not path.is_relative_to(Path.cwd()):
+        raise ParamsError(f"{file} is outside the repository: put it into studies/")
+    if not path.is_file():
+        raise ParamsError(f"{file} does not exist: name a file of studies/")
+    if not _NAME.fullmatch(path.stem):
+        raise ParamsError(f"{file}: its name becomes that of a folder: write letters, digits, _ and -, at most 50")
+    return path.relative_to(Path.cwd())
+
+
+def _of_seeds(own: _Own, stated: Mapping[str, Any]) -> Iterator[str]:
+    if own.seeds and "seed" in stated:
+        yield "seed: stands beside seeds; remove one of them"
+    for seed, count in Counter(own.seeds or ()).items():
+        if count > 1:
+            yield f"seeds: has {seed} twice; remove one"
+    for task, part in (own.tasks or {}).items():
+        if "seed" in part:
+            yield f"tasks.{task}.seed: all tasks have the same seeds; write it beside tasks"
+
+
+def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
+    names = own.tasks or {}
+    for task in names:
+        if not _NAME.fullmatch(task):
+            yield f"tasks.{task}: becomes the name of a folder; write letters, digits, _ and -, at most 50"
+    for task in dict.fromkeys(wanted):
+        if task not in names:
+            choice = f"choose from {', '.join(names)}" if names else "leave out --task"
+            yield f"tasks: there is no {task}; {choice}"
+
+
+def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
+    """Check the parameters of all tasks, naming the study's file in the message, and each mistake where it stands."""
+    shared = validation.mistakes(common)
+    lines = [
+        line if task is None or line in shared else f"tasks.{task}.{line}"
+        for task, content in merged.items()
+        for line in (validation.mistakes(content) if task else shared)
+    ]
+    lines += published.mistakes(own.published, {task: _metric(content) for task, content in merged.items()})
+    if own.trials and not lines:
+        lines += _of_trials(own.trials, merged)
+    if lines:
+        raise ParamsError(params.report(Path(f"{file} on top of {PARAMS}"), dict.fromkeys(lines)))
+
+
+def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
+    """Mistakes of what is to be tried, of a file that has no others."""
+    for content in merged.values():
+        wrong = list(trials.mistakes(content, asked))
+        yield from wrong or (trials.in_file(line, asked) for line in validation.mistakes(trials.study(content, asked)))
+
+
+def _metric(content: Mapping[str, Any]) -> MetricName | None:
+    data = content.get("data")
+    name = data.get("metric") if isinstance(data, dict) else None
+    return next((metric for metric in METRICS if metric == name), None)
+
+
+def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a task with an MLflow experiment of its own, where the task does not name one."""
+    if task is None or "name" in part.get("study", {}):
+        return content
+    return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})

@@ -1,0 +1,121 @@
+"""Trials: what a study tries of its recipes, at one keep and with one seed, so that each runs at its best.
+
+They are recipes of a study of their own. Validation rows choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tasks.artifacts.metrics import METRICS, MetricName
+from tasks.artifacts.names import candidate_name
+from tasks.artifacts.paths import EVALUATIONS
+from tasks.artifacts.results_schema import Evaluation
+from tasks.config import schema
+from tasks.multi_seed.overlay import merge
+
+SUFFIX = "trials"
+"""Ends the names of the workspace and the MLflow experiment in which they run."""
+
+Change = dict[str, Any]
+"""What a trial states on top of its recipe, as a study states it on top of params.yaml; empty: the recipe as it is."""
+
+
+class Trials(schema.Section):
+    """The key `trials` of a study's file."""
+
+    keep: schema.Share
+    seed: schema.Seed
+    recipes: Annotated[dict[str, Annotated[tuple[Change, ...], Field(min_length=1)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A recipe that was tried with a change."""
+
+    recipe: str
+    change: Change
+    validation: float
+    """The metric of the recovered model."""
+    chosen: bool
+
+
+def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
+    """The parameters of the study that runs the trials.
+
+    Args:
+        content: those of the study that asks for them.
+    """
+    recipes = {
+        name: merge(content["recipes"][recipe], change)
+        for recipe in asked.recipes
+        for name, change in _named(asked, recipe)
+    }
+    own = {"recipes": list(recipes), "keeps": [asked.keep], "name": f"{content['study']['name']}-{SUFFIX}"}
+    return {
+        **content,
+        "seed": asked.seed,
+        "study": {**content["study"], **own},
+        "recipes": {**content["recipes"], **recipes},
+        "export": {"recipes": []},
+    }
+
+
+def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
+    """Each trial of a recipe under its name there. One without a change keeps the recipe's, to share its stages."""
+    for number, change in enumerate(asked.recipes[recipe], start=1):
+        yield f"{recipe}_trial{number}" if change else recipe, change
+
+
+def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
+    """What cannot be tried of a study whose parameters, `content`, have no mistakes themselves."""
+    for recipe, changes in asked.recipes.items():
+        if recipe not in content["study"]["recipes"]:
+            yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
+            continue
+        tried = [merge(content["recipes"][recipe], change) for change in changes]
+        if any(one in tried[:position] for position, one in enumerate(tried)):
+            yield f"trials.recipes.{recipe}: has a trial twice; remove one"
+        for name, change in _named(asked, recipe):
+            if change and name in content["recipes"]:
+                yield f"trials.recipes.{recipe}: a trial would be named {name}, which is a recipe; rename the recipe"
+
+
+def in_file(line: str, asked: Trials) -> str:
+    """A mistake in the parameters of `study`, named where the study's file has it."""
+    for recipe in asked.recipes:
+        for number, (name, change) in enumerate(_named(asked, recipe)):
+            if change and line.startswith(f"recipes.{name}."):
+                return line.replace(f"recipes.{name}.", f"trials.recipes.{recipe}.{number}.", 1)
+    return line
+
+
+def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
+    """What each trial found, in the order of the study's file; of several equal ones the first is chosen.
+
+    Args:
+        metric: of the task.
+        workspace: in which the study of the trials has finished.
+    """
+    found: list[Trial] = []
+    for recipe in asked.recipes:
+        scores = [_validation(workspace, name, asked.keep) for name, _ in _named(asked, recipe)]
+        chosen = scores.index(max(scores, key=METRICS[metric].goodness))
+        tried = zip(asked.recipes[recipe], scores, strict=True)
+        found += [Trial(recipe, *one, chosen=place == chosen) for place, one in enumerate(tried)]
+    return tuple(found)
+
+
+def _validation(workspace: Path, recipe: str, keep: float) -> float:
+    path = workspace / EVALUATIONS / f"{candidate_name(recipe, str(keep))}.json"
+    return Evaluation.model_validate_json(path.read_text()).validation.metric
+
+
+def best(content: Mapping[str, Any], tried: Sequence[Trial]) -> dict[str, Any]:
+    """The parameters of a study with the chosen changes of its recipes."""
+    return merge(content, {"recipes": {trial.recipe: trial.change for trial in tried if trial.chosen}})

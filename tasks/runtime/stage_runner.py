@@ -1,0 +1,159 @@
+"""What every stage does around its work: arguments, seeds, threads, errors, atomic outputs."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import transformers
+
+from tasks.artifacts import stage_inputs
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import candidate_name, stage_name
+from tasks.config.schema import Threads, Trainer, section
+
+
+class StageError(EckartError):
+    """A mistake of the input, said in words that tell what to do; shown without a traceback."""
+
+
+def run(
+    name: str, work: Callable[[], None], trains: bool = False, threads: Literal["shared", "candidate"] = "shared"
+) -> None:
+    """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says.
+
+    Args:
+        threads: which of params.yaml it takes; those of a candidate where it runs beside candidates.
+    """
+    argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
+    _guard(name, threads, partial(_spread, name, work) if trains else work)
+
+
+def run_candidate(
+    name: str, work: Callable[[str, str], None], trains: Callable[[str], bool] = lambda recipe: False
+) -> None:
+    """Run a stage for one candidate, named by `--recipe` and `--keep`.
+
+    Args:
+        trains: recipe → whether this recipe trains here and may use several processes; see `run`.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
+    parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
+    parser.add_argument("--keep", required=True, help="share of the targets' parameters to keep, in (0, 1]")
+    arguments = parser.parse_args()
+    stage = stage_name(name, candidate_name(arguments.recipe, arguments.keep))
+
+    def of_candidate() -> None:
+        one = partial(work, arguments.recipe, arguments.keep)
+        _spread(name, one) if trains(arguments.recipe) else one()
+
+    _guard(stage, "candidate", of_candidate)
+
+
+def leads() -> bool:
+    """Whether this process writes the results: of several that train together, the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _spread(name: str, work: Callable[[], None]) -> None:
+    """Work in as many processes as params.yaml says: each runs the whole stage, the Trainer joins their gradients."""
+    processes = section("trainer", Trainer).processes
+    if processes == 1 or "RANK" in os.environ:
+        work()
+        return
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    last, command = "", [*launch, "-m", f"tasks.{name}", *sys.argv[1:]]
+    code = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    with subprocess.Popen(command, env=code, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as group:
+        assert group.stdout
+        for line in group.stdout:
+            say(line.rstrip())
+            last = line if line.startswith((f"{name}: ", stage_name(name, ""))) else last  # what ended one of them
+    if group.returncode:
+        sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """A ValueError of eckart is a mistake of the input: its message says what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise StageError(str(error)) from error
+
+
+def say(message: str) -> None:
+    """A line of progress."""
+    if leads():
+        print(message, flush=True)
+
+
+def warn(message: str | None) -> None:
+    """A line of what a reader of the log must know, if there is any."""
+    if message:
+        say(f"WARNING: {message}")
+
+
+@contextmanager
+def output(path: Path) -> Iterator[Path]:
+    """A fresh folder to fill, which becomes `path` only when it is complete, and only in the process that leads."""
+    if not leads():
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
+    partial.replace(path)
+
+
+# Libraries wrap it in errors of their own; torch.save only says that it stands where it did not expect to.
+_DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
+_NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
+
+
+def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
+    """Fix what a result may depend on, then work; an error names the stage and ends the process with 1."""
+    try:
+        # The number of threads decides the order of float sums, and so the last bits of every result.
+        torch.set_num_threads(getattr(section("threads", Threads), threads))
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        quiet()
+        found = stage_inputs.found(stage)
+        work()
+        if found and leads():
+            stage_inputs.write(stage, found)
+    except EckartError as error:
+        sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if any(sign in str(error) for sign in _DISK_FULL):
+            sys.exit(f"{stage}: the disk is full: make room and run again ({said})")
+        if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
+            sys.exit(f"{stage}: no memory is left: take smaller batches, or fewer stages at a time, --workers ({said})")
+        raise
+
+
+def quiet() -> None:
+    """Progress is said by the stages; transformers' own bars and notices would drown it."""
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)

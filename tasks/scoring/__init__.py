@@ -1,0 +1,1 @@
+"""Scores: splits, bootstrap intervals, baselines, zero-shot tasks and generated samples."""

@@ -1,0 +1,45 @@
+"""What a language model writes on: a good perplexity can hide bad text."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tasks.artifacts.results_schema import Continuation
+from tasks.artifacts.task_spec import load_split, load_task
+from tasks.models.model_io import inputs_device
+from tasks.nlp_tasks import kind_of
+
+_COUNT = 3  # of texts: enough to see what the text is like, few enough to be read
+
+
+@torch.inference_mode()
+def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
+    """What `model` writes, greedily, behind the beginnings of three blocks that are spread evenly over the test split.
+
+    Args:
+        tokens: that it reads of each block, and writes at most; never more than half a block, so that the model has
+            positions for both.
+
+    Returns:
+        Nothing of a model that is no language model.
+    """
+    task = load_task()
+    tokens = min(tokens, task.max_length // 2)
+    if task.kind != "language_modeling" or not tokens:
+        return ()
+    blocks = kind_of(task).encode(load_split("test"), task, tokenizer, "test")["input_ids"]
+    some = [blocks[place] for place in sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})]
+    ids = torch.tensor(some, device=inputs_device(model))[:, :tokens]
+    written = model.eval().generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=1,
+        do_sample=False,
+        max_new_tokens=tokens,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    texts = zip(
+        tokenizer.batch_decode(ids), tokenizer.batch_decode(written[:, tokens:], skip_special_tokens=True), strict=True
+    )
+    return tuple(Continuation(beginning=before, text=after) for before, after in texts)

@@ -1,0 +1,55 @@
+"""Zero-shot tasks of a language model, by EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib.util import find_spec
+from numbers import Real
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tasks.runtime.stage_runner import StageError
+
+
+def zero_shot(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
+) -> dict[str, dict[str, float]]:
+    """Task → metric → value, of all rows that the harness has of each task; its data come from the hub.
+
+    Raises:
+        StageError: the harness is not installed, knows no such task, or cannot get its data.
+    """
+    if not tasks:
+        return {}
+    if not find_spec("lm_eval"):
+        raise StageError("evaluate.zero_shot needs lm-eval: pip install 'eckart[lm-eval]', or empty the list")
+    from lm_eval import simple_evaluate  # slow to import, and absent where it is not asked for
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager()
+    if unknown := [name for name in tasks if name not in manager.all_tasks]:
+        raise StageError(f"evaluate.zero_shot: lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
+    try:
+        found = simple_evaluate(
+            HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
+            tasks=list(tasks),
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
+    except (OSError, ValueError) as error:
+        raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
+    return {name: _numbers(values) for name, values in sorted(found["results"].items())}
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    """`acc,none` is `acc` without a filter; standard errors, which need a bootstrap, are left out."""
+    return {
+        name.removesuffix(",none").replace(",", "."): float(value)
+        for name, value in sorted(values.items())
+        if isinstance(value, Real) and "_stderr" not in name and name != "sample_len"
+    }

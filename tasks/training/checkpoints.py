@@ -1,0 +1,116 @@
+"""Checkpoints of a training: where one goes on that was killed.
+
+They lie outside every stage's outputs, which DVC empties before it runs a stage, and belong to one training with one
+model, data, settings and code: any other ignores them. They hold no result; removing them costs time alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from eckart.training.rules import Rule
+from tasks.runtime.code_folders import code_folders
+from tasks.runtime.stage_runner import leads, say
+
+CHECKPOINTS = Path(".eckart/checkpoints")
+SECONDS = "ECKART_CHECKPOINT_SECONDS"
+"""Environment variable: least seconds between two checkpoints. It changes no result."""
+
+_DEFAULT_SECONDS = 60.0
+_DIGEST = "digest"  # written last: a checkpoint without it is not complete
+_RULE = "rule-{}.safetensors"
+
+
+class Checkpoints(TrainerCallback):
+    """Asks for a checkpoint whenever enough time has passed, at a logged point, and finds the last one again."""
+
+    def __init__(
+        self, name: Path, model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]
+    ) -> None:
+        self.folder = CHECKPOINTS / name
+        self.rules = rules
+        self.digest = _digest(model, data, rules, settings)
+        self.seconds = float(os.environ.get(SECONDS, _DEFAULT_SECONDS))
+        self.saved = time.monotonic()
+
+    def resume(self) -> str | None:
+        """The last complete checkpoint of this very training, with the rules set to it; if there is none, clear all."""
+        complete = [file.parent for file in self.folder.glob(f"*/{_DIGEST}") if file.read_text() == self.digest]
+        last = max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
+        if last is None:
+            self.remove()
+            return None
+        for number, rule in enumerate(self.rules):
+            if (file := last / _RULE.format(number)).exists():
+                rule.load_state(load_file(file))
+        say(f"goes on from step {last.name.rpartition('-')[2]}")
+        return str(last)
+
+    def remove(self) -> None:
+        if leads():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Only here: between two logged points the Trainer keeps sums that no checkpoint holds."""
+        over = control.should_training_stop or state.global_step == state.max_steps
+        due = [time.monotonic() - self.saved >= self.seconds and not over]
+        if args.world_size > 1:
+            broadcast_object_list(due)  # all processes save at the same step, or none
+        if due[0]:
+            control.should_save = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.saved = time.monotonic()
+        if not leads():
+            return
+        folder = self.folder / f"checkpoint-{state.global_step}"
+        for number, rule in enumerate(self.rules):
+            if tensors := rule.state():
+                save_file({name: value.contiguous() for name, value in tensors.items()}, folder / _RULE.format(number))
+        (folder / _DIGEST).write_text(self.digest)
+
+
+def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
+    """Of all that decides what the training gives."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()}".encode())
+    digest.update(model.config.to_json_string().encode())
+    for rule in rules:
+        digest.update(f"{type(rule).__name__} {rule.settings!r}".encode())
+    for part in (*_code(), *_values(model)):
+        digest.update(part)
+    sink = pa.BufferOutputStream()
+    table = data.data.table
+    with pa.ipc.new_stream(sink, table.schema.remove_metadata()) as stream:
+        stream.write_table(table.replace_schema_metadata())
+    digest.update(sink.getvalue())
+    return digest.hexdigest()
+
+
+def _code() -> Iterator[bytes]:
+    """The source of the stages and of the science."""
+    for folder in code_folders().values():
+        for file in sorted(folder.rglob("*.py")):
+            yield file.read_bytes()
+
+
+def _values(model: nn.Module) -> Iterator[bytes]:
+    for name, value in sorted(model.state_dict().items()):
+        yield name.encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

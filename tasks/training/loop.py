@@ -1,0 +1,287 @@
+"""The one training loop: transformers.Trainer with rules, a curve that grows as it trains, and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from eckart.calibration.losses import Loss, mean_loss
+from eckart.training.rules import Rule
+from tasks.nlp_tasks.nlp_task import Collate, devices
+from tasks.runtime.stage_runner import StageError, leads, say
+from tasks.training.checkpoints import Checkpoints
+
+_POINTS = 20  # of a training curve, at most
+
+
+def train(
+    model: PreTrainedModel,
+    collate: Collate,
+    data: Dataset,
+    curve: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    warmup: float,
+    weight_decay: float,
+    seed: int,
+    rules: Sequence[Rule] = (),
+    schedule: Literal["linear", "constant"] = "linear",
+    before: int = 0,
+    precision: Literal["bf16"] | None = None,
+    checkpoint_activations: bool = False,
+    loss: Loss | None = None,
+) -> int:
+    """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
+
+    A training that was killed goes on from its last checkpoint, to the same bytes.
+
+    Args:
+        collate: rows of `data` → a batch.
+        schedule: of the learning rate after its linear warm-up: down to 0, or constant.
+        loss: whose mean over rows is minimised; None takes the model's own loss.
+        checkpoint_activations: keep the inputs of layers alone, and compute the rest again on the way back.
+        precision: of mixed-precision training; None computes in the type of the weights.
+        before: steps of an earlier training on the same curve, which this one continues.
+
+    Returns:
+        The steps that were taken.
+
+    Raises:
+        StageError: the loss is not finite, or the processes cannot share the rows of a step.
+    """
+    curve.parent.mkdir(parents=True, exist_ok=True)
+    if not before and leads():
+        curve.write_text("")
+    if not steps:
+        _finish(model, rules)
+        return 0
+    settings: dict[str, Any] = {
+        "max_steps": steps,
+        "per_device_train_batch_size": _share(batch_size),
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
+        "warmup_steps": math.ceil(warmup * steps),
+        "weight_decay": weight_decay,
+        "seed": seed,
+        "logging_steps": math.ceil(steps / _POINTS),
+        "bf16": precision == "bf16",
+    }
+    if checkpoint_activations:  # not by the Trainer's arguments: they are saved, and rules cannot be
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_contexts, rules)})
+    identity = {**settings, "checkpoint_activations": checkpoint_activations}
+    checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
+    trainer = _RuleTrainer(
+        model,
+        _arguments(checkpoints.folder, settings),
+        train_dataset=data,
+        data_collator=collate,
+        callbacks=[_AfterUpdate(rules), _Curve(curve, before), checkpoints],
+        rules=rules,
+        loss=loss,
+    )
+    trainer.remove_callback(PrinterCallback)  # says every log as a raw dictionary
+    trainer.train(resume_from_checkpoint=checkpoints.resume())
+    checkpoints.remove()
+    if trainer.model_wrapped is not model or precision:  # a model is scored as it will be loaded
+        trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    _finish(model, rules)
+    if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
+        raise StageError(f"the weights are not finite after step {steps}: lower the learning rate")
+    return trainer.state.global_step
+
+
+def _share(batch_size: int) -> int:
+    """Rows of a step that each process takes."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if batch_size % processes:
+        raise StageError(f"{batch_size} rows cannot be shared by {processes} processes: write a multiple of them")
+    return batch_size // processes
+
+
+def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
+    arguments = TrainingArguments(
+        str(folder),
+        **settings,
+        **devices(),
+        average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
+        logging_nan_inf_filter=False,  # a loss that is not finite must be seen
+        save_strategy="no",  # checkpoints asks for it by itself
+        save_total_limit=2,
+        report_to="none",
+        dataloader_pin_memory=torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; DataParallel would copy what rules hold
+    return arguments
+
+
+def _contexts(rules: Sequence[Rule]) -> tuple[Any, Any]:
+    """What a part of a forward runs in, and what it runs in when it is computed again on the way back."""
+    return nullcontext(), _together([rule.recomputation() for rule in rules])
+
+
+@contextmanager
+def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        rule.finish()
+    model.eval()
+
+
+class _RuleTrainer(Trainer):
+    """A Trainer whose steps obey rules."""
+
+    def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss = loss
+        self.rules = rules
+        self.options = {name: value for rule in rules for name, value in rule.forward_options.items()}
+        self.task_losses: list[float] = []
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        lengths = [len(ids) for ids in self.train_dataset["input_ids"]]  # type: ignore[index]
+        return _Order(self.args.train_batch_size * self.args.world_size, lengths, self.args.seed)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        for group in (group for rule in self.rules for group in rule.parameter_groups()):
+            optimizer.add_param_group(dict(group))
+        return optimizer
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if not self.rules and self.loss is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        for rule in self.rules:
+            rule.before_forward(self.state.global_step)
+        batch = {**inputs, **self.options}
+        own, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
+        loss = own if self.loss is None else mean_loss(self.loss, outputs, inputs)
+        self.task_losses.append(float(loss.detach()))
+        for rule in self.rules:
+            extra = rule.extra_loss(model, inputs, outputs)  # type: ignore[arg-type]
+            loss = loss if extra is None else loss + extra
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        for rule in self.rules:
+            rule.after_backward(self.state.global_step)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add the task loss, a mean like `loss`, and what the rules measured at the last step."""
+        if "loss" in logs and self.rules:
+            logs["task_loss"] = sum(self.task_losses) / len(self.task_losses)
+            self.task_losses.clear()
+            for rule in self.rules:
+                logs |= rule.measures()
+        super().log(logs, *args, **kwargs)
+
+
+class _Order(LengthGroupedSampler):
+    """Rows of like length together, in an order that seed and epoch decide.
+
+    The Trainer's own draws from the global random state, and a training that goes on from a checkpoint would see other
+    rows.
+    """
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+class _AfterUpdate(TrainerCallback):
+    """Lets the rules see what the optimizer did, and stop the training."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = rules
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        for rule in self.rules:
+            rule.after_update(state.global_step - 1)
+        if any(rule.done for rule in self.rules):
+            control.should_training_stop = True
+        if control.should_training_stop or state.global_step == state.max_steps:
+            control.should_log = True  # the last point closes the curve, whatever the interval
+
+
+class _Curve(TrainerCallback):
+    """Writes each logged point to a file and says it."""
+
+    def __init__(self, file: Path, before: int) -> None:
+        self.file = file
+        self.before = before
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Write again what was logged before a kill."""
+        self._write(_points(state.log_history))
+
+    def _write(self, points: Iterable[Mapping[str, float]]) -> None:
+        if leads():
+            with self.file.open("a") as lines:
+                lines.writelines(json.dumps({**one, "step": one["step"] + self.before}) + "\n" for one in points)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        for point in _points([{**(logs or {}), "step": state.global_step}]):
+            if not all(map(math.isfinite, point.values())):
+                raise StageError(f"the loss is not finite at step {state.global_step}: lower the learning rate")
+            self._write([point])
+            extras = "".join(f"  {name} {value:.4g}" for name, value in point.items() if name not in _PLAIN)
+            say(f"step {state.global_step}/{state.max_steps}  loss {point['loss']:.4f}{extras}")
+
+
+_PLAIN = ("step", "loss", "learning_rate", "grad_norm")
+
+
+def _points(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+    """The logs that have a loss, without the Trainer's epoch count."""
+    for logs in history:
+        if "loss" in logs:
+            rest = {name: float(logs[name]) for name in sorted(logs) if name not in (*_PLAIN, "epoch")}
+            yield {"step": logs["step"], **{name: float(logs[name]) for name in _PLAIN[1:]}, **rest}

@@ -1,0 +1,75 @@
+"""How a model recovers: the training that the stages finetune and control share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, set_seed
+
+from eckart.factorization.pivoted_storage import pivot
+from eckart.model import hf_format
+from eckart.model.targets import Storage, Target
+from eckart.recovery import Recovery
+from eckart.recovery.recovery_problem import RecoveryProblem
+from eckart.residual import Residual
+from tasks.artifacts.task_spec import load_task
+from tasks.config.schema import Seed, Trainer, section
+from tasks.data.loading import encoded
+from tasks.models.model_io import TEACHER, load
+from tasks.nlp_tasks import kind_of, objective_of
+from tasks.runtime.stage_runner import explained, output
+from tasks.training.loop import train
+
+
+def recover(
+    model_from: Path,
+    to: Path,
+    curve: Path,
+    recovery: Recovery,
+    *,
+    residual: Residual | None = None,
+    targets: Sequence[Target] = (),
+    keep: float = 1.0,
+    storage: Storage = "factors",
+    source: Path = TEACHER,
+) -> None:
+    """Train the model in the folder `model_from` on the task as `recovery` and `residual` say, and save it.
+
+    Args:
+        storage: how factors are saved; while they train they are factors.
+        source: the dense model whose weights were factorized.
+    """
+    seed, trainer = section("seed", Seed), section("trainer", Trainer)
+    set_seed(seed)
+    task = load_task()
+    kind, objective = kind_of(task), objective_of(task)
+    model, tokenizer = load(model_from, kind.auto)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)  # type: ignore[arg-type]
+
+    def dense(folder: Path) -> PreTrainedModel:
+        return load(folder, kind.auto)[0]
+
+    problem = RecoveryProblem(
+        model=model,
+        targets=tuple(targets),
+        keep=keep,
+        seed=seed,
+        objective=objective,
+        teacher=lambda: dense(TEACHER).to(device),  # type: ignore[arg-type]
+        source=lambda: dense(source),
+    )
+    with explained(), output(to) as folder:
+        data, collate = encoded("train", tokenizer), kind.collate(tokenizer, model)
+        done = 0
+        for training in recovery.trainings.values():
+            rules = [residual.rule(problem, training.steps)] if residual and not done else []
+            rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # trainings of recoveries have them
+            options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
+            done += train(model, collate, data, curve, **options, rules=rules, before=done)
+        if storage == "pivoted":
+            pivot(model)
+        hf_format.save(model, folder)
+        tokenizer.save_pretrained(folder)

@@ -1,0 +1,94 @@
+"""Losses for calibration: by labels that the model expects, or draws, in place of those that are given."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
+from eckart.calibration.losses import Batch, drawn_loss, expected_losses, logits_of
+from eckart.calibration.statistics import collect
+from eckart.model.targets import find_targets
+from tasks.nlp_tasks.language_modeling import LANGUAGE
+from tests import architectures, tiny
+from tests.eckart.model.test_architectures import one_sample
+
+SAMPLES = tiny.samples(6)
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def case(family: str):
+    """A classifier in float64 and its targets."""
+    model = architectures.FAMILIES[family].build().double().eval()
+    return model, find_targets(model, tiny.collate(SAMPLES[:1])).targets
+
+
+def probabilities(model, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return model(**batch).logits.softmax(-1)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "albert", "mobilebert"])
+def test_expected_statistics_is_the_sum_over_labels_each_by_its_probability(family):
+    """Second moments of each sample's gradients by each label, from autograd; not those of the mean gradient."""
+    model, targets = case(family)
+    expected: dict[tuple[str, str], Tensor] = {}
+    for ids, _ in SAMPLES:
+        alone = tiny.collate([(ids, 0)])
+        for label, share in enumerate(probabilities(model, alone)[0]):
+            for key, value in one_sample(model, targets, {**alone, "labels": torch.tensor([label])}).items():
+                expected[key] = expected.get(key, 0) + share * value / len(SAMPLES)
+    model.requires_grad_(False)
+    batches = [tiny.collate(SAMPLES[:4], 9), tiny.collate(SAMPLES[4:])]
+    found = collect(model, batches, targets, loss=expected_losses)
+    assert {(kind, key) for kind, some in found.items() for key in some} == set(expected)
+    for (kind, key), value in expected.items():
+        torch.testing.assert_close(found[kind][key], value, rtol=1e-8, atol=1e-12, msg=f"{kind} of {key}")
+
+
+def test_expected_and_drawn_statistics_need_no_given_labels():
+    model, targets = case("bert")
+    batch = tiny.collate(SAMPLES)
+    other = {**batch, "labels": (batch["labels"] + 1) % tiny.LABELS}
+    without = {name: values for name, values in batch.items() if name != "labels"}
+    for loss in (expected_losses, drawn_loss(logits_of, 0)):
+        moments = [collect(model, [one], targets, ["output_gradients"], loss) for one in (batch, other, without)]
+        for name, moment in moments[0]["output_gradients"].items():
+            assert all(torch.equal(some["output_gradients"][name], moment) for some in moments)
+
+
+def test_what_is_drawn_does_not_depend_on_batches_and_padding():
+    model, targets = case("bert")
+    alone, together = (
+        collect(model, batches, targets, ["output_gradients"], drawn_loss(logits_of, 3))["output_gradients"]
+        for batches in (tiny.batches(SAMPLES, 1), tiny.batches(SAMPLES, 4, 11))
+    )
+    for name, moment in alone.items():
+        torch.testing.assert_close(together[name], moment, **CLOSE)
+
+
+def test_the_loss_of_drawn_tokens_is_the_mean_of_a_sample_and_the_sum_over_samples():
+    """Blocks of one length, as language modelling has them, every token of which is drawn on its own."""
+    model, loss = tiny.causal_llama().double().eval(), drawn_loss(LANGUAGE.logits, 3)
+    some = [{"input_ids": tiny.samples(1, 6, 6, seed)[0][0].unsqueeze(0)} for seed in range(4)]
+    some = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in some]
+    together = {name: torch.cat([batch[name] for batch in some]) for name in some[0]}
+    each = torch.stack([loss(model, batch) for batch in some])
+    torch.testing.assert_close(loss(model, together), each.sum())
+    assert torch.equal(loss(model, together), loss(model, together))
+    assert not torch.equal(drawn_loss(LANGUAGE.logits, 4)(model, together), loss(model, together))
+
+
+def test_labels_are_drawn_as_often_as_they_are_probable():
+    """Of one prediction a sample: the loss is −log p of what was drawn."""
+    shares = torch.tensor([0.5, 0.3, 0.2])
+    model = lambda input_ids, attention_mask: ModelOutput(logits=shares.log().expand(len(input_ids), 3))  # noqa: E731
+    drawn: Counter[float] = Counter()
+    for seed in range(500):
+        batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+        drawn[round(float(drawn_loss(logits_of, seed)(model, batch).neg().exp()), 3)] += 1
+    assert set(drawn) == {0.5, 0.3, 0.2}
+    assert all(abs(count / 500 - share) < 0.07 for share, count in drawn.items())

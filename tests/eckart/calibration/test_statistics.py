@@ -1,0 +1,799 @@
+"""Laws of the statistics: per sample, whatever the batches and the padding, and nothing happens to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from eckart.calibration.statistics import (
+    STATISTIC_KINDS,
+    add_gram,
+    collect,
+    load_statistics,
+    mean_loss_times_batch,
+    mirror,
+    passes,
+    save_statistics,
+    square_sums,
+)
+from eckart.model.targets import Target, find_targets, weight_of
+from tests import tiny
+
+SAMPLES = tiny.samples(16)
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def double(family: str) -> nn.Module:
+    """A tiny model in float64, so that equal means equal."""
+    return tiny.FAMILIES[family]().double()
+
+
+def targets_of(model: nn.Module) -> tuple[Target, ...]:
+    return find_targets(model, tiny.collate(SAMPLES[:2])).targets
+
+
+def assert_same(some, other, **tolerance) -> None:
+    assert {kind: set(tensors) for kind, tensors in some.items()} == {k: set(tensors) for k, tensors in other.items()}
+    for kind, tensors in some.items():
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(tensor, other[kind][key], msg=f"{kind} of {key}", **(tolerance or CLOSE))
+
+
+# --- the reference: one backward pass per sample ---------------------------------------------------------------------
+
+
+def traced(model: nn.Module, targets: Sequence[Target], batch) -> tuple[Tensor, dict, dict]:
+    """The loss of a batch, and every target's inputs and outputs."""
+    inputs, outputs = {}, {}
+
+    def record(name):
+        def hook(module, args, output):
+            inputs[name], outputs[name] = args[0], output
+
+        return hook
+
+    hooks = [model.get_submodule(t.name).register_forward_hook(record(t.name)) for t in targets]
+    loss = model(**batch).loss
+    for hook in hooks:
+        hook.remove()
+    return loss, inputs, outputs
+
+
+def one_sample(model: nn.Module, targets: Sequence[Target], sample: tiny.Sample) -> dict[tuple[str, str], Tensor]:
+    """The statistics of one sample, from its gradients as autograd gives them."""
+    loss, inputs, outputs = traced(model, targets, tiny.collate([sample]))
+    weights = [model.get_submodule(t.name).weight for t in targets]
+    gradients = torch.autograd.grad(loss, weights + [outputs[t.name] for t in targets])
+    result = {}
+    for target, raw, delta in zip(targets, gradients, gradients[len(targets) :], strict=False):
+        weight = weight_of(model.get_submodule(target.name))
+        gradient = raw if raw.shape == weight.shape and raw.stride() == weight.stride() else raw.T
+        x, delta = inputs[target.name].flatten(0, -2), delta.flatten(0, -2)
+        if target.input_of == target.name:
+            result["inputs", target.name] = x.T @ x
+            result["tokens", target.name] = torch.tensor(len(x)).to(x)
+        result["output_gradients", target.name] = delta.T @ delta
+        for kind, squares in (("fisher", gradient**2), ("taylor", (gradient * weight) ** 2)):
+            result[kind, f"{target.name}.input"] = squares.sum(0)
+            result[kind, f"{target.name}.output"] = squares.sum(1)
+    return {key: tensor.detach() for key, tensor in result.items()}
+
+
+def by_hand(model: nn.Module, targets: Sequence[Target], samples: Sequence[tiny.Sample]):
+    model.eval()
+    each = [one_sample(model, targets, sample) for sample in samples]
+    result: dict[str, dict[str, Tensor]] = {}
+    for kind, key in each[0]:
+        result.setdefault(kind, {})[key] = sum(one[kind, key] for one in each) / len(samples)
+    return result
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("length", [3, 12])
+def test_statistics_is_that_of_autograd_sample_by_sample(family, length):
+    """Short samples take the form that needs no gradient, long ones the gradient itself."""
+    model = double(family)
+    targets = targets_of(model)
+    samples = tiny.samples(6, shortest=length - 2, longest=length)
+    assert_same(collect(model, tiny.batches(samples, 6, length), targets), by_hand(model, targets, samples))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_statistics_does_not_depend_on_batch_size(family, size):
+    model = double(family)
+    targets = targets_of(model)
+    assert_same(
+        collect(model, tiny.batches(SAMPLES, size), targets), collect(model, tiny.batches(SAMPLES, 16), targets)
+    )
+
+
+@pytest.mark.parametrize("length", [8, 11, 20])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_statistics_does_not_depend_on_padding_to_the_right(family, length):
+    model = double(family)
+    targets = targets_of(model)
+    alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
+    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length), targets), alone)
+
+
+@pytest.mark.parametrize("length", [8, 11, 20])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_statistics_does_not_depend_on_padding_to_the_left(family, length):
+    model = double(family)
+    targets = targets_of(model)
+    alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
+    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length, "left"), targets), alone)
+
+
+def test_statistics_does_not_depend_on_what_stands_in_the_padding():
+    model = double("bert")
+    targets = targets_of(model)
+    batch = tiny.collate(SAMPLES[:4], 10)
+    other = dict(batch, input_ids=torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7))
+    assert_same(collect(model, [other], targets), collect(model, [batch], targets))
+
+
+def test_statistics_in_single_precision_is_that_in_double():
+    model = tiny.bert()
+    targets = targets_of(model)
+    single = collect(model, tiny.batches(SAMPLES, 4), targets)
+    assert {tensor.dtype for tensors in single.values() for tensor in tensors.values()} == {torch.float32}
+    exact = collect(model.double(), tiny.batches(SAMPLES, 4), targets)
+    rounded = {kind: {key: value.float() for key, value in tensors.items()} for kind, tensors in exact.items()}
+    assert_same(single, rounded, rtol=1e-3, atol=1e-5)
+
+
+def test_half_precision_is_gathered_in_single():
+    """Sums of squares in bfloat16 would stop growing after 256 terms."""
+    model = tiny.bert().bfloat16()
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
+    assert {tensor.dtype for tensors in gathered.values() for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", STATISTIC_KINDS)
+def test_each_kind_alone_is_the_same_as_all_together(kind):
+    model = double("llama")
+    targets = targets_of(model)
+    together = collect(model, tiny.batches(SAMPLES, 4), targets)
+    alone = collect(model, tiny.batches(SAMPLES, 4), targets, kinds=[kind])
+    wanted = {"inputs", "tokens"} if kind == "inputs" else {kind}
+    assert_same(alone, {name: together[name] for name in wanted})
+
+
+def test_a_target_has_the_same_statistics_alone_as_among_others():
+    model = double("bert")
+    targets = targets_of(model)
+    everything = collect(model, tiny.batches(SAMPLES, 4), targets)
+    key = "bert.encoder.layer.1.attention.self.key"
+    (alone,) = find_targets(model, tiny.collate(SAMPLES[:2]), include=[key]).targets
+    some = collect(model, tiny.batches(SAMPLES, 4), [alone])
+    query = key.replace("key", "query")
+    torch.testing.assert_close(some["inputs"][key], everything["inputs"][query], **CLOSE)
+    for kind in ("output_gradients", "fisher", "taylor"):
+        for name, tensor in some[kind].items():
+            torch.testing.assert_close(tensor, everything[kind][name], **CLOSE)
+
+
+def test_squaring_the_gradient_of_a_batch_is_another_number():
+    model = double("bert").eval()
+    targets = targets_of(model)
+    fisher = collect(model, tiny.batches(SAMPLES, 16), targets, kinds=["fisher"])["fisher"]
+    weights = [model.get_submodule(target.name).weight for target in targets]
+    means = torch.autograd.grad(model(**tiny.collate(SAMPLES)).loss, weights)
+    for target, mean in zip(targets, means, strict=True):
+        # Jensen: the mean of squares is larger, and by far where gradients of samples differ
+        assert float((mean**2).sum()) < 0.9 * float(fisher[f"{target.name}.input"].sum())
+
+
+def test_the_two_axes_sum_to_the_same_total():
+    model = double("llama")
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model), kinds=["fisher", "taylor"])
+    for kind, tensors in gathered.items():
+        for key in [key for key in tensors if key.endswith(".input")]:
+            other = key.removesuffix("input") + "output"
+            torch.testing.assert_close(tensors[key].sum(), tensors[other].sum(), msg=f"{kind} of {key}", **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    [
+        ("bert", ["query", "key", "value"]),
+        ("llama", ["q_proj", "k_proj", "v_proj"]),
+        ("llama", ["gate_proj", "up_proj"]),
+    ],
+)
+def test_readers_of_one_tensor_share_one_statistic(family, sharing):
+    model = double(family)
+    targets = targets_of(model)
+    keys = collect(model, [tiny.collate(SAMPLES)], targets, kinds=["inputs"])["inputs"]
+    readers = [target for target in targets if target.name.rpartition(".")[2] in sharing]
+    assert {target.input_of.rpartition(".")[2] for target in readers} == {sharing[0]}
+    assert {target.name for target in readers if target.name in keys} == {target.input_of for target in readers}
+
+
+def test_a_conv1d_target_has_the_statistics_of_the_linear_of_its_transpose():
+    model = double("gpt2")
+    targets = targets_of(model)
+    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
+    for target in targets:
+        parent, _, child = target.name.rpartition(".")
+        convolution = model.get_submodule(target.name)
+        linear = nn.Linear(target.in_features, target.out_features, dtype=torch.float64)
+        linear.weight.data.copy_(convolution.weight.T)
+        linear.bias.data.copy_(convolution.bias)
+        setattr(model.get_submodule(parent), child, linear)
+    assert targets_of(model) == targets
+    assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected)
+
+
+def test_a_loss_of_ones_own_does_not_depend_on_batch_size_either():
+    """Next-token prediction: the mean over the tokens of each sample, summed over samples."""
+
+    def loss(model, batch):
+        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
+        wanted = batch["attention_mask"][:, 1:]
+        losses = nn.functional.cross_entropy(logits.mT, batch["input_ids"][:, 1:], reduction="none") * wanted
+        return (losses.sum(1) / wanted.sum(1)).sum()
+
+    model = tiny.causal_llama().double()
+    targets = targets_of(tiny.llama())
+    assert_same(
+        collect(model, tiny.batches(SAMPLES, 1), targets, loss=loss),
+        collect(model, tiny.batches(SAMPLES, 8, 12), targets, loss=loss),
+    )
+
+
+def test_the_loss_of_a_batch_is_the_sum_over_its_samples():
+    model = double("bert").eval()
+    total = mean_loss_times_batch(model, tiny.collate(SAMPLES))
+    each = [mean_loss_times_batch(model, tiny.collate([sample])) for sample in SAMPLES]
+    torch.testing.assert_close(total, torch.stack(each).sum(), **CLOSE)
+
+
+# --- the sums of squares ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 9, 8), (2, 3, 300, 2), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)]
+)
+def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
+    """Few tokens and many, on either side of where the cheaper form changes; more rows than are squared at a time."""
+    batch, tokens, rows, columns = shape
+    generator = torch.Generator().manual_seed(0)
+    x, delta, weight = (
+        torch.randn(size, generator=generator, dtype=torch.float64)
+        for size in ((batch, tokens, columns), (batch, tokens, rows), (rows, columns))
+    )
+    gradients = torch.einsum("nto,nti->noi", delta, x)
+    squares = {"fisher": gradients**2, "taylor": (gradients * weight) ** 2}
+    for kinds in (["fisher"], ["taylor"], ["fisher", "taylor"]):
+        got = square_sums(x, delta, weight, kinds)
+        assert list(got) == kinds
+        for kind, (by_input, by_output) in got.items():
+            torch.testing.assert_close(by_input, squares[kind].sum((0, 1)), **CLOSE)
+            torch.testing.assert_close(by_output, squares[kind].sum((0, 2)), **CLOSE)
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(40, 7), (5, 128), (5, 129), (3, 300)])
+def test_a_gram_matrix_from_panels_is_the_product(tokens, features):
+    x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    total = torch.ones(features, features, dtype=torch.float64)
+    add_gram(total, x)
+    mirror(total)
+    torch.testing.assert_close(total, x.T @ x + 1, **CLOSE)
+
+
+def test_wide_maps_have_whole_matrices():
+    """Wider than what is added at a time, in two batches."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(130, 300, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=self.map(x).square().sum() / len(x))
+
+    x = torch.randn(4, 3, 130, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model, target = Wide(), Target(name="map", out_features=300, in_features=130, input_of="map")
+    got = collect(model, [{"x": x[:2]}, {"x": x[2:]}], [target])
+    rows, deltas = x.flatten(0, 1), 2 * model.map(x).detach().flatten(0, 1)
+    torch.testing.assert_close(got["inputs"]["map"], rows.T @ rows / 4, **CLOSE)
+    torch.testing.assert_close(got["output_gradients"]["map"], deltas.T @ deltas / 4, **CLOSE)
+
+
+# --- a case solved by hand -------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """y = x Wᵀ with W = (2, -1); a sample's loss is the sum of y over its tokens, so that every Δ is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(2, 1, bias=False)
+        self.map.weight.data.copy_(torch.tensor([[2.0, -1.0]]))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        y = self.map(x)
+        kept = y if attention_mask is None else y[attention_mask.bool()]
+        return SimpleNamespace(loss=kept.sum() / len(x))
+
+
+MAP = Target(name="map", out_features=1, in_features=2, input_of="map")
+# G = (4, 6) and (1, 1)
+TWO = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[1.0, 0.0], [0.0, 1.0]]])
+
+
+def test_two_samples_solved_by_hand():
+    expected = {
+        "inputs": {"map": [[5.5, 7.0], [7.0, 10.5]]},
+        "tokens": {"map": 2.0},
+        "output_gradients": {"map": [[2.0]]},
+        "fisher": {"map.input": [(16 + 1) / 2, (36 + 1) / 2], "map.output": [27.0]},
+        "taylor": {"map.input": [(64 + 4) / 2, (36 + 1) / 2], "map.output": [52.5]},
+    }
+    got = collect(Sum(), [{"x": TWO}], [MAP])
+    assert_same(got, {kind: {key: torch.tensor(v) for key, v in some.items()} for kind, some in expected.items()})
+
+
+@pytest.mark.parametrize("filling", [0.0, 5.0, float("inf"), float("nan")])
+def test_padding_counts_for_nothing_whatever_it_holds(filling):
+    """A model may leave anything in the rows of padding, as long as nothing reads them."""
+    padded = torch.full((2, 5, 2), filling)
+    padded[:, :2] = TWO
+    mask = torch.tensor([[1, 1, 0, 0, 0]] * 2)
+    assert_same(collect(Sum(), [{"x": padded, "attention_mask": mask}], [MAP]), collect(Sum(), [{"x": TWO}], [MAP]))
+
+
+def test_tokens_are_the_mean_of_real_tokens_per_sample():
+    model = double("bert")
+    tokens = collect(model, tiny.batches(SAMPLES, 4, 12), targets_of(model), kinds=["inputs"])["tokens"]
+    mean = sum(len(ids) for ids, _ in SAMPLES) / len(SAMPLES)
+    assert float(tokens["bert.encoder.layer.0.output.dense"]) == pytest.approx(mean)
+    assert float(tokens["bert.pooler.dense"]) == 1.0
+
+
+# --- the model afterwards --------------------------------------------------------------------------------------------
+
+
+def mixed_model() -> nn.Module:
+    """Some modules in training and some not, some parameters frozen, one with a gradient already."""
+    model = tiny.bert().train()
+    model.bert.encoder.layer[0].eval()
+    model.bert.embeddings.requires_grad_(False)
+    model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
+    return model
+
+
+def state(model: nn.Module):
+    return (
+        {name: module.training for name, module in model.named_modules()},
+        {name: (p.requires_grad, None if p.grad is None else p.grad.tolist()) for name, p in model.named_parameters()},
+        {name: len(m._forward_hooks) + len(m._backward_hooks or ()) for name, m in model.named_modules()},
+        {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+    )
+
+
+def test_the_model_comes_back_bit_for_bit():
+    model = mixed_model()
+    before = state(model)
+    collect(model, tiny.batches(SAMPLES, 4), targets_of(tiny.bert()))
+    assert state(model) == before
+
+
+def test_the_model_comes_back_when_the_data_end_in_an_error():
+    def broken():
+        yield tiny.collate(SAMPLES)
+        raise OSError("the disk is gone")
+
+    model = mixed_model()
+    before = state(model)
+    with pytest.raises(OSError, match="the disk is gone"):
+        collect(model, broken(), targets_of(tiny.bert()))
+    assert state(model) == before
+
+
+def test_a_model_in_training_gives_the_statistics_of_eval_mode():
+    """No dropout: the same numbers twice, and those of the model in eval mode."""
+    model = double("bert").train()
+    targets = targets_of(model)
+    first, second = (collect(model, tiny.batches(SAMPLES, 4), targets) for _ in range(2))
+    assert_same(first, second, rtol=0, atol=0)
+    assert_same(first, collect(model.eval(), tiny.batches(SAMPLES, 4), targets), rtol=0, atol=0)
+
+
+def test_statistics_is_gathered_where_gradients_are_off():
+    model = double("bert")
+    targets = targets_of(model)
+    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
+    with torch.no_grad():
+        assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected, rtol=0, atol=0)
+
+
+def test_inputs_alone_ask_for_no_gradient():
+    def forward_only(model, batch):
+        assert not torch.is_grad_enabled()
+        return mean_loss_times_batch(model, batch)
+
+    model = tiny.bert()
+    collect(model, tiny.batches(SAMPLES, 4), targets_of(model), kinds=["inputs"], loss=forward_only)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_sample_is_an_error():
+    with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
+        collect(Sum(), [], [MAP])
+
+
+def test_what_is_not_finite_is_an_error_that_names_the_target():
+    model = tiny.bert()
+    targets = targets_of(model)
+    model.bert.encoder.layer[1].intermediate.dense.bias.data[0] = float("inf")
+    with pytest.raises(ValueError, match=r"^inputs .*\bbert\.encoder\.layer\.1\.output\.dense\b"):
+        collect(model, tiny.batches(SAMPLES, 4), targets)
+
+
+class Reshaped(Sum):
+    """Hands its map something else than `(batch, tokens, features)`."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.map(self.change(x)).sum() / len(x))
+
+
+def test_tokens_that_cannot_be_split_into_samples_are_an_error():
+    model = Reshaped(lambda x: x.flatten(0, 1)[1:])
+    with pytest.raises(ValueError, match=r"^map: .*\b2\b"):
+        collect(model, [{"x": TWO}], [MAP])
+
+
+def test_padding_that_cannot_be_told_from_data_is_an_error():
+    model = Reshaped(lambda x: torch.cat([x, x], 1))
+    mask = torch.tensor([[1, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"^map: 4 .*\battention_mask\b.*\b2\b"):
+        collect(model, [{"x": TWO, "attention_mask": mask}], [MAP])
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_tokens_before_samples_are_an_error(tokens, padding):
+    """`(tokens, batch, features)` divides by the batch size too, but its rows are not those of samples."""
+    x = torch.arange(4.0 * tokens).reshape(2, tokens, 2)
+    mask = torch.ones(2, tokens, dtype=torch.int64)
+    mask[1, tokens - padding :] = 0
+    with pytest.raises(ValueError, match=r"^map: "):
+        collect(Reshaped(lambda x: x.transpose(0, 1)), [{"x": x, "attention_mask": mask}], [MAP])
+
+
+def test_tokens_of_all_samples_in_one_axis_are_told_apart():
+    """Some models flatten to `(batch × tokens, features)` before their linear maps."""
+    flat = collect(Reshaped(lambda x: x.flatten(0, 1)), [{"x": TWO}], [MAP])
+    assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
+
+
+# --- targets that run several times, and whose tokens they see -------------------------------------------------------
+
+
+class Cell(nn.Module):
+    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens, of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        h, total = torch.zeros_like(x[:, 0]), x.new_zeros(())
+        for token, real in zip(x.unbind(1), attention_mask.unbind(1), strict=True):
+            h = torch.tanh(self.map(h) + token) * real.unsqueeze(-1)
+            total = total + h.sum()
+        return SimpleNamespace(loss=total / len(x))
+
+
+CELL = Target(name="map", out_features=3, in_features=3, input_of="map", repeated=True)
+
+
+def rows(left: bool) -> list[dict[str, Tensor]]:
+    """Samples of 1 to 5 tokens with all padding on one side, as batches of one; then all of them as one batch."""
+    generator = torch.Generator().manual_seed(0)
+    each, padded = [], []
+    for length in (2, 5, 1, 3):
+        x = torch.randn(length, 3, generator=generator, dtype=torch.float64)
+        mask = torch.ones(length, dtype=torch.int64)
+        each.append({"x": x[None], "attention_mask": mask[None]})
+        sides = (7 - length, 0) if left else (0, 7 - length)
+        padded.append((nn.functional.pad(x, (0, 0, *sides), value=9.0), nn.functional.pad(mask, sides)))
+    x, mask = (torch.stack(parts) for parts in zip(*padded, strict=True))
+    return [*each, {"x": x, "attention_mask": mask}]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_the_tokens_of_a_cell_are_its_calls_and_their_padding_counts_for_nothing(left):
+    torch.manual_seed(0)
+    model = Cell()
+    *each, together = rows(left)
+    fisher = torch.zeros(3, 3, dtype=torch.float64)
+    for one in each:
+        model.zero_grad()
+        model(**one).loss.backward()
+        fisher += model.map.weight.grad**2 / len(each)
+    got = collect(model, [together], [CELL])
+    torch.testing.assert_close(got["fisher"]["map.input"], fisher.sum(0), **CLOSE)
+    torch.testing.assert_close(got["fisher"]["map.output"], fisher.sum(1), **CLOSE)
+    assert float(got["tokens"]["map"]) == (2 + 5 + 1 + 3) / 4
+    assert_same(got, collect(model, each, [CELL]))
+
+
+def test_calls_that_no_gradient_reaches_add_nothing_to_it():
+    class Detached(Cell):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            self.map(x[:, 0])
+            return SimpleNamespace(loss=self.map(x[:, 1]).sum() / len(x))
+
+    model, batch = Detached(), {"x": torch.ones(2, 2, 3, dtype=torch.float64), "attention_mask": torch.ones(2, 2)}
+    got = collect(model, [batch], [CELL])
+    torch.testing.assert_close(got["fisher"]["map.input"], 3 * torch.ones(3, dtype=torch.float64))
+    assert float(got["tokens"]["map"]) == 2.0
+
+
+def test_a_cell_that_runs_more_often_than_there_are_tokens_is_an_error():
+    class Twice(Cell):
+        def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+            return super().forward(torch.cat([x, x], 1), torch.cat([attention_mask] * 2, 1))
+
+    with pytest.raises(ValueError, match=r"^map: 1 .*\battention_mask\b.*\b0\b"):
+        collect(Twice(), rows(left=False)[-1:], [CELL])
+
+
+def test_a_target_that_runs_again_unexpectedly_is_an_error():
+    once = CELL.model_copy(update={"repeated": False})
+    with pytest.raises(ValueError, match=r"^map: "):
+        collect(Cell(), rows(left=False)[1:2], [once])
+
+
+def test_each_target_is_masked_by_its_own_mask():
+    """The same numbers, masked by one or the other side of the batch."""
+    mask, other = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 0], [0, 1]])
+
+    class Two(Sum):
+        def forward(self, x: Tensor, attention_mask: Tensor, decoder_attention_mask: Tensor) -> SimpleNamespace:
+            return super().forward(x)
+
+    batch = {"x": TWO, "attention_mask": mask, "decoder_attention_mask": other}
+    for name, chosen in (("attention_mask", mask), ("decoder_attention_mask", other)):
+        target = MAP.model_copy(update={"mask": name})
+        expected = collect(Sum(), [{"x": TWO, "attention_mask": chosen}], [MAP])
+        assert_same(collect(Two(), [batch], [target]), expected)
+
+
+def test_a_batch_without_the_mask_of_a_target_is_an_error():
+    target = MAP.model_copy(update={"mask": "decoder_attention_mask"})
+    batch = {"x": TWO, "attention_mask": torch.ones(2, 2)}
+    with pytest.raises(ValueError, match=r"^map: .*\bdecoder_attention_mask\b"):
+        collect(Sum(), [batch], [target])
+
+
+def test_rows_of_no_mask_all_count():
+    """Those of a picture, beside a text that is padded; each sample has as many."""
+    target = MAP.model_copy(update={"mask": None})
+    assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
+    twice = torch.cat([TWO, TWO], 1)
+    mask = {"attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    model = Reshaped(lambda x: x)
+    assert_same(collect(model, [{"x": twice, **mask}], [target]), collect(Sum(), [{"x": twice}], [MAP]))
+    with pytest.raises(ValueError, match=r"^map: 4 .*\b2\b"):
+        collect(model, [{"x": twice, **mask}, {"x": TWO, **mask}], [target])
+
+
+# --- a few layers at once ---------------------------------------------------------------------------------------------
+
+
+def in_parts(model, targets, layers, folder, **options):
+    """Statistics that were gathered by `layers` layers, each part written and let go."""
+    for number, part in enumerate(passes(targets, layers), 1):
+        gathered = collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then, **options)
+        save_statistics(gathered, folder, number)
+    return load_statistics(folder)
+
+
+@pytest.mark.parametrize("kinds", [STATISTIC_KINDS, ["inputs"]])
+@pytest.mark.parametrize("layers", [1, 2, 9])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_layer_by_layer_is_bitwise_the_single_pass(family, layers, kinds, tmp_path):
+    model = tiny.FAMILIES[family]()
+    targets = targets_of(model)
+    whole = collect(model, tiny.batches(SAMPLES, 4), targets, kinds)
+    assert_same(in_parts(model, targets, layers, tmp_path, kinds=kinds), whole, rtol=0, atol=0)
+
+
+def test_passes_are_the_layers_in_order():
+    targets = targets_of(tiny.bert())
+    one, two, pooler = passes(targets, 1)
+    assert {target.name.split(".")[3] for target in one.targets} == {"0"}
+    assert {target.name.split(".")[3] for target in two.targets} == {"1"}
+    assert [target.name for target in pooler.targets] == ["bert.pooler.dense"]
+    assert (one.then, two.then, pooler.then) == (two.targets[0], pooler.targets[0], None)
+    assert [part.targets for part in passes(targets, 2)] == [one.targets + two.targets, pooler.targets]
+    assert [part.targets for part in passes(targets, None)] == [targets]
+
+
+def test_what_has_no_number_is_a_layer_between_its_neighbours():
+    names = ["first", "a.0.x", "a.0.y.7.z", "between.x", "also", "b.c.0", "b.c.1", "last"]
+    targets = [Target(name=name, out_features=1, in_features=1, input_of=name) for name in names]
+    got = [[target.name for target in part.targets] for part in passes(targets, 1)]
+    assert got == [["first"], ["a.0.x", "a.0.y.7.z"], ["between.x", "also"], ["b.c.0"], ["b.c.1"], ["last"]]
+
+
+def count_forwards(module: nn.Module) -> list[None]:
+    calls: list[None] = []
+    module.register_forward_hook(lambda *_: calls.append(None))
+    return calls
+
+
+def test_inputs_run_the_layers_below_and_no_others():
+    model = tiny.llama()
+    part = passes(targets_of(model), 1)[0]
+    first, second = (count_forwards(model.model.layers[layer].mlp.down_proj) for layer in (0, 1))
+    collect(model, tiny.batches(SAMPLES, 4), part.targets, ["inputs"], then=part.then)
+    assert (len(first), len(second)) == (4, 1)  # the first batch shows that nothing of the part comes later
+    collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then)
+    assert (len(first), len(second)) == (8, 5)  # gradients come from the end
+
+
+class Late(Sum):
+    """Runs its map after another one that was said to come later, and before it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.map(x).sum() + self.other(self.map(x)).sum() + self.map(x).sum())
+
+
+def test_a_target_that_runs_again_later_is_waited_for():
+    other = Target(name="other", out_features=1, in_features=1, input_of="other")
+    batches = [{"x": TWO}] * 3
+    again = MAP.model_copy(update={"repeated": True, "mask": None})
+    expected = collect(Late(), batches, [again], ["inputs"])
+    assert_same(collect(Late(), batches, [again], ["inputs"], then=other), expected, rtol=0, atol=0)
+
+
+def test_the_graph_begins_at_the_first_target():
+    """Activations below it are not kept."""
+    model = tiny.llama()
+    second, graphs = passes(targets_of(model), 1)[1], []
+    model.model.layers[0].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
+    model.model.layers[1].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
+    collect(model, [tiny.collate(SAMPLES)], second.targets)
+    assert graphs == [False, True]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_offloaded_activations_give_the_same_statistics(family):
+    model = tiny.FAMILIES[family]()
+    targets = targets_of(model)
+    options = {"model": model, "targets": targets}
+    kept = collect(batches=tiny.batches(SAMPLES, 4), **options)
+    assert_same(collect(batches=tiny.batches(SAMPLES, 4), offload_activations=True, **options), kept, rtol=0, atol=0)
+
+
+def test_what_is_offloaded_are_activations_and_no_weights():
+    model, moved = tiny.llama(), []
+    weights = {parameter.shape for parameter in model.parameters()}
+    to_cpu = Tensor.cpu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor) or to_cpu(tensor))
+        collect(model, tiny.batches(SAMPLES[:3], 3, 11), targets_of(model), offload_activations=True)
+    assert moved
+    resident = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not resident & {tensor.data_ptr() for tensor in moved}
+    assert not weights & {tensor.shape for tensor in moved if tensor.dim() == 2}
+
+
+def test_half_precision_is_near_single():
+    model = tiny.bert().bfloat16()
+    targets = targets_of(model)
+    half = collect(model, tiny.batches(SAMPLES, 4), targets)
+    single = collect(model.float(), tiny.batches(SAMPLES, 4), targets)  # the same weights
+    for kind, tensors in single.items():
+        for key, tensor in tensors.items():
+            error = (half[kind][key] - tensor).norm() / tensor.norm().clamp(min=1e-12)
+            assert error < 0.1, f"{kind} of {key}: {error:.3f}"
+
+
+# --- a device map -----------------------------------------------------------------------------------------------------
+
+
+def spread(family: str, folder, device_map: dict[str, str]) -> nn.Module:
+    """A tiny model as accelerate places it."""
+    model = tiny.FAMILIES[family]()
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, device_map=device_map, offload_folder=folder / "offload")
+
+
+MAPS = {
+    "whole": {"": "cpu"},
+    "disk": {
+        **dict.fromkeys(["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "score"], "cpu"),
+        "model.layers.0": "disk",
+    },
+}
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize("name", MAPS)
+def test_a_model_that_waits_on_the_disk_gives_the_same_statistics(name, layers, tmp_path):
+    here = tiny.llama()
+    there = spread("llama", tmp_path / "model", MAPS[name])
+    offloaded = name == "disk"
+    assert there.model.layers[0].mlp.up_proj.weight.is_meta == offloaded
+    targets = targets_of(there)
+    assert targets == targets_of(here)
+    expected = collect(here, tiny.batches(SAMPLES, 4), targets)
+    # Not bits: weights that were loaded lie elsewhere in memory.
+    assert_same(in_parts(there, targets, layers, tmp_path / "statistics"), expected)
+    assert there.model.layers[0].mlp.up_proj.weight.is_meta == offloaded
+    for target in targets:
+        torch.testing.assert_close(
+            weight_of(there.get_submodule(target.name)), weight_of(here.get_submodule(target.name))
+        )
+
+
+# --- on the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_statistics_survives_the_disk_bit_for_bit(tmp_path):
+    model = tiny.bert()
+    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
+    folder = tmp_path / "new" / "folder"
+    save_statistics(gathered, folder)
+    assert_same(load_statistics(folder), gathered, rtol=0, atol=0)
+    assert {path.name for path in folder.iterdir()} == {f"{kind}.safetensors" for kind in gathered}
+
+
+def test_what_was_not_gathered_is_a_key_error(tmp_path):
+    save_statistics(collect(Sum(), [{"x": TWO}], [MAP], kinds=["fisher"]), tmp_path)
+    loaded = load_statistics(tmp_path)
+    assert "map.input" in loaded["fisher"]
+    assert len(loaded["fisher"]) == 2
+    for kind, key in (("taylor", "map.input"), ("fisher", "other.input")):
+        with pytest.raises(KeyError):
+            loaded[kind][key]
+
+
+def test_a_target_that_no_gradient_reaches_weighs_nothing():
+    """The pooler runs, but this loss does not read it."""
+    model = tiny.bert()
+    batch = tiny.collate(tiny.samples(2))
+    targets = find_targets(model, batch).targets
+    pooler = next(target for target in targets if target.name == "bert.pooler.dense")
+
+    def loss(model, batch):
+        return model.bert(batch["input_ids"]).last_hidden_state.sum()
+
+    statistics = collect(model, [batch], targets, loss=loss)
+    assert not statistics["output_gradients"][pooler.name].any()
+    assert not statistics["fisher"][f"{pooler.name}.input"].any()
+    assert statistics["taylor"][f"{pooler.name}.output"].shape == (pooler.out_features,)
+
+
+def test_sums_of_squares_are_never_negative():
+    """A channel that is constant over tokens whose gradients cancel: all that the Gram form has left is rounding."""
+    torch.manual_seed(0)
+    x, delta, weight = torch.randn(1, 16, 64), torch.randn(1, 16, 64), torch.empty(64, 64)
+    x[..., 0] = 30.0
+    delta -= delta.mean(1, keepdim=True)
+    assert all((sums >= 0).all() for sums in square_sums(x, delta, weight, ["fisher"])["fisher"])

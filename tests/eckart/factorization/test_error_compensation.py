@@ -1,0 +1,369 @@
+"""Laws of anchoring: least squares at full rank, the best of its rank below, and nothing where nothing was lost."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import Statistics, collect
+from eckart.factorization.error_compensation import DenseModules, anchor_targets, anchored
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.layerwise_forward import walking
+from eckart.factorization.weighted_svd import weighted_loss
+from eckart.factorization.weightings import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weighting, weigh
+from eckart.model.attention_products import find_products
+from eckart.model.layers import factorized
+from eckart.model.probing import is_embedding
+from eckart.model.targets import Target, find_targets, weight_of
+from tests import architectures, tiny
+from tests.eckart.factorization.test_factorize import BATCHES, Chain, targets_of
+
+WEIGHTINGS: list[Weighting] = [
+    Inputs(kind="inputs"),
+    Kfac(kind="kfac", shrinkage=0.0),
+    FisherInputs(kind="fisher_inputs"),
+]
+INPUTS, KFAC, _ = WEIGHTINGS
+PLAIN = Plain(kind="none")
+NONE = 1e-12
+"""A ridge of next to nothing."""
+
+
+def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def order(anchor: float, ridge: float = 1e-9) -> InOrder:
+    return InOrder(anchor=anchor, ridge=ridge)
+
+
+# --- the map that makes up for what was lost -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_features", [3, 9])
+def test_the_anchor_is_the_least_squares_solution(out_features):
+    weight, x, lost = draw(0, (out_features, 6), (40, 6), (40, 6))
+    best = np.linalg.lstsq(lost.numpy(), (x @ weight.T).numpy(), rcond=None)[0].T
+    found = anchored(weight, lost.T @ lost, x.T @ lost, 1.0, NONE)
+    torch.testing.assert_close(found, torch.from_numpy(best), rtol=1e-8, atol=1e-9)
+
+
+def test_with_a_ridge_it_is_that_of_samples_which_nothing_has_changed():
+    """√λ I stands below both inputs: W* = W (D + λ I) (C + λ I)⁻¹."""
+    weight, x, lost = draw(1, (5, 6), (40, 6), (40, 6))
+    ridge = 0.3
+    more = (ridge * (lost.T @ lost).diagonal().mean()).sqrt() * torch.eye(6, dtype=torch.float64)
+    best = torch.linalg.lstsq(torch.cat([lost, more]), torch.cat([x, more]) @ weight.T).solution.T
+    torch.testing.assert_close(anchored(weight, lost.T @ lost, x.T @ lost, 1.0, ridge), best)
+
+
+def test_it_lies_between_the_dense_weight_and_the_anchor():
+    weight, x, lost = draw(2, (5, 6), (40, 6), (40, 6))
+    c, d = lost.T @ lost, x.T @ lost
+    whole = anchored(weight, c, d, 1.0, 0.01)
+    torch.testing.assert_close(anchored(weight, c, d, 0.25, 0.01), 0.75 * weight + 0.25 * whole)
+    assert torch.equal(anchored(weight, c, d, 0.0, 0.01), weight)
+    torch.testing.assert_close(anchored(weight, c, d, 1.0, 1e12), weight)
+
+
+@pytest.mark.parametrize("samples", [0, 3, 40])
+def test_nothing_changes_where_nothing_was_lost(samples):
+    """Nor where there are fewer samples than inputs, or none that are not zero."""
+    weight, x = draw(3, (5, 6), (samples, 6))
+    assert torch.equal(anchored(weight, x.T @ x, x.T @ x, 1.0, NONE), weight)
+
+
+def test_dead_inputs_and_few_samples_leave_it_finite_and_as_good():
+    weight, x, lost = draw(4, (5, 6), (4, 6), (4, 6))
+    lost[:, 2] = 0
+    found = anchored(weight, lost.T @ lost, x.T @ lost, 1.0, 1e-9)
+    torch.testing.assert_close(lost @ found.T, x @ weight.T, rtol=1e-4, atol=1e-4)  # four equations, five unknowns
+
+
+# --- a chain ---------------------------------------------------------------------------------------------------------
+
+
+def chain(seed: int = 0) -> tuple[Chain, Tensor, list[Target]]:
+    """Three maps, the first of which has a bend behind it, and seven samples of three tokens.
+
+    Without the bend nothing could be made up for: what a weighted SVD loses on the inputs is orthogonal to what it
+    keeps.
+    """
+    *weights, x = draw(seed, (6, 5), (7, 6), (4, 7), (7, 3, 5))
+    model = Chain(weights)
+    model.maps.insert(1, nn.Tanh())
+    names = ["maps.0", "maps.2", "maps.3"]
+    shapes = [{"out_features": len(weight), "in_features": len(weight.T)} for weight in weights]
+    return model, x, [Target(name=name, input_of=name, **shape) for name, shape in zip(names, shapes, strict=True)]
+
+
+def gathered(model: Chain, x: Tensor, targets: Sequence[Target]) -> Statistics:
+    return collect(model, [{"x": x}], targets, ["inputs", "output_gradients"])
+
+
+def read(model: Chain, x: Tensor, position: int) -> Tensor:
+    """What a map reads `(tokens, in)`."""
+    with torch.no_grad():
+        return model.maps[:position](x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solution(rank):
+    dense, x, targets = chain()
+    model = copy.deepcopy(dense)
+    ranks = {"maps.0": 2, "maps.2": rank}
+    factorize_in_order(model, targets[:2], ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
+    lost, wanted = read(model, x, 2), read(dense, x, 3)
+    best = lost.numpy() @ np.linalg.lstsq(lost.numpy(), wanted.numpy(), rcond=None)[0]
+    np.testing.assert_allclose(read(model, x, 3).numpy(), best, rtol=1e-6, atol=1e-6)
+    assert torch.dist(lost @ dense.maps[2].weight.T, wanted) > 1.01 * torch.dist(torch.from_numpy(best), wanted)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
+    """‖L (W Xᵀ − Ŵ X̂ᵀ)‖ of other factors, near and far, and of those that the dense weight gives."""
+    dense, x, targets = chain(seed)
+    model = copy.deepcopy(dense)
+    kept = DenseModules(model)
+    kept.keep(targets[:1])
+    factorize_at_once(model, targets[:1], {"maps.0": 2}, PLAIN, {})
+    lost, wanted = read(model, x, 2), read(dense, x, 3)
+    statistics = collect(dense, [{"x": x}], targets[1:2], weighting.statistics)
+    with walking(model, [targets[1:2]], [{"x": x}], kept) as walk:
+        statistics = {**statistics, **walk.to(targets[1:2])}
+    norm = ErrorNorm(left=weigh(weighting, targets[1], statistics).left)
+
+    def error(weight: Tensor) -> float:
+        return float(weighted_loss((wanted - lost @ weight.detach().T).T, norm))
+
+    plain, best = copy.deepcopy(model), model
+    anchor_targets(best, targets[1:2], statistics, 1.0, 1e-9)
+    for some in (plain, best):
+        factorize_at_once(some, targets[1:2], {"maps.2": 3}, weighting, statistics)
+    least, layer = error(best.maps[2].dense()), best.maps[2]
+    assert least < 0.999 * error(plain.maps[2].dense())
+    generator = torch.Generator().manual_seed(seed)
+    for scale in (1e-4, 1e-2, 1.0):
+        for _ in range(30):
+            noise = [scale * torch.randn(one.shape, generator=generator) for one in (layer.left, layer.right)]
+            assert least <= error((layer.left + noise[0]) @ (layer.right + noise[1])) * (1 + 1e-9)
+
+
+def test_what_stays_dense_is_anchored_too_and_the_model_it_was_made_of_is_not_changed():
+    dense, x, targets = chain()
+    model = copy.deepcopy(dense)
+    modules = [model.get_submodule(target.name) for target in targets]
+    before = [module.weight.detach().clone() for module in modules]
+    ranks = {"maps.0": 2, "maps.2": None, "maps.3": None}
+    factorize_in_order(model, targets, ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
+    assert set(factorized(model)) == {"maps.0"}
+    assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
+    assert not any(torch.equal(model.maps[position].weight, before[position - 1]) for position in (2, 3))
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
+
+
+def double(some: Sequence[Batch]) -> list[dict[str, Tensor]]:
+    return [{name: x.double() if x.is_floating_point() else x for name, x in one.items()} for one in some]
+
+
+def case(family: str, products: bool = False):
+    """A model in float64, its targets, some batches and the loss."""
+    one = architectures.FAMILIES[family]
+    some = double(architectures.samples(one.kind))
+    model, batches = (
+        one.build().double().eval(),
+        [architectures.collate(some[:4], more=1), architectures.collate(some[4:])],
+    )
+    found = find_targets(model, architectures.collate(some[:1]), heads=one.everything, embeddings=one.everything)
+    if products:
+        found = find_products(model, batches[0], found)
+    return model, found.targets, batches, architectures.loss
+
+
+@pytest.mark.parametrize("family", architectures.FAMILIES)
+def test_beside_itself_a_model_reads_the_same_in_every_family(family):
+    """D = C = what a pass gathers, whatever the padding; ids have no D."""
+    model, targets, batches, loss = case(family)
+    targets = [target for target in targets if not target.repeated]
+    expected = collect(model, batches, targets, ["inputs"], loss)["inputs"]
+    groups = [[target for target in targets if target.input_of == name] for name in expected]
+    with walking(model, groups, batches, DenseModules(model)) as walk:
+        for name, group in zip(expected, groups, strict=True):
+            found = walk.to(group)
+            torch.testing.assert_close(found["inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
+            assert ("dense_inputs" in found) != is_embedding(model.get_submodule(name))
+            if "dense_inputs" in found:
+                torch.testing.assert_close(found["dense_inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", architectures.FAMILIES)
+def test_full_rank_gives_the_model_back_in_every_family(family):
+    model, targets, batches, loss = case(family)
+    with torch.no_grad():
+        expected = model(**batches[0]).logits
+    ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
+    statistics = collect(model, batches, targets, KFAC.statistics, loss)
+    factorize_in_order(model, targets, ranks, KFAC, statistics, batches, order(1.0))
+    assert factorized(model) == ranks
+    torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_maps_of_a_product_are_anchored():
+    model, targets, batches, _ = case("bert", products=True)
+    first, second = [target for target in targets if len(target.maps) > 1]
+    ranks = {target.name: None for target in targets} | {first.name: 2}
+    before = [weight_of(model.get_submodule(each.name)).clone() for each in second.maps]
+    factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(1.0))
+    for each, weight in zip(second.maps, before, strict=True):
+        assert not torch.equal(weight_of(model.get_submodule(each.name)), weight)
+
+
+# --- the two models side by side -------------------------------------------------------------------------------------
+
+
+def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, Tensor]:
+    """What each target reads in all its calls `(tokens, in)`."""
+    seen: dict[str, list[Tensor]] = {}
+    hooks = [
+        model.get_submodule(target.name).register_forward_hook(
+            lambda _, args, __, target=target: seen.setdefault(target.name, []).append(
+                args[0].reshape(-1, target.in_features)
+            )
+        )
+        for target in targets
+    ]
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(calls) for name, calls in seen.items()}
+
+
+@pytest.mark.parametrize("family", architectures.FAMILIES)
+def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(family):
+    """Of padded batches, against one sample at a time."""
+    model, targets, batches, _ = case(family)
+    dense, kept = copy.deepcopy(model), DenseModules(model)
+    targets = [target for target in targets if not is_embedding(model.get_submodule(target.name))]
+    below = [target for target in targets if target.repeated] or targets[:2]
+    above = [target.model_copy(update={"input_of": target.name}) for target in targets if target not in below]
+    kept.keep(below)
+    factorize_at_once(model, below, {target.name: 1 for target in below}, PLAIN, {})
+    found: dict[str, Tensor] = {}
+    with walking(model, [[target] for target in above], batches, kept) as walk:
+        for target in above:
+            found |= walk.to([target])["dense_inputs"]
+    expected = dict.fromkeys(found, 0.0)
+    count = 0
+    for sample in double(architectures.samples(architectures.FAMILIES[family].kind)):
+        one = architectures.collate([sample])
+        lost, whole = everything_read(model, above, one), everything_read(dense, above, one)
+        expected = {name: total + whole[name].T @ lost[name] for name, total in expected.items()}
+        count += 1
+    for name, moment in found.items():
+        torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)
+
+
+def test_a_context_brings_the_dense_model_back_and_then_the_other():
+    dense, model = tiny.bert().eval(), tiny.bert().eval()
+    batch = tiny.collate(tiny.samples(4))
+    targets = find_targets(model, batch).targets
+    kept = DenseModules(model)
+    kept.keep(targets)
+    factorize_at_once(model, targets, {target.name: 2 for target in targets}, PLAIN, {})
+    with torch.no_grad():
+        lost = model(**batch).logits
+        with kept.back():
+            torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, rtol=1e-4, atol=1e-6)
+        assert torch.equal(model(**batch).logits, lost)
+    assert not torch.equal(lost, dense(**batch).logits)
+
+
+def test_one_forward_of_each_model_is_enough_and_none_is_left():
+    model, batches = tiny.bert(), tiny.batches(tiny.samples(12), 4)
+    targets = find_targets(model, batches[0]).targets
+    statistics = collect(model, batches, targets, KFAC.statistics)
+    ran: list[str] = []
+    for name in ("bert.encoder.layer.0", "bert.encoder.layer.1"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+    factorize_in_order(model, targets, {target.name: 2 for target in targets}, KFAC, statistics, batches, order(0.5))
+    assert Counter(ran) == dict.fromkeys(ran, 2 * len(batches))
+
+
+def test_afterwards_the_model_trains_as_before():
+    """Also the anchored copies of what stays dense, which were made while nothing trained."""
+    model = tiny.bert().train()
+    targets = find_targets(model, BATCHES[0]).targets
+    ranks = {target.name: 2 if target is targets[0] else None for target in targets}
+    model.classifier.requires_grad_(False)
+    factorize_in_order(model, targets, ranks, INPUTS, {}, BATCHES, order(0.5))
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"classifier.weight", "classifier.bias"}
+    assert all(module.training for module in model.modules())
+
+
+def broken_batches() -> Iterator[Batch]:
+    yield from BATCHES
+    raise OSError("cannot be read")
+
+
+def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
+    model = tiny.bert().eval()
+    targets = find_targets(model, BATCHES[0]).targets
+    with torch.no_grad():
+        before = model(**BATCHES[0]).logits
+    with pytest.raises(OSError, match="cannot be read"):
+        factorize_in_order(
+            model, targets, {target.name: 2 for target in targets}, INPUTS, {}, broken_batches(), order(0.5)
+        )
+    with torch.no_grad():
+        assert torch.equal(model(**BATCHES[0]).logits, before)
+    assert "forward" not in vars(model.get_submodule(targets[0].name))
+
+
+def test_meanwhile_the_model_answers_others():
+    model = tiny.bert().eval()
+    targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
+    with torch.no_grad():
+        before = model(**BATCHES[0]).logits
+        with walking(model, [[target] for target in targets], BATCHES) as walk:
+            walk.to(targets[:1])
+            assert torch.equal(model(**BATCHES[0]).logits, before)
+            walk.to(targets[1:2])
+
+
+def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
+    model, batches = tiny.bert().train(), [dict(batch) for batch in BATCHES]
+    targets = find_targets(model, BATCHES[0]).targets
+    batches[1]["input_ids"] = batches[1]["input_ids"] + 10**6
+    ranks = {target.name: 2 for target in targets}
+    with pytest.raises(IndexError):
+        factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(0.5))
+    assert not factorized(model)
+    assert model.training
+    assert model(**BATCHES[0]).loss.requires_grad
+
+
+def test_a_target_that_not_every_batch_runs_is_named():
+    class Sometimes(Chain):
+        def forward(self, x: Tensor):
+            return self.maps[0](x) if len(x) < 3 else self.maps(x)
+
+    weights = draw(0, (5, 5), (5, 5))
+    model, (large, small) = Sometimes(weights), draw(1, (4, 3, 5), (2, 3, 5))
+    with pytest.raises(ValueError, match=r"maps\.1"):
+        factorize_in_order(
+            model, targets_of(weights), {"maps.0": 2, "maps.1": 2}, INPUTS, {}, [{"x": large}, {"x": small}], order(0.5)
+        )

@@ -1,0 +1,203 @@
+"""Pivoted storage computes what factors do, from as many numbers as a matrix of that rank has degrees of freedom."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from eckart.factorization.pivoted_storage import pivot, pivots
+from eckart.model.layers import (
+    LowRankLinear,
+    PivotedLinear,
+    factorize_target,
+    factorized,
+    low_rank_layers,
+    merge,
+    pivoted,
+)
+from eckart.model.targets import find_targets, weight_of
+from tests import tiny
+
+BATCH = {name: values for name, values in tiny.collate(tiny.samples(8)).items() if name != "labels"}
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def growing(rank: int) -> Tensor:
+    """Wilkinson's matrix, of which Gauss takes the rows as they stand, and a row that is 2^k of each of them."""
+    rows = torch.eye(rank, dtype=torch.float64) - torch.ones(rank, rank, dtype=torch.float64).tril(-1)
+    return torch.cat([rows, torch.ones(1, rank, dtype=torch.float64), 0.1 * drawn(5, rank)])
+
+
+def kahan(rank: int) -> Tensor:
+    """Of which pivoted QR takes the first rows as they stand, though these are far from independent."""
+    sine, cosine = 0.6, 0.8
+    upper = torch.eye(rank, dtype=torch.float64) - cosine * torch.ones(rank, rank, dtype=torch.float64).triu(1)
+    return torch.cat([(sine ** torch.arange(rank).double()).diag() @ upper, torch.eye(rank).double()], 1).T
+
+
+def steep(rows: int, rank: int) -> Tensor:
+    """Singular values from 1 to 1e-12, and outputs from 1e-3 to 1e3."""
+    left = torch.linalg.qr(drawn(rows, rank)).Q * torch.logspace(0, -12, rank, dtype=torch.float64)
+    return torch.logspace(-3, 3, rows, dtype=torch.float64)[torch.randperm(rows)].unsqueeze(1) * left
+
+
+LEFTS = {
+    "drawn": drawn(40, 12),
+    "growing": growing(30),
+    "kahan": kahan(20),
+    "steep": steep(40, 12),
+    "tall": drawn(40, 1),
+    "square": drawn(12, 12),
+    "empty rows": torch.cat([torch.zeros(5, 7).double(), drawn(9, 7), torch.zeros(5, 7).double()]),
+    "of lower rank": drawn(30, 3) @ drawn(3, 9, seed=1),
+    "all zeros": torch.zeros(8, 3).double(),
+}
+LEFT = pytest.mark.parametrize("left", LEFTS.values(), ids=LEFTS)
+
+
+def together(rows: Tensor, others: Tensor, places: Tensor) -> Tensor:
+    return torch.cat([rows, others @ rows])[places]
+
+
+@LEFT
+def test_pivots_and_what_the_others_are_of_them_are_the_matrix(left):
+    right = drawn(left.shape[1], 17, seed=2)
+    rows, others, places = pivots(left, right)
+    assert rows.numel() + others.numel() == left.shape[1] * (len(left) + 17 - left.shape[1])
+    weight = left @ right
+    error = (together(rows, others, places) - weight).norm(dim=1)
+    assert (error <= 1e-11 * weight.norm(dim=1)).all()
+
+
+@LEFT
+def test_no_direction_has_a_coefficient_beyond_one_in_those_of_the_pivots(left):
+    rows, others, places = pivots(left, drawn(left.shape[1], 17, seed=2))
+    norms = together(rows, others, places).norm(dim=1)[places.argsort()]
+    rank = len(rows)
+    assert (others.abs() * norms[:rank] <= 1.06 * norms[rank:].unsqueeze(1) + 1e-12).all()
+
+
+@LEFT
+def test_outputs_are_rounded_no_more_than_those_of_the_dense_map(left):
+    """Each by its own row, though another output may be a million times as large."""
+    right, x = drawn(left.shape[1], 17, seed=2), drawn(200, 17, seed=3).float()
+    weight = left @ right
+    layer = of(left, right)
+    pivot(layer)
+    stored = layer.map
+    assert isinstance(stored, PivotedLinear)
+    with torch.no_grad():
+        error = (stored(x).double() - x.double() @ weight.T).abs()
+    # of the factors themselves, which are float32 before they are pivoted
+    given = left.float().double() @ right.float().double() - weight
+    rounded = EPSILON * len(right) * weight.norm(dim=1) + given.norm(dim=1)
+    assert (error <= 2 * rounded * x.double().norm(dim=1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("tokens", [2, 40])  # outputs are put into order, and rows
+@pytest.mark.parametrize("rank", [3, 7])
+def test_few_tokens_and_many_get_the_same_answers_and_gradients(rank, tokens):
+    layer = of(drawn(9, rank, seed=1), drawn(rank, 10, seed=2))
+    layer.map.bias = nn.Parameter(drawn(9, seed=4).float())
+    pivot(layer)
+    stored, x = layer.map, drawn(tokens, 10, seed=3).float()
+    expected = x @ stored.dense().T + stored.bias
+    torch.testing.assert_close(stored(x), expected, rtol=1e-4, atol=1e-5)
+    parts = (stored.right, stored.others, stored.bias)
+    given = torch.autograd.grad(stored(x).square().sum(), parts)
+    for one, other in zip(given, torch.autograd.grad(expected.square().sum(), parts), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def of(left: Tensor, right: Tensor) -> nn.Module:
+    """A module with a map of these factors, in float32."""
+    layer = LowRankLinear(right.shape[1], len(left), len(right), bias=False)
+    layer.left.data.copy_(left)
+    layer.right.data.copy_(right)
+    return nn.ModuleDict({"map": layer})
+
+
+def adversarial(family: str) -> PreTrainedModel:
+    """Factors in coordinates that suit no rounding: steep spectra, outputs of many sizes."""
+    model = tiny.FAMILIES[family]().eval()
+    for number, target in enumerate(find_targets(model, BATCH).targets):
+        weight = weight_of(model.get_submodule(target.name)).double()
+        u, s, v = torch.linalg.svd(weight, full_matrices=False)
+        rank = min(3 + number % 6, len(s) - 1)
+        values = s[0] * torch.logspace(0, -8, rank, dtype=torch.float64)
+        sizes = torch.logspace(-2, 0, len(u), dtype=torch.float64).unsqueeze(1)
+        factorize_target(model, target.name, sizes * u[:, :rank] * values.sqrt(), values.sqrt().unsqueeze(1) * v[:rank])
+    return model
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_model_answers_the_same_from_fewer_numbers(family):
+    model = adversarial(family)
+    ranks, before = factorized(model), copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(**BATCH).logits
+        pivot(model)
+        torch.testing.assert_close(model(**BATCH).logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert pivoted(model) == list(ranks)
+    assert factorized(model) == ranks
+    assert not low_rank_layers(model)
+    saved = sum(rank**2 for rank in ranks.values())
+    assert model.num_parameters() == before.num_parameters() - saved
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(9, 7), Conv1D(7, 9), nn.Embedding(9, 7)], ids=lambda some: type(some).__name__
+)
+def test_every_kind_of_target_can_be_pivoted_and_merged(module):
+    model = nn.ModuleDict({"map": module}).train()
+    left, right = drawn(7, 3).float(), drawn(3, 9, seed=1).float()
+    factorize_target(model, "map", left, right)
+    pivot(model)
+    x = torch.tensor([[1, 5], [8, 0]]) if isinstance(module, nn.Embedding) else drawn(2, 9).float()
+    answers = model["map"](x)
+    assert isinstance(module, nn.Embedding) or model["map"].weight.shape == module.weight.shape
+    assert model["map"].training
+    answers.square().sum().backward()
+    assert all(parameter.grad.any() for parameter in model["map"].parameters())
+    merged = merge(model, "map")
+    assert type(merged) is type(module)
+    torch.testing.assert_close(weight_of(merged), left @ right)
+    torch.testing.assert_close(merged(x), answers)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_any_rank_that_a_matrix_can_have(rows, columns, data):
+    rank = data.draw(st.integers(1, min(rows, columns)))
+    left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
+    torch.testing.assert_close(together(*pivots(left, right)), left @ right, rtol=1e-9, atol=1e-9)
+
+
+def test_half_precision_stays():
+    model = of(drawn(9, 3), drawn(3, 8)).bfloat16()
+    expected = model["map"].dense()
+    pivot(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(model["map"].dense(), expected, rtol=0.05, atol=0.05)
+
+
+def test_sparse_rows_cannot_stand_beside_pivots():
+    model = tiny.bert()
+    factorize_target(model, "classifier", torch.ones(3, 1), torch.ones(1, 16), torch.ones(3, 16))
+    with pytest.raises(ValueError, match="classifier"):
+        pivot(model)
+
+
+def test_what_is_not_finite_names_its_target():
+    with pytest.raises(ValueError, match=r"\bmap\b"):
+        pivot(of(torch.full((4, 2), torch.inf), torch.ones(2, 4)))

@@ -1,0 +1,126 @@
+"""What each target's factors do alone: that it is zero where they lose nothing, and adds up by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+from transformers import PreTrainedModel
+
+from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch
+from eckart.factorization import single_target_ablation
+from eckart.factorization.factorize import factorize_at_once
+from eckart.factorization.single_target_ablation import losses_alone
+from eckart.factorization.weightings import Plain
+from eckart.model.attention_products import find_products
+from eckart.model.targets import find_targets
+from tests import tiny
+
+PLAIN = Plain(kind="none")
+BATCHES = tiny.batches(tiny.samples(7), 3)
+
+
+def objective(classes: bool = True) -> Objective:
+    return Objective(mean_loss_times_batch, mean_loss_times_batch, None, logits_of, classes)
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_it_is_the_distance_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
+    """And the last batch, which is smaller, counts by its rows."""
+    dense = tiny.bert().eval()
+    targets = find_targets(dense, BATCHES[0]).targets
+    small = deepcopy(dense)
+    factorize_at_once(small, targets, {target.name: 2 for target in targets}, PLAIN, {})
+    found = losses_alone(dense, small, targets, BATCHES, objective(classes))
+    assert list(found) == [target.name for target in targets]
+    for target in targets[::5]:
+        other = deepcopy(dense)
+        factorize_at_once(other, [target], {target.name: 2}, PLAIN, {})
+        with torch.no_grad():
+            answers, others = (
+                torch.cat([model(**batch).logits for batch in BATCHES]).double() for model in (dense, other)
+            )
+        logs = others.log_softmax(-1), answers.log_softmax(-1)
+        expected = (
+            kl_div(*logs, reduction="batchmean", log_target=True) if classes else (others - answers).square().mean()
+        )
+        assert found[target.name] == pytest.approx(float(expected), rel=1e-3)
+        assert float(expected) > 0
+
+
+def test_the_dense_model_comes_back_as_it_was() -> None:
+    dense = tiny.gpt2().train()
+    before = {name: value.clone() for name, value in dense.state_dict().items()}
+    targets = find_targets(dense, BATCHES[0]).targets
+    small = deepcopy(dense)
+    factorize_at_once(small, targets, {target.name: 1 for target in targets}, PLAIN, {})
+    losses_alone(dense, small, targets, BATCHES, objective())
+    after = dense.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert dense.training
+
+
+def test_a_product_gives_way_as_a_whole() -> None:
+    """At full width its maps compute another query and key, and the same products: one map alone would not."""
+    dense = tiny.bert().eval()
+    found = find_products(dense, BATCHES[0], find_targets(dense, BATCHES[0]))
+    products = [target for target in found.targets if len(target.maps) > 1]
+    small = deepcopy(dense)
+    factorize_at_once(small, products, {target.name: products[0].out_features // 2 for target in products}, PLAIN, {})
+    losses = losses_alone(dense, small, products, BATCHES, objective())
+    assert len(losses) == 2
+    assert max(map(abs, losses.values())) < 1e-6
+
+
+def looped() -> PreTrainedModel:
+    """BERT, through whose layers each text goes twice."""
+    model = tiny.bert()
+    once = model.bert.encoder.forward
+    model.bert.encoder.forward = lambda states, *rest, **options: once(
+        once(states, *rest, **options)[0], *rest, **options
+    )
+    return model
+
+
+def sharing() -> PreTrainedModel:
+    """BERT, whose second layer takes what the first has left beside its answer."""
+    model = tiny.bert()
+    first, second, *_ = model.bert.encoder.layer
+    left: list[int] = []
+
+    def leaving(*inputs: Any, forward: Callable[..., Any] = first.forward, **options: Any) -> Any:
+        left.append(0)
+        return forward(*inputs, **options)
+
+    def taking(*inputs: Any, forward: Callable[..., Any] = second.forward, **options: Any) -> Any:
+        left.pop()
+        return forward(*inputs, **options)
+
+    first.forward, second.forward = leaving, taking
+    return model
+
+
+@pytest.mark.parametrize("room", [2**30, 0])
+@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2, tiny.llama, looped, sharing])
+def test_what_layers_before_a_target_answered_stands_for_running_them_and_changes_nothing(
+    make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All run where texts pass a layer twice, where layers share more than answers, or where there is no room."""
+    monkeypatch.setattr(single_target_ablation, "_ROOM", room)
+    dense = make().eval()
+    targets = find_targets(dense, BATCHES[0]).targets
+    small = deepcopy(dense)
+    factorize_at_once(small, targets, {target.name: 1 for target in targets}, PLAIN, {})
+    first = targets[0].name
+    runs: list[str] = []
+    dense.get_submodule(first).register_forward_pre_hook(lambda *_: runs.append(first))
+    found = losses_alone(dense, small, targets, BATCHES, objective())
+    fewer = len(runs)
+    monkeypatch.setattr(single_target_ablation._Layers, "_known_before", lambda *_: 0)
+    assert losses_alone(dense, small, targets, BATCHES, objective()) == found
+    assert (fewer < len(runs) - fewer) == (bool(room) and make not in (looped, sharing))

@@ -1,0 +1,177 @@
+"""Each weighting states what its method says matters, on the right side and from the statistics it asks for."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from eckart.calibration.statistics import collect, square_sums
+from eckart.factorization.weighted_svd import decompose, weighted_loss
+from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.model.targets import Target, find_targets, weight_of
+from tests import tiny
+
+ADAPTER: TypeAdapter[Weighting] = TypeAdapter(Weighting)
+WRITTEN = [
+    {"kind": "none"},
+    {"kind": "fisher", "axis": "input"},
+    {"kind": "fisher", "axis": "output"},
+    {"kind": "taylor", "axis": "input"},
+    {"kind": "taylor", "axis": "output"},
+    {"kind": "inputs"},
+    {"kind": "kfac", "shrinkage": 0.0},
+    {"kind": "kfac", "shrinkage": 0.5},
+    {"kind": "fisher_inputs"},
+]
+KEY = Target(name="key", out_features=4, in_features=6, input_of="query")
+
+
+def parse(written: dict[str, Any]) -> Weighting:
+    return ADAPTER.validate_python(written)
+
+
+def token_statistics(x: torch.Tensor, delta: torch.Tensor):
+    """The statistics of `KEY` from inputs `(samples, tokens, in)` and output gradients `(samples, tokens, out)`."""
+    count = len(x)
+    flat_x, flat_delta = x.flatten(0, 1), delta.flatten(0, 1)
+    weight = x.new_zeros(delta.shape[-1], x.shape[-1])
+    by_input, by_output = square_sums(x, delta, weight, ["fisher"])["fisher"]
+    return {
+        "inputs": {"query": flat_x.T @ flat_x / count},
+        "tokens": {"query": torch.tensor(float(x.shape[1]), dtype=x.dtype)},
+        "output_gradients": {"key": flat_delta.T @ flat_delta / count},
+        "fisher": {"key.input": by_input / count, "key.output": by_output / count},
+    }
+
+
+@st.composite
+def calibrations(draw: st.DrawFn, samples: int = 5, tokens: int = 3):
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    shapes = ((samples, tokens, 6), (samples, tokens, 4), (4, 6))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def test_every_weighting_is_tested_here():
+    parts = get_args(get_args(Weighting)[0])
+    kinds = {kind for part in parts for kind in get_args(part.model_fields["kind"].annotation)}
+    assert kinds == {written["kind"] for written in WRITTEN} | {"movement"}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_statistics_needed_is_enough(family, written):
+    """Gathering nothing but what a weighting asks for gives every target metrics that fit it."""
+    model = tiny.FAMILIES[family]()
+    targets = find_targets(model, tiny.collate(tiny.samples(2))).targets
+    weighting = parse(written)
+    gathered = collect(model, tiny.batches(tiny.samples(8), 4), targets, kinds=weighting.statistics)
+    for target in targets:
+        weight = weight_of(model.get_submodule(target.name)).double()
+        result = decompose(weight, weigh(weighting, target, gathered))
+        torch.testing.assert_close(result.left @ result.right, weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_nothing_is_asked_for_in_vain(written):
+    """A weighting reads the kinds it asks for and no other; tokens come with inputs."""
+    weighting = parse(written)
+    full = token_statistics(torch.ones(2, 3, 6), torch.ones(2, 3, 4))
+    full["taylor"] = full["fisher"]
+    read = set()
+
+    class Watched(dict):
+        def __getitem__(self, kind):
+            read.add(kind)
+            return super().__getitem__(kind)
+
+    weigh(weighting, KEY, Watched(full))
+    assert read - {"tokens"} == set(weighting.statistics)
+
+
+@pytest.mark.parametrize("written", WRITTEN[1:])
+def test_what_was_not_gathered_is_named(written):
+    weighting = parse(written)
+    with pytest.raises(ValueError, match=weighting.statistics[0]):
+        weigh(weighting, KEY, {})
+
+
+@pytest.mark.parametrize("bad", [{"kind": "fisher"}, {"kind": "none", "axis": "input"}, {"kind": "fishr"}, {}])
+def test_what_is_not_a_weighting_is_refused(bad):
+    with pytest.raises(ValidationError):
+        parse(bad)
+
+
+def test_none_weighs_nothing():
+    assert weigh(parse({"kind": "none"}), KEY, {}) == ErrorNorm()
+
+
+@pytest.mark.parametrize("kind", ["fisher", "taylor"])
+def test_scores_of_inputs_weigh_columns_and_scores_of_outputs_rows(kind):
+    scores = {kind: {"key.input": torch.arange(6.0), "key.output": torch.arange(4.0)}}
+    by_input = weigh(parse({"kind": kind, "axis": "input"}), KEY, scores)
+    by_output = weigh(parse({"kind": kind, "axis": "output"}), KEY, scores)
+    assert by_input.left is None
+    assert torch.equal(by_input.right, torch.arange(6.0))
+    assert torch.equal(by_output.left, torch.arange(4.0))
+    assert by_output.right is None
+
+
+def test_movement_weighs_rows_by_the_scores_of_shaping_themselves():
+    """LPAF, section 4.2: L = diag(Ŝ), so its square is the metric."""
+    metrics = weigh(parse({"kind": "movement"}), KEY, {"movement": {"key.output": torch.arange(4.0)}})
+    assert torch.equal(metrics.left, torch.tensor([0.0, 1.0, 4.0, 9.0]))
+    assert metrics.right is None
+    assert parse({"kind": "movement"}).statistics == ()  # no pass over the data gathers them
+    with pytest.raises(ValueError, match=r"\bshaping\b"):
+        weigh(parse({"kind": "movement"}), KEY, {})
+
+
+@given(calibrations())
+def test_the_loss_under_inputs_is_the_error_of_the_outputs(calibration):
+    """DRONE, eq. 3: the mean over samples of ‖X Wᵀ − X Ŵᵀ‖²."""
+    x, delta, error = calibration
+    metrics = weigh(parse({"kind": "inputs"}), KEY, token_statistics(x, delta))
+    torch.testing.assert_close(weighted_loss(error, metrics), (x @ error.T).square().sum() / len(x))
+
+
+@given(calibrations())
+def test_the_loss_under_fisher_and_inputs_weighs_that_error_by_output(calibration):
+    x, delta, error = calibration
+    gathered = token_statistics(x, delta)
+    metrics = weigh(parse({"kind": "fisher_inputs"}), KEY, gathered)
+    expected = ((x @ error.T).square().sum((0, 1)) / len(x) * gathered["fisher"]["key.output"]).sum()
+    torch.testing.assert_close(weighted_loss(error, metrics), expected)
+
+
+@given(calibrations(samples=1, tokens=1))
+def test_the_loss_under_kfac_is_the_squared_change_of_the_loss(calibration):
+    """For one sample of one token the factors are exact: tr(A E B Eᵀ) = ⟨G, E⟩²."""
+    x, delta, error = calibration
+    metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))
+    change = ((delta[0].T @ x[0]) * error).sum()
+    torch.testing.assert_close(weighted_loss(error, metrics), change.square())
+
+
+@given(calibrations(), st.floats(0, 0.99))
+def test_shrunk_kfac_weighs_a_share_of_the_error_as_if_every_output_had_the_mean_gradient(calibration, share):
+    x, delta, error = calibration
+    gathered = token_statistics(x, delta)
+    plain, shrunk = (weigh(parse({"kind": "kfac", "shrinkage": some}), KEY, gathered) for some in (0.0, share))
+    mean = gathered["output_gradients"]["key"].diagonal().mean()
+    even = mean * (x @ error.T).square().sum() / len(x) / x.shape[1]
+    expected = (1 - share) * weighted_loss(error, plain) + share * even
+    torch.testing.assert_close(weighted_loss(error, shrunk), expected)
+
+
+@given(calibrations(samples=400, tokens=3))
+def test_kfac_is_in_units_of_loss_where_tokens_are_independent(calibration):
+    """Then the mean of ⟨G, E⟩² is tokens · E[(δᵀ E x)²], which is what the factors say once divided by the tokens."""
+    x, delta, error = calibration
+    metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))
+    changes = torch.einsum("nto,oi,nti->n", delta, error, x)
+    assert float(weighted_loss(error, metrics)) == pytest.approx(float(changes.square().mean()), rel=0.5)

@@ -1,0 +1,375 @@
+"""The attention product: which maps are one, the optimum of its error, what takes its place, and a candidate of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from ruamel.yaml import YAML
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+
+import eckart  # noqa: F401  teaches transformers the format
+from eckart.calibration.statistics import collect
+from eckart.factorization.decomposition import decompose_product, decompose_target
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.weightings import Weighting
+from eckart.model.attention_products import find_products
+from eckart.model.hf_format import save
+from eckart.model.layers import factorized
+from eckart.model.targets import Product, Targets, find_targets, weight_of
+from eckart.onnx import export
+from eckart.ranks.budget import cost, largest_rank, total
+from eckart.ranks.tolerance import Tolerance, module_macs, tolerated_ranks
+from tests import tiny
+from tests.architectures import AUTO, FAMILIES, LAYERS, LENGTH, collate, loss, samples
+from tests.workspace import REPOSITORY, plain, run_stage, tiny_workspace
+
+WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
+NONE, INPUTS = (WEIGHTING.validate_python({"kind": kind}) for kind in ("none", "inputs"))
+KFAC = WEIGHTING.validate_python({"kind": "kfac", "shrinkage": 0.0})
+FISHER = WEIGHTING.validate_python({"kind": "fisher", "axis": "output"})
+BATCHES = tiny.batches(tiny.samples(12), 5)
+OF_PRODUCTS = {"bert", "bert-everything", "distilbert", "mobilebert", "roberta", "albert", "opt", "bart", "t5", "vit"}
+
+
+def found(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCHES[0]) -> Targets:
+    return find_products(model, batch, find_targets(model, batch))
+
+
+def products(targets: Targets) -> list[Product]:
+    return [target for target in targets.targets if isinstance(target, Product)]
+
+
+@pytest.fixture(scope="module", params=["bert", "t5"])
+def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Product, Mapping[str, Mapping[str, Tensor]]]:
+    """A model with and one without biases, its first product, and statistics of padded batches."""
+    model = {"bert": tiny.bert, "t5": lambda: FAMILIES["t5"].build()}[request.param]().eval()
+    batches = BATCHES if request.param == "bert" else [collate(samples("seq2seq"))]
+    targets = found(model, batches[0])
+    return model, products(targets)[0], collect(model, batches, targets.targets, loss=loss)
+
+
+def heads_of(model: PreTrainedModel, product: Product) -> tuple[Tensor, Tensor]:
+    """The weights of queries and keys, each `(heads, d, in)` in float64."""
+    query, key = (weight_of(model.get_submodule(each.name)).double() for each in product.maps)
+    return query.unflatten(0, (product.heads, -1)), key.unflatten(0, (product.heads, -1))
+
+
+# --- which maps are a product ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_products_are_the_queries_and_keys_of_attention_that_does_nothing_else_with_them(name: str) -> None:
+    family = FAMILIES[name]
+    model, batch = family.build(), collate(samples(family.kind)[:1])
+    before = find_targets(model, batch, heads=family.everything, embeddings=family.everything)
+    if name not in OF_PRODUCTS:
+        with pytest.raises(ValueError, match=r"targets\.products"):
+            find_products(model, batch, before)
+        return
+    after = find_products(model, batch, before)
+    queries = [one.name for one in before.targets if one.name.endswith((".q", ".query", ".q_lin", ".q_proj"))]
+    assert [one.name for one in products(after)] == queries
+    heads = model.config.get_text_config().num_attention_heads
+    for one in products(after):
+        assert one.heads == heads
+        assert one.other.name == one.name.replace("query", "key").replace("q_", "k_").replace(".q", ".k")
+    assert sum(one.parameters for one in after.targets) == sum(one.parameters for one in before.targets)
+    assert Targets.model_validate_json(after.model_dump_json()) == after
+
+
+def test_heads_are_as_wide_as_the_model_has_them_though_it_answers_two_numbers_only() -> None:
+    config = BertConfig(
+        vocab_size=tiny.VOCABULARY,
+        num_labels=2,
+        hidden_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=24,
+        max_position_embeddings=32,
+    )
+    model = tiny.drawn(BertForSequenceClassification, config)
+    for batch in tiny.batches(tiny.samples(4), 1):
+        del batch["labels"]
+        assert [one.heads for one in products(found(model, batch))] == [12] * 6
+
+
+def test_rotated_queries_and_keys_are_no_product() -> None:
+    """With as many key heads as query heads, so that nothing but the rotation tells."""
+    config = LlamaConfig(
+        vocab_size=tiny.VOCABULARY,
+        num_labels=tiny.LABELS,
+        pad_token_id=tiny.PAD,
+        **LAYERS,
+        **LENGTH,
+    )
+    with pytest.raises(ValueError, match=r"targets\.products"):
+        found(tiny.drawn(LlamaForSequenceClassification, config))
+
+
+def test_the_model_comes_back_from_the_probes() -> None:
+    model = tiny.bert().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+# --- the optimum -----------------------------------------------------------------------------------------------------
+
+
+def test_full_rank_is_the_identity(case) -> None:
+    model, product, statistics = case
+    for weighting in (NONE, INPUTS, KFAC, FISHER):
+        parts = decompose_product(model, product, weighting, statistics)
+        left, right = parts.truncate(product.out_features // product.heads)
+        eye = torch.eye(left.shape[1]).double().expand(product.heads, -1, -1)
+        torch.testing.assert_close(left @ right, eye, rtol=0, atol=1e-5)
+
+
+def scores(model: PreTrainedModel, product: Product) -> list[tuple[Tensor, Tensor]]:
+    """What queries and keys of real tokens the model computes, each `(tokens, heads, d)` of a batch."""
+    seen: dict[str, Tensor] = {}
+    hooks = [
+        model.get_submodule(each.name).register_forward_hook(lambda _, args, y, name=each.name: seen.update({name: y}))
+        for each in product.maps
+    ]
+    result = []
+    for batch in BATCHES:
+        with torch.no_grad():
+            model(**batch)
+        real = batch["attention_mask"].bool()
+        q, k = (seen[each.name][real].double().unflatten(-1, (product.heads, -1)) for each in product.maps)
+        result.append((q, k))
+    for hook in hooks:
+        hook.remove()
+    return result
+
+
+def lost(pairs: list[tuple[Tensor, Tensor]], error: Tensor) -> Tensor:
+    """Σ over heads of ‖q E kᵀ‖²_F over all pairs of tokens ÷ samples², for E `(heads, d, d)`."""
+    q, k = (torch.cat(values) for values in zip(*pairs, strict=True))
+    return torch.einsum("nhd,hde,mhe->hnm", q, error, k).square().sum() / 12**2
+
+
+def test_the_error_of_the_scores_is_the_tail_of_the_spectrum_and_no_candidate_has_less() -> None:
+    """Corollary 1, of the queries and keys that the model computes, biases included and padding not."""
+    model = tiny.bert().eval()
+    targets = found(model)
+    statistics = collect(model, BATCHES, targets.targets, ["inputs"])
+    for product in products(targets):
+        parts, pairs = decompose_product(model, product, INPUTS, statistics), scores(model, product)
+        eye = torch.eye(8).double()
+        for rank in range(1, 8):
+            left, right = parts.truncate(rank)
+            least = lost(pairs, eye - left @ right)
+            torch.testing.assert_close(least, parts.spectrum[rank:].square().sum(), rtol=1e-4, atol=1e-8)
+            generator = torch.Generator().manual_seed(rank)
+            for scale in (1e-3, 1e-1, 1e1):
+                noises = [scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (left, right)]
+                assert lost(pairs, eye - (left + noises[0]) @ (right + noises[1])) >= least * (1 - 1e-9)
+
+
+def test_a_weighting_of_outputs_weighs_the_change_of_the_queries() -> None:
+    """‖(q − q M) G^½‖² with G the second moment of the gradients at each head's queries; per token, as kfac has it."""
+    model = tiny.bert().eval()
+    targets = found(model)
+    statistics = collect(model, BATCHES, targets.targets, ["inputs", "output_gradients"])
+    product = products(targets)[1]
+    parts = decompose_product(model, product, KFAC, statistics)
+    q = torch.cat([q for q, _ in scores(model, product)])
+    left, right = parts.truncate(3)
+    change = q - torch.einsum("nhd,hde->nhe", q, left @ right)
+    gradients = statistics["output_gradients"][product.name].double()
+    blocks = torch.stack([gradients[at : at + 8, at : at + 8] for at in range(0, 16, 8)])
+    expected = torch.einsum("nhd,hde,nhe->", change, blocks, change) / len(q)
+    torch.testing.assert_close(parts.spectrum[3:].square().sum(), expected, rtol=1e-4, atol=1e-12)
+
+
+def test_without_data_it_is_the_svd_of_each_heads_product(case) -> None:
+    """And so it is for inputs of one variance, whose mean is 0."""
+    model, product, statistics = case
+    queries, keys = heads_of(model, product)
+    isotropic = {
+        "inputs": {each.input_of: torch.eye(each.in_features) for each in product.maps},
+        "input_sums": {each.input_of: torch.zeros(each.in_features) for each in product.maps},
+        "tokens": {each.input_of: torch.tensor(0.0) for each in product.maps},
+    }
+    for weighting, given in ((NONE, statistics), (INPUTS, isotropic)):
+        parts = decompose_product(model, product, weighting, given)
+        for rank in (1, 3, 7):
+            left, right = parts.truncate(rank)
+            found = queries.mT @ left @ right @ keys
+            u, s, v = torch.linalg.svd(queries.mT @ keys)
+            best = u[:, :, :rank] @ torch.diag_embed(s[:, :rank]) @ v[:, :rank]
+            torch.testing.assert_close(found, best, rtol=1e-5, atol=1e-6)
+            tail = s[:, rank:].square().sum()
+            torch.testing.assert_close(parts.spectrum[rank:].square().sum(), tail, rtol=1e-4, atol=1e-8)
+
+
+# --- in a model ------------------------------------------------------------------------------------------------------
+
+
+def compressed(rank: int) -> tuple[PreTrainedModel, Targets]:
+    """A BERT whose products have `rank`, with all else dense."""
+    model = tiny.bert().eval()
+    targets = found(model)
+    statistics = collect(model, BATCHES, targets.targets, ["inputs"])
+    ranks = {each.name: rank if isinstance(each, Product) else None for each in targets.targets}
+    factorize_at_once(model, targets.targets, ranks, INPUTS, statistics)
+    return model, targets
+
+
+def logits(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCHES[0]) -> Tensor:
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def test_at_full_rank_the_model_answers_as_before() -> None:
+    torch.testing.assert_close(logits(compressed(8)[0]), logits(tiny.bert().eval()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_scores_are_those_of_the_approximation_and_nothing_stands_behind_the_first_channels() -> None:
+    dense, (small, targets) = tiny.bert().eval(), compressed(3)
+    first = products(targets)[0]
+    statistics = collect(dense, BATCHES, targets.targets, ["inputs"])
+    left, right = decompose_product(dense, first, INPUTS, statistics).truncate(3)
+    for (q, k), (small_q, small_k) in zip(scores(dense, first), scores(small, first), strict=True):
+        wanted = torch.einsum("nhd,hde,mhe->hnm", q, left @ right, k)
+        torch.testing.assert_close(torch.einsum("nhd,mhd->hnm", small_q, small_k), wanted, rtol=1e-4, atol=1e-4)
+        assert not small_q[..., 3:].any()
+        assert not small_k[..., 3:].any()
+
+
+def test_its_parameters_are_counted_and_gone() -> None:
+    dense, (small, targets) = tiny.bert(), compressed(3)
+    ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
+    saved = sum(each.parameters for each in targets.targets) - total(targets.targets, ranks)
+    biases = sum(each.heads * (8 - 3) * len(each.maps) for each in products(targets))
+    assert dense.num_parameters() - small.num_parameters() == saved + biases
+    for each in products(targets):
+        assert largest_rank(each) == 7
+        assert cost(each, 3) == 2 * each.heads * 3 * each.in_features
+
+
+def test_it_comes_back_from_a_folder(tmp_path: Path) -> None:
+    model, targets = compressed(3)
+    save(model, tmp_path)
+    maps = [each.name for product in products(targets) for each in product.maps]
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["heads"] == dict.fromkeys(maps, 2)
+    loaded = AUTO["classification"].from_pretrained(tmp_path)
+    assert factorized(loaded) == dict.fromkeys(maps, 3)
+    tiny.assert_same(model, loaded, BATCHES[0])
+
+
+def test_as_onnx_it_answers_the_same_from_as_many_numbers(tmp_path: Path) -> None:
+    model, _ = compressed(3)
+    exported = export(model, tiny.words(), tmp_path / "model.onnx")
+    assert exported.difference < 1e-4
+    assert exported.parameters <= model.num_parameters() + 100  # constants of the graph
+
+
+def test_in_order_of_layers_the_first_is_that_of_the_dense_model() -> None:
+    once, targets = compressed(3)
+    model = tiny.bert().eval()
+    ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
+    factorize_in_order(model, targets.targets, ranks, INPUTS, {}, BATCHES, InOrder(anchor=0.5, ridge=0.01))
+    first, second = products(targets)
+    for each in first.maps:
+        ours, others = (some.get_submodule(each.name).factor for some in (model, once))
+        torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(
+        model.get_submodule(second.name).factor.round(decimals=3),
+        once.get_submodule(second.name).factor.round(decimals=3),
+    )
+
+
+# --- algorithm 2 -----------------------------------------------------------------------------------------------------
+
+
+def mean_loss(model: PreTrainedModel) -> float:
+    with torch.no_grad():
+        return sum(float(model(**batch).loss) * len(batch["labels"]) for batch in BATCHES) / 12
+
+
+def test_tolerance_settles_products_too_and_factorizing_what_it_leaves_loses_nothing() -> None:
+    dense = tiny.bert().eval()
+    targets = [each for each in found(dense).targets if isinstance(each, Product) or "dense" not in each.name]
+    settings = Tolerance(kind="tolerance", increase=0.5, grid=4, rows=12, times="macs")
+    walked = copy.deepcopy(dense)
+    ranks = tolerated_ranks(walked, targets, settings, 1.0, BATCHES, INPUTS)
+    assert any(ranks[each.name] for each in targets if isinstance(each, Product))
+    assert mean_loss(walked) <= 1.5 * mean_loss(dense)
+    statistics = collect(dense, BATCHES, targets, ["inputs"])
+    small = copy.deepcopy(walked)
+    factorize_at_once(small, targets, ranks, INPUTS, statistics)
+    torch.testing.assert_close(logits(small), logits(walked), rtol=1e-3, atol=1e-3)
+
+
+def test_a_walk_that_fails_leaves_both_maps_as_they_were() -> None:
+    model = tiny.bert().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = Tolerance(kind="tolerance", increase=1e9, grid=4, rows=12, times="macs")
+    targets = found(model).targets
+    with pytest.raises(ValueError, match=r"ranks\.increase"):
+        tolerated_ranks(model, targets, settings, 1e-6, BATCHES, INPUTS)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_time_of_a_product_is_that_of_both_maps() -> None:
+    model = tiny.bert()
+    macs = module_macs(model, found(model).targets, BATCHES[0])
+    alone = module_macs(model, find_targets(model, BATCHES[0]).targets, BATCHES[0])
+    first = products(found(model))[0]
+    assert macs[first.name] == alone[first.name] + alone[first.other.name]
+
+
+def test_what_is_wrong_is_said_with_the_products_name(case) -> None:
+    model, product, statistics = case
+    broken = {**statistics, "inputs": {name: value * float("nan") for name, value in statistics["inputs"].items()}}
+    with pytest.raises(ValueError, match=product.name):
+        decompose_target(model, product, INPUTS, broken)
+
+
+# --- a candidate -----------------------------------------------------------------------------------------------------
+
+
+RANKS = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8, "times": "macs"}
+
+
+def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    svd = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]
+    svd["recovery"] |= {"steps": 2, "batch_size": 8}
+    walk = {**svd, "weighting": {"kind": "inputs"}, "ranks": RANKS}
+    borrowed = {**svd, "ranks": {"kind": "borrowed", "weighting": {"kind": "inputs"}, "ranks": RANKS}}
+    names = ["svd", "kfac", "walk", "borrowed"]
+    tiny_workspace(
+        tmp_path, study={"recipes": names}, targets={"products": True}, recipes={"walk": walk, "borrowed": borrowed}
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for stage in ("extract", "teacher", "control", "dense", "importance"):
+        run_stage(stage)
+    for name in names:
+        for stage in ("search", "factorize", "finetune", "evaluate"):
+            run_stage(stage, name, "0.5")
+        evaluation = json.loads(Path(f"reports/evaluate/{name}-0.5.json").read_text())
+        ranks = {target: size["rank"] for target, size in evaluation["targets"].items()}
+        assert ranks == json.loads(Path(f"models/ranks/{name}-0.5/ranks.json").read_text())["ranks"]
+        assert not any(target.endswith(".key") for target in ranks)
+    assert any(ranks[target] for target in ranks if target.endswith(".query"))
+    run_stage("benchmark")
+    run_stage("compare")

@@ -1,0 +1,202 @@
+"""The layer that takes a target's place computes what its factors say, and touches nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
+
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.layers import (
+    LowRankEmbedding,
+    LowRankLinear,
+    factorize_target,
+    factorized,
+    low_rank_like,
+    merge,
+    replace,
+    shape_of,
+)
+from eckart.model.probing import is_linear
+from eckart.model.targets import find_targets, weight_of
+from tests import tiny
+
+BATCH = tiny.collate(tiny.samples(4))
+
+
+def targets_of(model):
+    return find_targets(model, BATCH).targets
+
+
+def factors(model, name: str, rank: int):
+    return decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 2**20))
+def test_the_layer_computes_x_times_the_product_of_its_factors(rows, columns, rank, bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    layer = LowRankLinear(columns, rows, rank, bias).double()
+    for parameter in layer.parameters():  # which are born without values
+        nn.init.normal_(parameter, generator=generator)
+    x = torch.randn(2, 3, columns, generator=generator, dtype=torch.float64)
+    approximation = layer.left @ layer.right
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, approximation, layer.bias))
+    assert layer.rank == rank
+    assert sum(p.numel() for p in layer.parameters()) == rank * (rows + columns) + rows * bias
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_factorized_target_computes_the_approximation_and_keeps_its_bias(family):
+    model = tiny.FAMILIES[family]()
+    for target in targets_of(model):
+        module = model.get_submodule(target.name)
+        left, right = factors(model, target.name, 3)
+        x = torch.randn(2, 5, target.in_features)
+        bias = None if module.bias is None else module.bias.detach().clone()
+        factorize_target(model, target.name, left, right)
+        layer = model.get_submodule(target.name)
+        assert isinstance(layer, LowRankLinear)
+        assert (layer.bias is None) == (bias is None)
+        assert bias is None or torch.equal(layer.bias, bias)
+        expected = nn.functional.linear(x, (left @ right).float(), bias)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_all_targets_at_full_rank_give_the_same_logits(family):
+    model = tiny.FAMILIES[family]().eval()
+    logits = model(**BATCH).logits
+    for target in targets_of(model):
+        factorize_target(model, target.name, *factors(model, target.name, min(target.out_features, target.in_features)))
+    torch.testing.assert_close(model(**BATCH).logits, logits, rtol=1e-3, atol=1e-4)
+
+
+def test_only_the_target_is_touched():
+    model = tiny.bert()
+    name = "bert.encoder.layer.0.intermediate.dense"
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    factorize_target(model, name, *factors(model, name, 2))
+    after = model.state_dict()
+    assert set(before) - set(after) == {f"{name}.weight"}
+    assert set(after) - set(before) == {f"{name}.left", f"{name}.right"}
+    assert all(torch.equal(after[key], before[key]) for key in set(before) & set(after))
+
+
+def test_factors_are_copied():
+    model = tiny.bert()
+    name = "bert.pooler.dense"
+    left, right = (factor.float() for factor in factors(model, name, 2))
+    factorize_target(model, name, left, right)
+    left.zero_()
+    right.zero_()
+    layer = model.get_submodule(name)
+    assert layer.left.any()
+    assert layer.right.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_factorized_model_keeps_its_precision(dtype):
+    model = tiny.llama().to(dtype)
+    name = "model.layers.0.mlp.up_proj"
+    factorize_target(model, name, *factors(model, name, 2))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_factors_that_do_not_fit_are_an_error_and_change_nothing():
+    model = tiny.bert()
+    name = "bert.pooler.dense"
+    left, right = factors(model, name, 2)
+    with pytest.raises(RuntimeError):
+        factorize_target(model, name, left[:-1], right)
+    with pytest.raises(RuntimeError):
+        factorize_target(model, name, left[:, :1].repeat(1, 3), right)
+    assert is_linear(model.get_submodule(name))
+
+
+def test_factors_can_be_trained():
+    model = tiny.bert()
+    for target in targets_of(model):
+        factorize_target(model, target.name, *factors(model, target.name, 2))
+    model(**BATCH).loss.backward()
+    for name in factorized(model):
+        layer = model.get_submodule(name)
+        assert layer.left.grad.any()
+        assert layer.right.grad.any()
+
+
+def test_a_low_rank_embedding_looks_up_rows_of_the_product():
+    """With a gate and a residual of one row too."""
+    torch.manual_seed(0)
+    layer = LowRankEmbedding(7, 5, 2, bias=False, rows=1).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    layer.rows.fill_(3)
+    layer.gate = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    ids = torch.tensor([[0, 6, 6], [2, 1, 0]])
+    torch.testing.assert_close(layer(ids), layer.dense().T[ids])
+    expected = (layer.left * layer.gate) @ layer.right
+    expected[3] += layer.residual[0]
+    torch.testing.assert_close(layer.dense(), expected)
+
+
+def test_a_merged_embedding_is_an_embedding_again():
+    model, name = tiny.bert(), "bert.embeddings.word_embeddings"
+    expected = model.get_submodule(name).weight.detach().clone()
+    factorize_target(model, name, *factors(model, name, 16))
+    module = merge(model, name)
+    assert type(module) is nn.Embedding
+    torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(5, 3), Conv1D(3, 5), nn.Embedding(5, 3)], ids=lambda some: type(some).__name__
+)
+def test_shapes_are_out_by_in(module):
+    assert shape_of(module) == tuple(weight_of(module).shape) == (3, 5)
+    layer = low_rank_like(module, 2)
+    assert layer.left.shape == (3, 2)
+    assert layer.right.shape == (2, 5)
+
+
+def test_a_layer_on_the_meta_device_stays_there():
+    """As when transformers builds a model before it loads the weights."""
+    with torch.device("meta"):
+        module = nn.Linear(5, 3)
+    assert {parameter.device.type for parameter in low_rank_like(module, 2).parameters()} == {"meta"}
+
+
+def test_replace_reaches_the_top_of_the_model_too():
+    model = tiny.bert()
+    layer = nn.Identity()
+    replace(model, "classifier", layer)
+    replace(model, "bert.encoder.layer.1.output.dense", layer)
+    assert model.classifier is layer
+    assert model.bert.encoder.layer[1].output.dense is layer
+
+
+def test_factorized_names_ranks_of_what_was_factorized_and_nothing_else():
+    model = tiny.gpt2()
+    assert factorized(model) == {}
+    wanted = {"transformer.h.0.attn.c_attn": 2, "transformer.h.1.mlp.c_fc": 5}
+    for name, rank in wanted.items():
+        factorize_target(model, name, *factors(model, name, rank))
+    assert factorized(model) == wanted
+
+
+def test_a_look_at_the_weight_costs_nothing() -> None:
+    """T5 looks at the type of its last map's weight in every forward."""
+    model = tiny.t5().eval()
+    ids = {"input_ids": torch.ones(1, 8, dtype=torch.long)}
+    with torch.no_grad(), FlopCounterMode(display=False) as dense:
+        model(**ids)
+    for target in find_targets(model, ids).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(1))
+    with torch.no_grad(), FlopCounterMode(display=False) as small:
+        model(**ids)
+    assert small.get_total_flops() < dense.get_total_flops()

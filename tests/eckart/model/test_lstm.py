@@ -1,0 +1,295 @@
+"""The LSTM of linear maps is torch's own LSTM, and an ordinary Hugging Face model that compresses like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from eckart.calibration.statistics import collect
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.hf_format import save
+from eckart.model.layers import factorize_target, factorized
+from eckart.model.lstm import LSTMConfig, LSTMForCausalLM, LSTMModel
+from eckart.model.targets import find_targets, weight_of
+from eckart.recovery.distillation import Distillation, DistillationRule
+from tasks.models.model_io import size
+from tests import tiny
+
+VOCABULARY, EMBEDDING, HIDDEN = tiny.VOCABULARY, 6, 8
+IDS = torch.stack([ids for ids, _ in tiny.samples(3, 5, 5)])
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64, another order of additions
+
+
+def parts(layers: int = 2, tied: bool = False, head_bias: bool = True, **options) -> tuple:
+    """A plain torch model in float64: embedding, LSTM and head."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        width = HIDDEN if tied else EMBEDDING
+        embedding = nn.Embedding(VOCABULARY, width)
+        lstm = nn.LSTM(width, HIDDEN, layers, **({"batch_first": True} | options))
+        head = nn.Linear(HIDDEN, VOCABULARY, bias=head_bias)
+    if tied:
+        head.weight = embedding.weight
+    return embedding.double(), lstm.double(), head.double()
+
+
+def plain_logits(embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear, ids: Tensor) -> Tensor:
+    x = embedding(ids)
+    return head(lstm(x)[0] if lstm.batch_first else lstm(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+def tiny_lstm() -> LSTMForCausalLM:
+    return LSTMForCausalLM.from_torch(*parts()).float()
+
+
+def padded(side: str = "right") -> dict[str, Tensor]:
+    """Rows of 2 to 5 tokens; padding is of a token that would count if it were read."""
+    batch = tiny.collate(tiny.samples(4, 2, 5), 7, side)
+    ids, mask = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 9), batch["attention_mask"]
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def assert_same(model: LSTMForCausalLM, other: LSTMForCausalLM) -> None:
+    assert list(model.state_dict()) == list(other.state_dict())
+    tiny.assert_same(model, other, {"input_ids": IDS})
+
+
+# --- against torch ---------------------------------------------------------------------------------------------------
+
+PLAIN = {
+    "one layer": {"layers": 1},
+    "two layers": {"layers": 2},
+    "time first": {"batch_first": False},
+    "no biases": {"bias": False, "head_bias": False},
+    "tied": {"tied": True},
+}
+
+
+@pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
+def test_logits_and_gradients_are_those_of_torch(options):
+    plain = parts(**options)
+    model = LSTMForCausalLM.from_torch(*plain)
+    logits, expected = model(IDS).logits, plain_logits(*plain, IDS)
+    torch.testing.assert_close(logits, expected, **EXACT)
+
+    weights = torch.randn_like(logits)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    embedding, lstm, head = plain
+    pairs = [(model.model.embed_tokens.weight, embedding.weight), (model.lm_head.weight, head.weight)]
+    for index, layer in enumerate(model.model.layers):
+        for name, module in (("ih", layer.input_map), ("hh", layer.hidden_map)):
+            pairs += [(p, lstm.get_parameter(f"{kind}_{name}_l{index}")) for kind, p in module.named_parameters()]
+    assert model.num_parameters() == sum(p.numel() for p in {p for part in plain for p in part.parameters()})
+    for ours, torchs in pairs:
+        torch.testing.assert_close(ours.grad, torchs.grad, **EXACT)
+
+
+def test_the_plain_model_is_copied_and_no_random_number_is_drawn():
+    plain = parts()
+    before, state = plain_logits(*plain, IDS), torch.get_rng_state()
+    model = LSTMForCausalLM.from_torch(*plain)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(plain_logits(*plain, IDS), before)
+
+
+def test_dropout_and_padding_are_taken_over():
+    embedding, lstm, head = parts(dropout=0.25)
+    embedding.padding_idx = 3
+    config = LSTMForCausalLM.from_torch(embedding, lstm, head).config
+    assert (config.dropout, config.pad_token_id) == (0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lstm": nn.LSTM(EMBEDDING, HIDDEN, bidirectional=True)}, "bidirectional"),
+        ({"lstm": nn.LSTM(EMBEDDING, HIDDEN, proj_size=3)}, "proj_size=0"),
+        ({"lstm": nn.LSTM(EMBEDDING + 1, HIDDEN)}, r"\b7\b"),
+        ({"embedding": nn.Embedding(VOCABULARY, EMBEDDING, max_norm=1.0)}, "max_norm=None"),
+        ({"head": nn.Linear(HIDDEN + 1, VOCABULARY)}, r"\b9\b"),
+        ({"head": nn.Linear(HIDDEN, 4)}, r"\b4\b"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change, named):
+    plain = dict(zip(("embedding", "lstm", "head"), parts(), strict=True))
+    with pytest.raises(ValueError, match=named):
+        LSTMForCausalLM.from_torch(**plain | change)
+
+
+def test_ties_of_different_widths_are_refused():
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        LSTMForCausalLM(LSTMConfig(embedding_size=EMBEDDING, hidden_size=HIDDEN, tie_word_embeddings=True))
+
+
+# --- a model of Hugging Face -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_saved_comes_back(tied, tmp_path):
+    model = LSTMForCausalLM.from_torch(*parts(tied=tied)).float()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LSTMForCausalLM
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert_same(loaded, model)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is LSTMModel
+    with torch.no_grad():
+        torch.testing.assert_close(model.lm_head(base(IDS).last_hidden_state), model(IDS).logits)
+
+
+def test_new_weights_are_drawn_as_torch_draws_its_own():
+    model = LSTMForCausalLM(LSTMConfig(vocab_size=VOCABULARY, embedding_size=EMBEDDING, hidden_size=HIDDEN))
+    for name, parameter in model.named_parameters():
+        assert 0.8 * HIDDEN**-0.5 < parameter.abs().max() <= HIDDEN**-0.5, name
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_tokens():
+    model = tiny_lstm()
+    labels = IDS.clone()
+    labels[0, 1], labels[1, 3:] = -100, -100
+    outputs = model(IDS, labels=labels)
+    chances = outputs.logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(outputs.loss, -chances[labels[:, 1:] != -100].mean())
+
+
+def test_dropout_works_in_training_alone():
+    model = LSTMForCausalLM.from_torch(*parts(dropout=0.5))
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+    model.train()
+    assert not torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+def test_hidden_states_are_the_embeddings_and_the_outputs_of_the_layers():
+    model = tiny_lstm()
+    assert model(IDS).hidden_states is None
+    outputs = model(IDS, output_hidden_states=True)
+    assert [state.shape[-1] for state in outputs.hidden_states] == [EMBEDDING, HIDDEN, HIDDEN]
+    assert torch.equal(outputs.hidden_states[0], model.model.embed_tokens(IDS))
+    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    tuples = model(IDS, output_hidden_states=True, return_dict=False)
+    assert torch.equal(tuples[0], outputs.logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_real_token_and_no_gradient(side):
+    model, batch = LSTMForCausalLM.from_torch(*parts()), padded(side)
+    logits = model(**batch).logits
+    total = 0.0
+    for row, real in enumerate(batch["attention_mask"].bool()):
+        ids = batch["input_ids"][row : row + 1, real]
+        alone = model(ids).logits
+        torch.testing.assert_close(logits[row : row + 1, real], alone, **EXACT)
+        total = total + cross_entropy(alone[0, :-1], ids[0, 1:], reduction="sum")
+    predicted = (batch["labels"][:, 1:] != -100) & batch["attention_mask"][:, :-1].bool()
+    sums = cross_entropy(logits[:, :-1][predicted], batch["labels"][:, 1:][predicted], reduction="sum")
+    parameters = list(model.parameters())
+    for ours, alone in zip(torch.autograd.grad(sums, parameters), torch.autograd.grad(total, parameters), strict=True):
+        torch.testing.assert_close(ours, alone, **EXACT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_hidden_map_reads_zeros_where_a_token_is_padding(side):
+    """Statistics of what it reads need no mask."""
+    model, batch = tiny_lstm(), padded(side)
+    read: list[Tensor] = []
+    hook = model.model.layers[1].hidden_map.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+    model(**batch)
+    hook.remove()
+    assert not torch.stack(read, 1)[batch["attention_mask"] == 0].any()
+
+
+def test_the_trainer_trains_it(tmp_path):
+    model = tiny_lstm()
+    batch = padded()
+    rows = [{name: values[row] for name, values in batch.items()} for row in range(len(batch["input_ids"]))]
+    before = model(**batch).loss.item()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=10,
+        per_device_train_batch_size=4,
+        learning_rate=0.05,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    assert model.eval()(**batch).loss.item() < before
+
+
+# --- compression -----------------------------------------------------------------------------------------------------
+
+
+def maps(model: LSTMForCausalLM, kind: str) -> list[str]:
+    return [f"model.layers.{index}.{kind}_map" for index in range(len(model.model.layers))]
+
+
+def compress(model: LSTMForCausalLM, *names: str) -> LSTMForCausalLM:
+    for rank, name in enumerate(names, start=2):
+        factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank))
+    return model
+
+
+def test_the_input_maps_are_targets_and_the_softmax_layer_is_a_head():
+    model = tiny_lstm()
+    found = find_targets(model, padded())
+    by_name = {target.name: (target.out_features, target.in_features) for target in found.targets}
+    shapes = dict(zip(maps(model, "input"), [(4 * HIDDEN, EMBEDDING), (4 * HIDDEN, HIDDEN)], strict=True))
+    assert shapes.items() <= by_name.items()
+    assert found.excluded["lm_head"] == "is a head"
+    assert "lm_head" in {target.name for target in find_targets(model, padded(), heads=True).targets}
+
+
+def test_statistics_of_the_input_maps_ignores_padding():
+    model, batch = tiny_lstm(), padded()
+    targets = [target for target in find_targets(model, batch).targets if target.name.endswith("input_map")]
+    gathered = collect(model, [batch], targets, ["inputs"])["inputs"][targets[0].name]
+    real = model.model.embed_tokens(batch["input_ids"])[batch["attention_mask"].bool()].detach()
+    torch.testing.assert_close(gathered, real.T @ real / len(batch["input_ids"]))
+
+
+def test_a_factorized_model_comes_back_and_teaches(tmp_path: Path):
+    dense, model = tiny_lstm(), tiny_lstm()
+    compress(model, *maps(model, "input"), *maps(model, "hidden"), "lm_head")
+    save(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert factorized(loaded) == factorized(model)
+    assert len(factorized(loaded)) == 5
+    assert_same(loaded, model)
+
+    rule = DistillationRule(dense, Distillation(layers=1, logits=1, temperature=2), classification=True)
+    batch = padded()
+    extra = rule.extra_loss(loaded, batch, loaded(**batch, output_hidden_states=True))
+    assert extra is not None
+    assert float(extra.detach()) > 0
+
+
+def test_a_full_rank_factorization_changes_nothing():
+    model = LSTMForCausalLM.from_torch(*parts())
+    with torch.no_grad():
+        expected = model(IDS).logits
+        for name in maps(model, "input") + maps(model, "hidden"):
+            weight = weight_of(model.get_submodule(name))
+            factorize_target(model, name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factorize_one", [False, True])
+def test_multiplications_are_counted_for_every_token(factorize_one, tmp_path):
+    model = tiny_lstm()
+    first, others = 4 * HIDDEN * EMBEDDING, 3 * 4 * HIDDEN * HIDDEN + HIDDEN * VOCABULARY
+    if factorize_one:
+        compress(model, "model.layers.0.input_map")
+        first = 2 * (4 * HIDDEN + EMBEDDING)
+    assert size(model, tmp_path, tokens=7).macs_per_token == first + others

@@ -1,0 +1,505 @@
+"""What probing finds: every linear map is a target or has a reason not to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
+from transformers.pytorch_utils import Conv1D
+
+from eckart.calibration.statistics import collect
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import Inputs, Plain, weigh
+from eckart.model.layers import factorize_target
+from eckart.model.probing import is_embedding, is_linear
+from eckart.model.targets import Targets, find_targets, weight_of
+from tests import tiny
+from tests.architectures import FAMILIES
+
+BATCH = tiny.collate(tiny.samples(2))
+
+
+def found(model, **options) -> Targets:
+    return find_targets(model, BATCH, **options)
+
+
+def names(result: Targets) -> list[str]:
+    return [target.name for target in result.targets]
+
+
+LLAMA_LAYER = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
+BERT_LAYER = [
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+]
+GPT2_LAYER = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+EXPECTED = {
+    "bert": [f"bert.encoder.layer.{i}.{name}" for i in range(2) for name in BERT_LAYER] + ["bert.pooler.dense"],
+    "gpt2": [f"transformer.h.{i}.{name}" for i in range(2) for name in GPT2_LAYER],
+    "llama": [f"model.layers.{i}.{name}" for i in range(2) for name in LLAMA_LAYER],
+}
+HEADS = {"bert": "classifier", "gpt2": "score", "llama": "score"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_all_linear_maps_but_the_head_are_targets_in_order_of_execution(family):
+    result = found(tiny.FAMILIES[family]())
+    assert names(result) == EXPECTED[family]
+    assert result.excluded == {HEADS[family]: "is a head"}
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_heads_are_targets_on_demand(family):
+    result = found(tiny.FAMILIES[family](), heads=True)
+    assert names(result) == [*EXPECTED[family], HEADS[family]]
+    assert not result.excluded
+
+
+def test_a_model_without_a_head_has_none():
+    model = BertModel(tiny.bert().config)
+    batch = {key: value for key, value in BATCH.items() if key != "labels"}
+    result = find_targets(model, batch)
+    assert names(result) == [name.removeprefix("bert.") for name in EXPECTED["bert"]]
+    assert not result.excluded
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_linear_map_is_a_target_or_has_a_reason(family):
+    model = tiny.FAMILIES[family]()
+    result = found(model, include=["*.1.*"], exclude=["*.mlp.*"])
+    linear = {name for name, module in model.named_modules() if is_linear(module)}
+    assert set(names(result)) | set(result.excluded) == linear
+    assert not set(names(result)) & set(result.excluded)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shapes_are_those_of_y_equals_x_w_transposed(family):
+    model = tiny.FAMILIES[family]()
+    for target in found(model).targets:
+        module = model.get_submodule(target.name)
+        outputs = module(torch.zeros(1, target.in_features))
+        assert outputs.shape == (1, target.out_features)
+        assert weight_of(module).shape == (target.out_features, target.in_features)
+        assert target.parameters == module.weight.numel()
+
+
+def test_grouped_queries_give_keys_and_values_fewer_outputs():
+    by_name = {target.name: target for target in found(tiny.llama()).targets}
+    sizes = {name: by_name[f"model.layers.0.self_attn.{name}_proj"].out_features for name in "qkv"}
+    assert sizes == {"q": 16, "k": 8, "v": 8}
+
+
+def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
+    convolution = Conv1D(3, 5)  # 5 inputs, 3 outputs
+    nn.init.normal_(convolution.bias)
+    linear = nn.Linear(5, 3)
+    with torch.no_grad():
+        linear.weight.copy_(weight_of(convolution))
+        linear.bias.copy_(convolution.bias)
+    x = torch.randn(2, 5)
+    torch.testing.assert_close(convolution(x), linear(x))
+    assert not weight_of(convolution).requires_grad
+
+
+class Doubled(nn.Linear):
+    """It uses its weight in a way of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Spelled(nn.Linear):
+    """As Falcon's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+def test_a_subclass_of_linear_is_a_target_if_it_computes_the_same():
+    assert is_linear(nn.Linear(1, 1))
+    assert is_linear(Conv1D(1, 1))
+    assert not is_linear(nn.Embedding(1, 1))
+    model = tiny.bert()
+    for kind, layer in ((Doubled, 0), (Spelled, 1)):
+        attention = model.bert.encoder.layer[layer].attention.self
+        attention.query = kind(16, 16)
+    result = found(model)
+    assert names(result) == EXPECTED["bert"][1:]
+    assert "Doubled" in result.excluded[EXPECTED["bert"][0]]
+
+
+def test_an_embedding_that_changes_its_weight_as_it_runs_is_no_linear_map():
+    class Special(nn.Embedding):
+        pass
+
+    assert is_embedding(nn.Embedding(1, 1))
+    assert not is_embedding(nn.Embedding(1, 1, max_norm=1.0))
+    assert not is_embedding(Special(1, 1))
+
+
+# --- who reads what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "groups"),
+    [
+        (
+            "bert",
+            "bert.encoder.layer.1.",
+            {"attention.self.query": ["attention.self.query", "attention.self.key", "attention.self.value"]},
+        ),
+        (
+            "llama",
+            "model.layers.1.",
+            {
+                "self_attn.q_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                "mlp.gate_proj": ["mlp.gate_proj", "mlp.up_proj"],
+            },
+        ),
+        ("gpt2", "transformer.h.1.", {}),
+    ],
+)
+def test_targets_that_read_one_tensor_share_their_input(family, layer, groups):
+    targets = [t for t in found(tiny.FAMILIES[family]()).targets if t.name.startswith(layer)]
+    expected = {layer + name: layer + first for first, members in groups.items() for name in members}
+    assert {t.name: t.input_of for t in targets} == {t.name: expected.get(t.name, t.name) for t in targets}
+
+
+def test_the_first_reader_is_always_a_target():
+    """Also where the first of the model's own readers is excluded: statistics are gathered for targets alone."""
+    result = found(tiny.bert(), exclude=["*.query"])
+    readers = {target.name: target.input_of for target in result.targets}
+    assert set(readers.values()) <= set(readers)
+    assert readers["bert.encoder.layer.0.attention.self.value"] == "bert.encoder.layer.0.attention.self.key"
+
+
+# --- patterns --------------------------------------------------------------------------------------------------------
+
+
+def test_include_leaves_only_what_matches_one_of_its_patterns():
+    result = found(tiny.bert(), include=["*.query", "*.key"])
+    assert names(result) == [name for name in EXPECTED["bert"] if name.endswith(("query", "key"))]
+    assert result.excluded["bert.pooler.dense"] == "matches no include pattern"
+
+
+def test_exclude_takes_away_what_matches_one_of_its_patterns():
+    result = found(tiny.bert(), exclude=["*.pooler.*", "*.layer.0.*"])
+    assert names(result) == [name for name in EXPECTED["bert"] if ".layer.1." in name]
+    assert result.excluded["bert.pooler.dense"] == "matches an exclude pattern"
+
+
+def test_exclude_wins_over_include():
+    result = found(tiny.bert(), include=["*.query"], exclude=["*.0.*"])
+    assert names(result) == ["bert.encoder.layer.1.attention.self.query"]
+
+
+def test_patterns_match_whole_names():
+    with pytest.raises(ValueError, match=r"\.query .*pattern"):
+        found(tiny.bert(), include=["query"])
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_head_shares_its_weight():
+    model = tiny.causal_llama()
+    batch = dict(BATCH, labels=BATCH["input_ids"])
+    result = find_targets(model, batch, heads=True)
+    assert result.excluded == {"lm_head": "shares its weight with model.embed_tokens"}
+    assert find_targets(model, batch).excluded == {"lm_head": "is a head"}
+
+
+def test_two_maps_with_one_weight_are_both_excluded():
+    model = tiny.llama()
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
+    excluded = found(model).excluded
+    assert excluded["model.layers.0.mlp.up_proj"] == "shares its weight with model.layers.0.mlp.gate_proj"
+    assert excluded["model.layers.0.mlp.gate_proj"] == "shares its weight with model.layers.0.mlp.up_proj"
+
+
+def test_maps_of_a_shared_layer_run_several_times():
+    targets = found(tiny.albert()).targets
+    assert len(targets) == 8
+    assert all(target.repeated is (".albert_layers." in target.name) for target in targets)
+
+
+def test_a_map_that_never_runs_is_excluded():
+    model = tiny.llama()
+    model.model.spare = nn.Linear(2, 2)
+    assert found(model).excluded["model.spare"] == "its forward ran 0 times for one batch"
+
+
+def test_order_is_of_execution_not_of_definition():
+    model = tiny.bert()
+    for layer in model.bert.encoder.layer:
+        layer._modules["attention"] = layer._modules.pop("attention")  # now the last of the layer by definition
+    defined = [name for name, module in model.named_modules() if is_linear(module)]
+    assert defined[:-1] != EXPECTED["bert"]
+    assert names(found(model)) == EXPECTED["bert"]
+
+
+def test_no_targets_is_an_error_that_gives_each_reason():
+    model = tiny.llama()
+    model.model.spare = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"\bmodel\.layers\.0\.self_attn\.q_proj .*\bscore .*\bmodel\.spare "):
+        found(model, exclude=["*.layers.*"])
+
+
+# --- the model afterwards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_comes_back_as_it_was(training):
+    model = tiny.bert().train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found(model)
+    assert all(module.training is training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_each_module_keeps_its_own_training_mode():
+    """A frozen block in eval mode inside a model in training is still in eval mode afterwards."""
+    model = tiny.bert().train()
+    model.bert.encoder.layer[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    found(model)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_the_model_comes_back_when_the_batch_does_not_fit():
+    model = tiny.bert().train()
+    with pytest.raises(ValueError, match="input_ids"):
+        find_targets(model, {"nothing_of_the_kind": torch.zeros(1)})
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_factors_of_a_factorized_target_are_no_targets():
+    """A layer inside a layer would have no rank, and no folder could hold it."""
+    model = tiny.bert()
+    name = "bert.encoder.layer.0.output.dense"
+    factorize_target(model, name, torch.ones(16, 2), torch.ones(2, 40))
+    assert names(found(model)) == [other for other in EXPECTED["bert"] if other != name]
+
+
+# --- what running the model shows ------------------------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def changed(forward) -> Targets:
+    """What is found where the first block of feed-forward maps runs `forward(block, x)`."""
+    model = tiny.llama()
+    block = model.model.layers[0].mlp
+    block.forward = lambda x: forward(block, x)
+    return found(model)
+
+
+def plain(block, x):
+    return block.down_proj(block.act_fn(block.gate_proj(x)) * block.up_proj(x))
+
+
+def test_a_weight_that_is_used_outside_its_forward_too_is_excluded():
+    """Its statistics would lack what the other use says."""
+    result = changed(lambda block, x: plain(block, x) + x @ block.up_proj.weight.T @ block.up_proj.weight)
+    assert result.excluded[NAME] == "its weight is used outside its forward"
+    assert len(result.targets) == len(EXPECTED["llama"]) - 1
+
+
+def test_so_it_is_where_torch_does_not_see_the_use():
+    """As in a kernel: here by way of numpy."""
+    result = changed(lambda block, x: plain(block, x) * float(block.up_proj.weight.detach().numpy().sum()))
+    assert result.excluded[NAME] == "its weight is used outside its forward"
+
+
+def test_a_look_at_the_type_of_a_weight_is_no_use_of_it():
+    result = changed(lambda block, x: plain(block, x.to(block.up_proj.weight.dtype).to(block.up_proj.weight.device)))
+    assert names(result) == EXPECTED["llama"]
+
+
+def test_a_map_of_which_the_model_asks_more_than_a_low_rank_layer_has_is_excluded():
+    result = changed(lambda block, x: plain(block, x) if block.up_proj.reset_parameters else x)
+    assert result.excluded[NAME].startswith("cannot be replaced: ")
+    assert "reset_parameters" in result.excluded[NAME]
+
+
+def test_a_map_that_also_reads_what_belongs_to_no_sample_is_excluded():
+    """Its gradient cannot be told apart by sample."""
+    result = changed(lambda block, x: plain(block, x) + block.up_proj(torch.ones(1, 16)).sum())
+    assert result.excluded[NAME] == "not all that it reads belongs to the samples of a batch"
+
+
+def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without_statistics():
+    model = FAMILIES["deberta-v3"].build().eval()
+    result = found(model, unsampled=True)
+    mixed = [target for target in result.targets if not target.sampled]
+    assert {target.name.rpartition(".")[2] for target in mixed} == {"query_proj", "key_proj"}
+    assert {target.name for target in mixed} == set(found(model).excluded) - set(result.excluded)
+    statistics = collect(model, [BATCH], [target for target in result.targets if target.sampled])
+    with pytest.raises(ValueError, match=r"targets\.unsampled"):
+        weigh(Inputs(kind="inputs"), mixed[0], statistics)
+    before = model(**BATCH).logits
+    for target in result.targets:
+        weight = weight_of(model.get_submodule(target.name))
+        parts = decompose(weight, weigh(Plain(kind="none"), target, statistics))
+        factorize_target(model, target.name, *parts.truncate(min(weight.shape)))
+    torch.testing.assert_close(model(**BATCH).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_map_that_reads_tokens_and_something_else_is_excluded():
+    result = changed(lambda block, x: plain(block, x) + block.up_proj(x.mean(1)).mean())
+    assert result.excluded[NAME] == "its rows are not the tokens of attention_mask"
+
+
+def test_a_map_that_runs_once_for_each_token_is_a_target():
+    def one_by_one(block, x):
+        up = torch.stack([block.up_proj(token) for token in x.unbind(1)], 1)
+        return block.down_proj(block.act_fn(block.gate_proj(x)) * up)
+
+    for length in (1, 5):  # a batch of one token is no reason to think that it runs once
+        model = tiny.llama()
+        block = model.model.layers[0].mlp
+        block.forward = lambda x, block=block: one_by_one(block, x)
+        batch = {name: values[:, :length] for name, values in BATCH.items() if name != "labels"}
+        by_name = {target.name: target for target in find_targets(model, batch).targets}
+        assert by_name[NAME].repeated
+        assert by_name[NAME].mask == "attention_mask"
+        assert not any(target.repeated for name, target in by_name.items() if name != NAME)
+
+
+class _OtherInputs(nn.Module):
+    """A map that reads, from the second of three calls on, what nobody else does."""
+
+    def __init__(self, map: nn.Linear) -> None:
+        super().__init__()
+        self.map = map
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.map(x if self.calls % 3 == 1 else x + 1)
+
+
+def test_readers_share_their_input_only_where_all_their_calls_do():
+    by_name = {target.name: target for target in found(tiny.albert()).targets}
+    layer = "albert.encoder.albert_layer_groups.0.albert_layers.0."
+    assert by_name[f"{layer}attention.key"].input_of == f"{layer}attention.query"
+    assert by_name[f"{layer}attention.query"].input_of == f"{layer}attention.query"
+
+    model = tiny.albert()
+    attention = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention
+    attention.key = _OtherInputs(attention.key)
+    by_name = {target.name: target for target in found(model).targets}
+    assert by_name[f"{layer}attention.key.map"].input_of == f"{layer}attention.key.map"
+
+
+# --- tokens of a decoder ---------------------------------------------------------------------------------------------
+
+
+def translation() -> dict[str, torch.Tensor]:
+    """Encoder and decoder of one length."""
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    return {**inputs, **{f"decoder_{name}": values for name, values in inputs.items()}, "labels": BATCH["input_ids"]}
+
+
+@pytest.mark.parametrize("missing", [["decoder_attention_mask"], ["decoder_input_ids", "decoder_attention_mask"]])
+def test_a_decoder_without_a_mask_is_an_error(missing):
+    batch = {name: values for name, values in translation().items() if name not in missing}
+    with pytest.raises(ValueError, match=rf"^[^:]*\b{missing[0]}\b"):
+        find_targets(FAMILIES["bart"].build(), batch)
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_sides_of_one_length_are_told_apart(family):
+    masks = {target.mask for target in find_targets(FAMILIES[family].build(), translation()).targets}
+    assert masks == {"attention_mask", "decoder_attention_mask"}
+
+
+def test_an_encoder_alone_that_labels_tokens_needs_no_mask_of_a_decoder():
+    config = T5Config(vocab_size=tiny.VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
+    batch = {**inputs, "labels": torch.zeros_like(BATCH["input_ids"])}
+    assert len(find_targets(T5ForTokenClassification(config), batch).targets) == 6
+
+
+def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
+    config = BartConfig(
+        vocab_size=tiny.VOCABULARY + 1,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        eos_token_id=tiny.VOCABULARY,
+        pad_token_id=tiny.PAD,
+    )
+    ids = torch.tensor([[3, 4, 5, tiny.VOCABULARY]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])}
+    result = find_targets(BartForSequenceClassification(config), batch)
+    assert {target.mask for target in result.targets} == {"attention_mask"}
+
+
+class TestWhatSlipsThrough:
+    """Modules that would be silently wrong, were they replaced: each has its reason."""
+
+    def excluded(self, change: Callable[[nn.Linear, nn.Module], None]) -> str:
+        model = tiny.bert()
+        intermediate = model.bert.encoder.layer[0].intermediate
+        change(intermediate.dense, intermediate)
+        return found(model).excluded["bert.encoder.layer.0.intermediate.dense"]
+
+    def test_a_hook_on_the_map(self) -> None:
+        assert "hook" in self.excluded(lambda map, _: map.register_forward_hook(lambda *args: 2 * args[2]))
+
+    def test_a_forward_of_its_own(self) -> None:
+        assert "forward of its own" in self.excluded(
+            lambda map, _: setattr(map, "forward", lambda x: 2 * (x @ map.weight.T))
+        )
+
+    def test_a_call_by_another_reference(self) -> None:
+        def by_reference(map: nn.Linear, parent: nn.Module) -> None:
+            kept = [map]
+            parent.forward = lambda x: parent.intermediate_act_fn(kept[0](x))  # type: ignore[method-assign]
+
+        assert "another reference" in self.excluded(by_reference)
+
+    def test_rows_in_order_of_tokens(self) -> None:
+        """Time first, then samples, flattened: nothing in their number tells."""
+
+        def time_first(map: nn.Linear, parent: nn.Module) -> None:
+            def forward(x: Tensor) -> Tensor:
+                y = map(x.transpose(0, 1).reshape(-1, x.shape[-1]))
+                return parent.intermediate_act_fn(y.view(x.shape[1], x.shape[0], -1).transpose(0, 1))
+
+            parent.forward = forward  # type: ignore[method-assign]
+
+        assert "order of samples" in self.excluded(time_first)
+
+    def test_tokens_that_the_model_makes_up(self) -> None:
+        """Always eight, whatever the batch has."""
+
+        def padded(map: nn.Linear, parent: nn.Module) -> None:
+            def forward(x: Tensor) -> Tensor:
+                y = map(torch.nn.functional.pad(x, (0, 0, 0, 8))[:, :8])
+                return parent.intermediate_act_fn(torch.nn.functional.pad(y, (0, 0, 0, 8))[:, : x.shape[1]])
+
+            parent.forward = forward  # type: ignore[method-assign]
+
+        assert "not the tokens of" in self.excluded(padded)

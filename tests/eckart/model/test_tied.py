@@ -1,0 +1,275 @@
+"""An embedding and the head that has its weight are one target: one weight, one rank, one norm, one pair of factors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
+
+import eckart
+from eckart.calibration.losses import causal_loss
+from eckart.calibration.statistics import collect
+from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.weightings import ErrorNorm, Kfac, Plain, _nearest, weigh
+from eckart.model.hf_format import save
+from eckart.model.layers import TiedHead, factorized, merge, tied_heads
+from eckart.model.targets import Tied, find_targets
+from eckart.onnx import export, quantize, runner
+from eckart.ranks.budget import cost, largest_rank, stored
+from tests import tiny
+
+PLAIN, KFAC = Plain(kind="none"), Kfac(kind="kfac", shrinkage=0.0)
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+
+def rows(count: int = 6, longest: int = 9, seed: int = 0) -> dict[str, Tensor]:
+    """Padded texts, whose labels leave padding out."""
+    batch = tiny.collate(tiny.samples(count, 2, longest, seed=seed), length=longest)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
+
+
+def language() -> PreTrainedModel:
+    return tiny.causal_llama().eval()
+
+
+def masked() -> PreTrainedModel:
+    """Its head has a bias and stands behind a map of its own."""
+    config = BertConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+    )
+    return tiny.drawn(BertForMaskedLM, config).eval()
+
+
+def pair_of(model: PreTrainedModel) -> Tied:
+    (target,) = (each for each in find_targets(model, rows(), tied=True).targets if isinstance(each, Tied))
+    return target
+
+
+def logits(model: PreTrainedModel, **others: Tensor) -> Tensor:
+    inputs = {name: values for name, values in rows(seed=1).items() if name != "labels"}
+    with torch.no_grad():
+        found: Tensor = model(**{**inputs, **others}).logits
+    return found
+
+
+def in_factors(model: PreTrainedModel, rank: int) -> PreTrainedModel:
+    target = pair_of(model)
+    factorize_at_once(model, [target], {target.name: rank}, PLAIN, {})
+    return model
+
+
+@pytest.mark.parametrize("make", [language, masked])
+def test_they_are_one_target_where_that_is_asked_for(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    found = find_targets(model, rows(), tied=True)
+    (target,) = (each for each in found.targets if isinstance(each, Tied))
+    weight = model.get_input_embeddings().weight
+    assert model.get_submodule(target.other.name).weight is weight
+    assert (target.out_features, target.in_features) == tuple(weight.T.shape)
+    assert target.parameters == weight.numel()
+    assert not target.looks_up  # alone: its head multiplies
+    assert {target.name, target.other.name}.isdisjoint(found.excluded)
+    others = find_targets(model, rows())
+    assert {each.name for each in others.targets} == {each.name for each in found.targets} - {target.name}
+
+
+def test_a_model_without_such_a_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"targets\.tied"):
+        find_targets(tiny.bert(), rows(), tied=True)
+
+
+def test_what_matches_no_pattern_leaves_the_other_no_target() -> None:
+    found = find_targets(language(), rows(), exclude=[HEAD], tied=True)
+    assert not any(isinstance(target, Tied) for target in found.targets)
+    assert {EMBEDDING, HEAD} <= set(found.excluded)
+
+
+def test_statistics_is_that_of_each_and_of_many_outputs_squares_alone() -> None:
+    """Each token of a sample, by autograd."""
+    model, batch = language(), rows()
+    found = collect(model, [batch], [pair_of(model)], ["inputs", "output_gradients"], causal_loss)
+    ends = {}
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda _, args, y, name=name: ends.update({name: (args[0], y)}))
+        for name in (EMBEDDING, HEAD)
+    ]
+    loss = causal_loss(model, batch).sum()
+    (ids, vectors), (states, scores) = ends[EMBEDDING], ends[HEAD]
+    of_vectors, of_scores = torch.autograd.grad(loss, [vectors, scores])
+    for hook in hooks:
+        hook.remove()
+    real, count = batch["attention_mask"] == 1, len(ids)
+    torch.testing.assert_close(found["inputs"][EMBEDDING], ids[real].bincount(minlength=tiny.VOCABULARY) / count)
+    torch.testing.assert_close(found["inputs"][HEAD], states[real].T @ states[real] / count)
+    torch.testing.assert_close(found["output_gradients"][HEAD], of_scores[real].square().sum(0) / count)
+    torch.testing.assert_close(found["output_gradients"][EMBEDDING], of_vectors[real].T @ of_vectors[real] / count)
+
+
+def second_moment(size: int, seed: int) -> Tensor:
+    x = torch.randn(2 * size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.T @ x
+
+
+def test_one_norm_is_the_sum_of_both_where_it_can_be() -> None:
+    """Of two that differ by a factor alone, and of two with one side in common."""
+    target = pair_of(language())
+    a, b, c = second_moment(16, 0), second_moment(30, 1).diagonal(), second_moment(16, 2)
+    for others, left in (((2 * a, 3 * b), 7 * a), ((c, b), a + c)):
+        norm = _nearest(ErrorNorm(a, b), ErrorNorm(*others), target)
+        assert norm.left is not None
+        assert norm.right is not None
+        torch.testing.assert_close(torch.kron(norm.left, norm.right.diag()), torch.kron(left, b.diag()))
+
+
+def test_of_norms_that_differ_it_is_the_nearest_there_is() -> None:
+    """As the singular vectors of the rearranged sum are (Van Loan and Pitsianis)."""
+    target = pair_of(language())
+    norms = [ErrorNorm(second_moment(16, seed), second_moment(30, seed + 5).diagonal()) for seed in (0, 1)]
+    found = _nearest(*norms, target)
+    rearranged = sum(torch.outer(norm.left.flatten(), norm.right) for norm in norms)
+    u, s, v = torch.linalg.svd(rearranged, full_matrices=False)
+    expected = s[0] * torch.outer(u[:, 0], v[0])
+    torch.testing.assert_close(torch.outer(found.left.flatten(), found.right), expected)
+    assert torch.linalg.eigvalsh(found.left).min() > 0
+
+
+def test_a_norm_of_nothing_is_one_of_both() -> None:
+    target = pair_of(language())
+    norm = weigh(PLAIN, target, {})
+    torch.testing.assert_close(norm.left, torch.ones(16, dtype=torch.float64) * norm.left[0])
+    torch.testing.assert_close(norm.right, torch.ones(30, dtype=torch.float64) * norm.right[0])
+    zeros = ErrorNorm(torch.zeros(16, 16), torch.zeros(30))
+    assert not _nearest(zeros, zeros, target).left.any()
+
+
+@pytest.mark.parametrize("make", [language, masked])
+def test_at_full_rank_the_model_answers_the_same(make: Callable[[], PreTrainedModel]) -> None:
+    model = make()
+    expected = logits(model)
+    torch.testing.assert_close(logits(in_factors(model, 16)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_both_are_the_same_weight_of_that_rank() -> None:
+    model = language()
+    target, before = pair_of(model), model.num_parameters()
+    in_factors(model, 3)
+    layer, head = model.get_submodule(target.name), model.get_submodule(target.other.name)
+    weight = layer.dense()
+    assert torch.linalg.matrix_rank(weight) == 3
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(head(x), x @ weight)
+    torch.testing.assert_close(layer(torch.arange(30)), weight.T)
+    assert before - model.num_parameters() == target.parameters - cost(target, 3) == 16 * 30 - 3 * 46
+    assert largest_rank(target) == 10
+
+
+def test_training_moves_both_and_copies_are_of_their_own() -> None:
+    model = in_factors(language(), 3)
+    other = copy.deepcopy(model)
+    head, layer = other.get_submodule(HEAD), other.get_submodule(EMBEDDING)
+    assert isinstance(head, TiedHead)
+    assert head.embedding is layer
+    with torch.no_grad():
+        layer.left += 1
+    assert not torch.equal(logits(other), logits(model))
+    causal_loss(model, rows()).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(name.startswith(HEAD) for name in model.state_dict())
+
+
+@pytest.mark.parametrize("make", [language, masked])
+def test_a_saved_model_loads_as_it_was_and_without_its_head(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    model = in_factors(make(), 3)
+    save(model, tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert tied_heads(loaded) == tied_heads(model)
+    assert loaded.num_parameters() == model.num_parameters()
+    assert all(torch.equal(values, loaded.state_dict()[name]) for name, values in model.state_dict().items())
+    torch.testing.assert_close(logits(loaded), logits(model))
+    save(loaded, tmp_path / "again")
+    torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path / "again").eval()), logits(model))
+    inputs = {name: values for name, values in rows(seed=1).items() if name != "labels"}
+    bare = AutoModel.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(bare(**inputs)[0], model.base_model(**inputs)[0])
+
+
+def test_a_config_with_one_of_the_text_in_it_says_of_both_that_nothing_is_tied(tmp_path: Path) -> None:
+    text = {**tiny.causal_llama().config.to_dict(), "model_type": "llama", "tie_word_embeddings": True}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=1, tie_word_embeddings=True)
+    model = in_factors(tiny.drawn(LlavaForConditionalGeneration, config).eval(), 3)
+    save(model, tmp_path)
+    torch.testing.assert_close(logits(LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()), logits(model))
+
+
+@pytest.mark.parametrize("make", [language, masked])
+def test_merged_they_share_a_dense_weight_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+    model = in_factors(make(), 3)
+    expected = logits(model)
+    for name in factorized(model):
+        merge(model, name)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    save(model, tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_comes_first_in_order_and_is_not_pivoted() -> None:
+    model = language()
+    targets = stored(find_targets(model, rows(), tied=True).targets, "pivoted")
+    statistics = collect(model, [rows()], targets, ["inputs", "output_gradients"], causal_loss)
+    ranks = {target.name: 2 for target in targets}
+    factorize_in_order(model, targets, ranks, KFAC, statistics, [rows()], InOrder(anchor=0.5, ridge=0.1))
+    pivot(model)
+    assert factorized(model) == ranks
+    assert tied_heads(model) == {HEAD: EMBEDDING}
+    assert logits(model).isfinite().all()
+
+
+def test_the_call_takes_it_for_a_target() -> None:
+    model = language()
+    small, report = eckart.compress(model, [rows(seed=each) for each in range(4)], 0.25, "kfac", tied=True)
+    assert report.targets[EMBEDDING].rank == factorized(small)[EMBEDDING]
+    assert HEAD not in report.targets
+    assert report.keep <= 0.25
+    assert (
+        sum(each.parameters[1] for each in report.targets.values())
+        + sum(values.numel() for name, values in small.named_parameters() if name.endswith("norm.weight"))
+        == small.num_parameters()
+    )
+
+
+def test_as_onnx_the_weight_is_there_once_and_rounded_once(tmp_path: Path) -> None:
+    config = tiny.causal_llama().config
+    config.vocab_size = 20_000
+    model = in_factors(tiny.drawn(type(tiny.causal_llama()), config).eval(), 4)
+    file, small = tmp_path / "model.onnx", tmp_path / "int8.onnx"
+    export(model, tiny.words(), file)
+    quantize(file, small, [{name: values for name, values in rows().items() if name != "labels"}])
+    for each, kind in ((file, onnx.TensorProto.FLOAT), (small, onnx.TensorProto.INT8)):
+        held = [part for part in onnx.load(each).graph.initializer if 20_000 in part.dims and 4 in part.dims]
+        assert [part.data_type for part in held] == [kind]
+    found = runner(small, 1)({name: values for name, values in rows(seed=1).items() if name != "labels"})["logits"]
+    real = rows(seed=1)["attention_mask"] == 1
+    assert float((found - logits(model))[real].norm()) < 0.1 * float(logits(model)[real].norm())

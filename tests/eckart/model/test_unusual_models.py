@@ -1,0 +1,314 @@
+"""Models that read or label otherwise than most: what is found of them, gathered, and saved."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSequenceClassification
+
+import eckart
+from eckart.calibration.batches import checked
+from eckart.calibration.head_loss import objective_of
+from eckart.calibration.losses import (
+    causal_loss,
+    mean_loss_times_batch,
+    row_of,
+    span_loss,
+    sum_loss,
+    token_loss,
+)
+from eckart.calibration.statistics import collect
+from eckart.model.macs import macs
+from eckart.model.probing import NEVER_RAN
+from eckart.model.targets import Targets, find_targets
+from tests import tiny, unusual
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fewer tokens:UserWarning", "ignore:Targets are only:UserWarning")
+NO_TOKENS = "its rows are not the tokens of attention_mask"
+
+
+def probed(case: unusual.Case) -> Targets:
+    model, batch = case
+    ready = checked(model, [batch])[0]
+    return find_targets(model, {name: values[:2] for name, values in ready.items()})
+
+
+# --- what is compressed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "masks", "excluded"),
+    [
+        ("layoutlm", {"attention_mask": 12, None: 1}, {"is a head": 1}),
+        ("tapas", {"attention_mask": 12, None: 1}, {"is a head": 1}),
+        ("embedded", {"attention_mask": 12, None: 1}, {"is a head": 1}),
+        ("choices", {"attention_mask": 12, None: 1}, {"is a head": 1}),
+        ("llava", {"attention_mask": 14, None: 14}, {"is a head": 1}),
+        # the encoder, and what the decoder's attention reads of it
+        ("whisper", {"decoder_attention_mask": 16, None: 16}, {"is a head": 1}),
+        ("swin", {None: 19}, {"is a head": 1}),
+        ("patchtst", {None: 13}, {"is a head": 1}),
+        # the layers of every fourth character
+        ("canine", {"attention_mask": 9, None: 1}, {"is a head": 1, NO_TOKENS: 15}),
+        ("falcon", {"attention_mask": 8}, {"is a head": 1}),
+    ],
+)
+def test_what_is_masked_by_what(name, masks, excluded):
+    found = probed(unusual.CASES[name]())
+    assert Counter(target.mask for target in found.targets) == masks
+    assert Counter(found.excluded.values()) == excluded
+
+
+def test_what_a_router_sends_to_an_expert_are_no_tokens():
+    """Whether it was sent any of two rows or none."""
+    found = probed(unusual.CASES["switch"]())
+    reasons = [reason for name, reason in found.excluded.items() if ".experts." in name]
+    assert len(reasons) == 2 * 2 * 4  # maps of an expert, sides, experts
+    assert set(reasons) - {NEVER_RAN}
+    model, batch = unusual.CASES["switch"]()
+    unmasked = probed((model, {name: values for name, values in batch.items() if name != "attention_mask"}))
+    assert not any(".experts." in target.name for target in (*found.targets, *unmasked.targets))
+
+
+def test_where_nothing_can_be_told_apart_the_reason_is_said():
+    with pytest.raises(ValueError, match=rf"\b{NO_TOKENS}\b"):
+        probed(unusual.CASES["layoutlmv3"]())
+
+
+def test_a_mask_beside_the_texts_hides_padding_too():
+    """What the model computes of hidden patches is no statistics."""
+    model, batch = unusual.patches_with_a_mask()
+    found = probed((model, batch))
+    assert Counter(target.mask for target in found.targets)["pixel_attention_mask"] == 13
+    hidden = batch["pixel_attention_mask"] == 0
+    other = batch | {"pixel_values": batch["pixel_values"].masked_fill(hidden[..., None], 9.0)}
+    one, another = (collect(model, [some], found.targets, {"inputs"})["inputs"] for some in (batch, other))
+    for key, value in one.items():
+        torch.testing.assert_close(another[key], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+
+
+def test_hidden_parts_of_pictures_are_an_error():
+    model, batch = unusual.CASES["swin"]()
+    with pytest.raises(ValueError, match="pixel_mask"):
+        probed((model, batch | {"pixel_mask": torch.zeros(unusual.ROWS, 16, 16)}))
+
+
+def test_a_head_beside_the_layers_is_one():
+    model, batch = unusual.picture_classes()
+    assert probed((model, batch)).excluded == {"classifier": "is a head"}
+
+
+class Adapted(nn.Linear):
+    """With something small of its own besides x Wᵀ + b."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.more = nn.Parameter(1e-3 * torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.more
+
+
+def test_a_layer_with_a_parameter_more_stays():
+    model, batch = unusual.CASES["layoutlm"]()
+    model.layoutlm.encoder.layer[0].attention.self.query = Adapted()
+    assert "Adapted" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
+
+
+def test_a_weight_that_is_made_of_others_stays():
+    model, batch = unusual.CASES["layoutlm"]()
+    attention = model.layoutlm.encoder.layer[0].attention.self
+    nn.utils.parametrizations.weight_norm(attention.query)
+    assert "no parameter" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
+
+
+def test_what_is_drawn_at_random_is_said():
+    model, batch = unusual.CASES["layoutlm"]()
+    layer = model.layoutlm.encoder.layer[1]
+    layer.register_forward_pre_hook(lambda _, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
+    reasons = probed((model, batch)).excluded
+    assert "random" in reasons["layoutlm.encoder.layer.1.attention.self.query"]
+
+
+def test_a_mask_of_pairs_of_tokens_is_an_error():
+    model, batch = unusual.CASES["embedded"]()
+    mask = batch["attention_mask"]
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 1, 10, 10\)"):
+        probed((model, batch | {"attention_mask": mask[:, None, None, :] * mask[:, None, :, None]}))
+
+
+def test_a_batch_that_the_model_does_not_take_is_an_error_that_names_its_inputs():
+    model, batch = unusual.CASES["embedded"]()
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification .*\binputs_embeds\b"):
+        probed((model, batch | {"inputs_embeds": batch["inputs_embeds"][..., 1:]}))
+
+
+# --- the whole model -------------------------------------------------------------------------------------------------
+
+
+def test_a_census_counts_a_shared_weight_once():
+    """Falcon's head is its embedding, of 64 words; the rest are 5 vectors of norms and biases in each layer."""
+    model, _ = case = unusual.CASES["falcon"]()
+    found = probed(case).census
+    assert found.total == model.num_parameters()
+    assert found.embeddings == 64 * 16
+    assert found.targets == sum(target.parameters for target in probed(case).targets)
+    assert not found.linear
+    assert not found.experts
+
+
+def test_experts_of_one_tensor_are_counted_and_warned_of():
+    """By hand: 2 layers of 4 experts with 16 → 2 · 24 and 24 → 16; routers of 4 × 16; head and embedding of 64 × 16."""
+    found = probed(unusual.mixtral())
+    assert found.census.targets == 2 * 4 * 16 * 16
+    assert found.census.experts == 2 * 4 * (16 * 48 + 24 * 16)
+    assert found.census.embeddings == 64 * 16
+    assert sorted(found.census.linear.values()) == [2 * 4 * 16, 64 * 16]
+    assert found.census.warning is not None
+    assert probed(unusual.CASES["falcon"]()).census.warning is None
+
+
+def test_experts_cost_what_the_tokens_that_reach_them_cost():
+    """Each token goes to 2 of 4: as many products as for a dense network of 2 experts."""
+    model, batch = unusual.mixtral()
+    rows, layers = batch["input_ids"].numel(), 2
+    expert, router = 16 * 48 + 24 * 16, 4 * 16
+    attention = 4 * 16 * 16 + 2 * unusual.TOKENS * 16
+    head = 16 * 64
+    assert macs(model, batch) == rows * (layers * (2 * expert + router + attention) + head)
+
+
+def test_linear_layers_of_another_class_are_named():
+    config = IBertConfig(vocab_size=64, pad_token_id=1, max_position_embeddings=32, **unusual.LAYERS)
+    with pytest.raises(ValueError, match="QuantLinear"):
+        probed((IBertForSequenceClassification(config), unusual.labelled()))
+
+
+# --- what is gathered ------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "layoutlm": mean_loss_times_batch,
+    "choices": mean_loss_times_batch,
+    "patchtst": mean_loss_times_batch,
+    "question_over_pictures": mean_loss_times_batch,
+    "masked_language_model": token_loss,
+    "whisper": token_loss,
+    "llava": causal_loss,
+    "falcon": causal_loss,
+    "speech": sum_loss,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_is_chosen_by_what_the_model_does(name):
+    model, batch = unusual.CASES[name]()
+    assert objective_of(model, checked(model, [batch]), "kfac").loss is LOSSES[name]
+
+
+@pytest.mark.parametrize("name", ["embedded", "swin", *LOSSES])
+def test_statistics_does_not_depend_on_how_samples_are_batched(name):
+    model, batch = unusual.CASES[name]()
+    data = checked(model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}])
+    targets = find_targets(model, row_of(data[0], 0)).targets
+    loss = objective_of(model, data, "kfac").loss
+    rows = [row_of(data[0], row) for row in range(unusual.ROWS)]
+    together, alone = (collect(model, some, targets, loss=loss) for some in (data, rows))
+    for kind, values in together.items():
+        assert any(value.any() for value in values.values()), kind
+        for key, value in values.items():
+            torch.testing.assert_close(value, alone[kind][key], rtol=1e-4, atol=1e-6 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("build", [unusual.two_heads, unusual.told_from_made_up])
+def test_a_loss_that_is_no_sum_over_samples_is_an_error_unless_each_stands_alone(build):
+    model, batch = build()
+    data = checked(model, [batch])
+    with pytest.raises(ValueError, match=r"loss="):
+        objective_of(model, data, "kfac")
+    rows = [row_of(batch, row) for row in range(unusual.ROWS)]
+    assert objective_of(model, rows, "kfac").loss is mean_loss_times_batch
+
+
+def test_a_loss_of_two_parts_is_no_loss_of_tokens():
+    model = BertForPreTraining(BertConfig(**unusual.WORDS, **unusual.LAYERS))
+    batch = unusual.text() | {"labels": unusual.masked_words(), "next_sentence_label": torch.arange(unusual.ROWS) % 2}
+    with pytest.raises(ValueError, match=r"loss="):
+        objective_of(model, [batch], "kfac")
+
+
+def test_what_a_loss_adds_beside_its_logits_is_seen():
+    """The balance of a router is no mean over samples, though each has as many tokens."""
+    model, batch = unusual.mixtral()
+    whole = {name: values[:, :4] for name, values in batch.items()}
+    assert objective_of(model, [whole], "kfac").loss is causal_loss
+    model.config.output_router_logits, model.router_aux_loss_coef = True, 0.1
+    with pytest.raises(ValueError, match=r"loss="):
+        objective_of(model, [whole], "kfac")
+
+
+def test_what_a_head_ignores_is_seen():
+    """Pixels of the label 255."""
+    model, batch = unusual.pixels()
+    assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
+    batch["labels"][1, :8] = 255
+    with pytest.raises(ValueError, match=r"loss="):
+        objective_of(model, [batch], "kfac")
+
+
+def test_rows_without_a_label_are_passed_over_where_that_is_right():
+    model, batch = unusual.CASES["masked_language_model"]()
+    batch["labels"][0] = -100
+    assert objective_of(model, [batch], "kfac").loss is token_loss
+    model, batch = unusual.CASES["layoutlm"]()
+    batch["labels"][0] = -100
+    with pytest.raises(ValueError, match=r"batch 0 .*-100"):
+        objective_of(model, [batch], "kfac")
+
+
+@pytest.mark.parametrize("name", ["masked_language_model", "layoutlm", "falcon"])
+def test_the_loss_is_found_in_half_precision_too(name):
+    model, batch = unusual.CASES[name]()
+    assert objective_of(model.to(torch.bfloat16), [batch], "kfac").loss is (LOSSES[name])
+
+
+def test_spans_are_found_by_what_the_batch_holds():
+    model = unusual.made("BertForQuestionAnswering", BertConfig, **unusual.WORDS, **unusual.LAYERS).eval()
+    batch = unusual.text() | {
+        "start_positions": torch.tensor([1, 1, 2, 1]),
+        "end_positions": torch.tensor([2, 2, 3, 1]),
+    }
+    assert objective_of(model, [batch], "kfac").loss is span_loss
+    cut_off = batch | {"start_positions": torch.tensor([10, 1, 2, 1]), "end_positions": torch.tensor([10, 2, 3, 1])}
+    assert objective_of(model, [cut_off], "kfac").loss is span_loss
+    torch.testing.assert_close(
+        span_loss(model, cut_off), span_loss(model, {name: values[1:] for name, values in cut_off.items()})
+    )
+    unmasked = {name: values[:1] for name, values in batch.items() if name != "attention_mask"}
+    torch.testing.assert_close(span_loss(model, unmasked), span_loss(model, {n: v[:1] for n, v in batch.items()}))
+
+
+def test_a_frozen_model_is_asked_all_the_same_and_stays_frozen():
+    model, batch = unusual.CASES["layoutlm"]()
+    model.requires_grad_(False)
+    assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in unusual.CASES if name != "layoutlmv3"])
+def test_it_is_compressed_saved_and_loaded(name, tmp_path: Path):
+    """`compress` has compared the answers of a first time already."""
+    model, batch = unusual.CASES[name]()
+    small, report = eckart.compress(model, [batch], 0.5, "drone")
+    assert math.isfinite(report.keep)
+    assert report.parameters[1] < report.parameters[0]
+    small.save_pretrained(tmp_path)
+    loaded = type(small).from_pretrained(tmp_path)
+    tiny.assert_same(small, loaded, checked(model, [batch])[0])

@@ -1,0 +1,178 @@
+"""vLLM's plug-in: its layers against eckart's and, where vLLM is installed, its answers against those of transformers.
+
+vLLM's environment is another than ours (docs/serving.md says how to run these tests there); without it a stand-in for
+its base classes lets the layers be tested.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model import hf_format
+from eckart.model.layers import LowRankLinear, PivotedLinear, factorize_target
+from eckart.model.targets import find_targets, weight_of
+from tests import tiny
+
+IN, OUTS = 7, (6, 4, 5)
+TEXT = [3, 4, 5, 6, 7]
+
+
+def stand_in() -> Iterator[ModuleType]:
+    """The modules of vLLM that the plug-in imports, with what it takes of them."""
+    layers = "vllm.model_executor.layers"
+    names = ["vllm", "vllm.model_executor", layers, f"{layers}.linear", f"{layers}.quantization"]
+    for name in [*names, f"{layers}.quantization.base_config"]:
+        module: Any = ModuleType(name)
+        module.LinearBase = type("LinearBase", (nn.Module,), {})
+        module.LinearMethodBase = module.UnquantizedLinearMethod = type("Method", (), {})
+        module.QuantizationConfig = type("Config", (), {"__init__": lambda self: None})
+        module.register_quantization_config = lambda method: lambda config: config
+        yield module
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if not find_spec("vllm"):
+        for module in stand_in():
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    import eckart_vllm
+
+    yield eckart_vllm
+    sys.modules.pop("eckart_vllm")
+
+
+def drawn(layer: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+    return layer
+
+
+def some_maps() -> dict[str, list[nn.Module]]:
+    """What a layer of three maps can be made of."""
+    low = [drawn(LowRankLinear(IN, out, rank, bias=False)) for out, rank in zip(OUTS, (1, 3, 2), strict=True)]
+    rows = [drawn(LowRankLinear(IN, out, 2, bias=False, rows=2)) for out in OUTS]
+    pivots = [drawn(PivotedLinear(IN, out, rank, bias=False)) for out, rank in zip(OUTS, (2, 1, 3), strict=True)]
+    for one in rows:
+        one.rows.copy_(torch.tensor([3, 1]))
+    for one in pivots:
+        one.places.copy_(torch.randperm(len(one.places)))
+    dense = [drawn(nn.Linear(IN, out, bias=False)) for out in OUTS]
+    return {"factors": low, "rows": rows, "pivoted": pivots, "mixed": [pivots[0], dense[1], rows[2]]}
+
+
+def as_part(plugin: Any, layer: nn.Module) -> Any:
+    if isinstance(layer, nn.Linear):
+        return plugin.Part(None)
+    rows = 0 if isinstance(layer, PivotedLinear) or layer.rows is None else len(layer.rows)
+    return plugin.Part(layer.rank, rows, isinstance(layer, PivotedLinear))
+
+
+@pytest.mark.parametrize("shards", [("q", "k", "v"), (0, 1, 2)])
+@pytest.mark.parametrize("kind", ["factors", "rows", "pivoted", "mixed"])
+def test_maps_in_one_layer_answer_as_they_do_apart(plugin: Any, kind: str, shards: tuple[str | int, ...]) -> None:
+    torch.manual_seed(0)
+    maps, layer, x, bias = some_maps()[kind], nn.Module(), torch.randn(3, IN), torch.randn(sum(OUTS))
+    method = plugin.LowRankMethod([as_part(plugin, each) for each in maps])
+    method.create_weights(layer, IN, list(OUTS), IN, sum(OUTS), torch.float32)
+    for shard, each in reversed(list(zip(shards, maps, strict=True))):  # a file has them in any order
+        for name, values in each.state_dict().items():
+            parameter = layer.get_parameter(name)
+            parameter.weight_loader(parameter, values, shard)
+    method.process_weights_after_loading(layer)
+    wanted = torch.cat([each(x) for each in maps], -1)
+    torch.testing.assert_close(method.apply(layer, x), wanted)
+    torch.testing.assert_close(method.apply(layer, x, bias), wanted + bias)
+
+
+def test_a_layer_that_is_one_map_in_the_file(plugin: Any) -> None:
+    """As GPT-2's query, key and value are."""
+    torch.manual_seed(0)
+    whole, layer, x = drawn(LowRankLinear(IN, sum(OUTS), 3, bias=False)), nn.Module(), torch.randn(2, IN)
+    method = plugin.LowRankMethod([plugin.Part(3)])
+    method.create_weights(layer, IN, list(OUTS), IN, sum(OUTS), torch.float32)
+    for name, values in whole.state_dict().items():
+        parameter = layer.get_parameter(name)
+        parameter.weight_loader(parameter, values)
+    method.process_weights_after_loading(layer)
+    torch.testing.assert_close(method.apply(layer, x), whole(x))
+
+
+def test_what_it_does_not_run_is_an_error(plugin: Any) -> None:
+    method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        method.create_weights(layer, IN, [6], IN, 12, torch.float32)
+    with pytest.raises(ValueError, match="export --dense"):
+        plugin.EckartConfig.from_config({"ranks": {}, "heads": {"query": 2}})
+    config = plugin.EckartConfig.from_config({"ranks": {"embed": 2}})
+    with pytest.raises(ValueError, match="embed"):
+        config.get_quant_method(nn.Embedding(3, 3), "embed")
+    method.create_weights(layer, IN, [6], IN, 6, torch.float32)
+    with pytest.raises(ValueError, match=r"left .*\b12\b"):
+        layer.left.weight_loader(layer.left, torch.zeros(6, 3))
+
+
+def causal(family: str) -> PreTrainedModel:
+    """Heads as wide as vLLM's attention takes them."""
+    if family == "gpt2":
+        config = GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=2, pad_token_id=0)
+        return tiny.drawn(GPT2LMHeadModel, config)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=tiny.VOCABULARY, num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, **sizes
+    )
+    return tiny.drawn(LlamaForCausalLM, config)
+
+
+def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
+    """Two maps of three at differing ranks, as factors or pivots, or with two rows of what the factors leave."""
+    for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
+        if number % 3 == 1:
+            continue
+        weight = weight_of(model.get_submodule(target.name))
+        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(3 + number % 4))
+        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
+        if layer.residual is not None and layer.rows is not None:
+            layer.rows, layer.residual = layer.rows[1:3], nn.Parameter(layer.residual.detach()[1:3])
+    if stored == "pivoted":
+        pivot(model)
+    return model.eval()
+
+
+def losses(model: PreTrainedModel) -> Tensor:
+    """Of each token of TEXT but the first."""
+    with torch.no_grad():
+        chances = model(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    return -chances[range(len(TEXT) - 1), TEXT[1:]]
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM has an environment of its own")
+@pytest.mark.parametrize(
+    ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
+)
+def test_vllm_answers_as_transformers_do(family: str, stored: str, tmp_path: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    model = compress(causal(family), stored)
+    hf_format.save(model, tmp_path)
+    tiny.words().save_pretrained(tmp_path)
+    engine = LLM(str(tmp_path), dtype="float32", max_model_len=64, enforce_eager=stored != "factors")
+    asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    (found,) = engine.generate([{"prompt_token_ids": TEXT}], asked)
+    given = torch.tensor([-one[token].logprob for token, one in zip(TEXT[1:], found.prompt_logprobs[1:], strict=True)])
+    torch.testing.assert_close(given, losses(model), rtol=1e-3, atol=1e-3)
+    wanted = model.generate(torch.tensor([TEXT]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert list(found.outputs[0].token_ids) == wanted[0, len(TEXT) :].tolist()

@@ -1,0 +1,605 @@
+"""A model as ONNX: onnxruntime answers as torch does, at any shape, from as many numbers as the factors have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pandas as pd
+import pytest
+import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    FalconConfig,
+    GPT2LMHeadModel,
+    JetMoeConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from typer.testing import CliRunner
+
+import eckart.onnx.exporting
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.hf_format import save
+from eckart.model.layers import PivotedLinear, factorize_target, low_rank_layers
+from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.model.targets import find_targets, weight_of
+from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
+from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _put
+from eckart.onnx.smoothing import _activations, _maxima, smooth
+from flows.cli import app
+from tasks.artifacts.task_spec import load_split
+from tasks.exporting.onnx import to_onnx
+from tasks.models.model_io import load
+from tasks.nlp_tasks.sequence_classification import SEQUENCE
+from tasks.runtime.stage_runner import StageError
+from tests import tiny
+from tests.workspace import REPOSITORY, a_task, bert, reviews, run_stage, tiny_tokenizer, tiny_workspace
+
+SHAPES = [(1, 1), (1, 5), (2, 2), (3, 16), (7, 9)]
+MADE_UP = 9  # rows that are compared besides those of the test split
+
+
+def compress(model: PreTrainedModel, stored: str = "factors") -> PreTrainedModel:
+    """Factorize every target but the last, as factors or pivots, or with every third row of what the factors leave."""
+    for number, target in enumerate(find_targets(model, batch(8, 7)).targets[:-1]):
+        weight = weight_of(model.get_submodule(target.name))
+        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(1 + number % 3))
+        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
+        if layer.residual is not None and layer.rows is not None:
+            layer.rows = layer.rows[::3]
+            layer.residual = nn.Parameter(layer.residual.detach()[::3])
+    if stored == "pivoted":
+        pivot(model)
+    return model.eval()
+
+
+def numbers(file: Path) -> int:
+    """Floating-point numbers that the file holds, but for single constants."""
+    held = onnx.load(file).graph.initializer
+    return sum(int(np.prod(part.dims)) for part in held if part.data_type == onnx.TensorProto.FLOAT and part.dims)
+
+
+def batch(count: int, longest: int) -> dict[str, torch.Tensor]:
+    """Rows of differing lengths, padded to `longest`."""
+    inputs = tiny.collate(tiny.samples(count, 1, longest, seed=longest), length=longest)
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs).logits
+
+
+def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch.Tensor:
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    shapes = {value.name: value.shape for value in session.get_inputs()}
+    empty = {
+        name: (len(inputs["input_ids"]), shape[1], 0, shape[3]) for name, shape in shapes.items() if len(shape) == 4
+    }
+    inputs |= {name: torch.zeros(shape) for name, shape in empty.items()}
+    assert output in [value.name for value in session.get_outputs()]
+    (found,) = session.run([output], {name: values.numpy() for name, values in inputs.items()})
+    return torch.from_numpy(found)
+
+
+@pytest.mark.parametrize(("family", "stored"), [("bert", "factors"), ("gpt2", "rows"), ("llama", "pivoted")])
+def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, stored: str, tmp_path: Path) -> None:
+    whole, file = tiny.FAMILIES[family](), tmp_path / "model.onnx"
+    model = compress(shallow(type(whole), whole.config), stored)
+    made = export(model, tiny.words(), file)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
+    buffers = sum(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point())
+    identities = sum(layer.rank**2 for layer in model.modules() if isinstance(layer, PivotedLinear))
+    assert 0 <= numbers(file) - model.num_parameters() <= buffers + identities
+    assert 0 <= made.parameters - numbers(file) < 100  # constants of the graph
+    assert made.bytes == file.stat().st_size
+    assert made.difference < TOLERANCE
+    for told in (str(REPOSITORY), "site-packages", sys.prefix, ".py"):  # of the machine that made it
+        assert told.encode() not in file.read_bytes(), told
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_others_tools_quantize_the_plain_export(family: str, tmp_path: Path) -> None:
+    """The one line that a user tries; it refuses a file whose shapes contradict those that it infers."""
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    export(model, tiny.words(), tmp_path / "model.onnx")
+    quantize_dynamic(tmp_path / "model.onnx", tmp_path / "other.onnx", weight_type=QuantType.QInt8)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        assert answers(tmp_path / "other.onnx", **inputs).shape == logits(model, inputs).shape
+
+
+def rounded_maps(file: Path) -> int:
+    """Products in int8 that the file has."""
+    return sum(node.op_type == "MatMulInteger" for node in onnx.load(file).graph.node)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
+    assert made.rows == MADE_UP + 3
+    assert made.bytes == (tmp_path / "int8.onnx").stat().st_size
+    assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
+    assert rounded_maps(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
+    inputs = batch(4, 16)
+    expected, found = logits(model, inputs), answers(tmp_path / "int8.onnx", **inputs)
+    assert 0 < float((found - expected).norm()) < 0.05 * float(expected.norm())
+    assert made.difference < 0.1 * float(expected.abs().max())
+
+
+def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_path: Path) -> None:
+    """A dense BERT's are read by sums, too, or come out of a GELU."""
+    model, file = tiny.bert().eval(), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    smooth(file, tmp_path / "smooth.onnx", [batch(8, 16)])
+    torch.testing.assert_close(answers(tmp_path / "smooth.onnx", **batch(3, 9)), answers(file, **batch(3, 9)))
+
+
+def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp_path: Path) -> None:
+    """A channel behind a Relu that was 0 in all rows: divided by next to nothing it would leave the others no steps."""
+    draw = np.random.default_rng(0)
+    first, second = np.eye(8, dtype=np.float32), draw.standard_normal((8, 6), dtype=np.float32)
+    float32, ids = onnx.TensorProto.FLOAT, "input_ids"  # as a runner asks for
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("MatMul", [ids, "first"], ["made"]),
+            onnx.helper.make_node("Relu", ["made"], ["read"]),
+            onnx.helper.make_node("MatMul", ["read", "second"], ["logits"]),
+        ],
+        "relu",
+        [onnx.helper.make_tensor_value_info(ids, float32, ["rows", 8])],
+        [onnx.helper.make_tensor_value_info("logits", float32, ["rows", 6])],
+        [onnx.numpy_helper.from_array(first, "first"), onnx.numpy_helper.from_array(second, "second")],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "model.onnx",
+    )
+    seen, new = (torch.from_numpy(draw.random((50, 8), dtype=np.float32)) for _ in range(2))
+    seen[:, 0] *= -1
+    quantize(tmp_path / "model.onnx", tmp_path / "int8.onnx", [{ids: seen}])
+    expected, found = (runner(tmp_path / f"{name}.onnx")({ids: new})["logits"] for name in ("model", "int8"))
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_much_larger(
+    family: str, embeddings: bool, tmp_path: Path
+) -> None:
+    """Of what products read some channels are large, and of components some are made a thousand times as large."""
+    whole = tiny.FAMILIES[family]()
+    model = compress(shallow(type(whole), whole.config))
+    if embeddings:
+        (name,) = (name for name, module in model.named_modules() if module is model.get_input_embeddings())
+        left, right = (
+            part.float() for part in decompose(weight_of(model.get_input_embeddings()), ErrorNorm()).truncate(5)
+        )
+        factorize_target(model, name, left, right)
+    with torch.no_grad():
+        for layer in low_rank_layers(model).values():
+            layer.right[0] *= 1000
+            layer.left[:, 0] /= 1000
+    file, even = tmp_path / "model.onnx", tmp_path / "smooth.onnx"
+    export(model, tiny.words(), file)
+    rows = [batch(8, 16)]
+    smooth(file, even, rows)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        torch.testing.assert_close(answers(even, **inputs), answers(file, **inputs), rtol=1e-4, atol=1e-5)
+    assert [node.op_type for node in onnx.load(even).graph.node] == [
+        node.op_type for node in onnx.load(file).graph.node
+    ]
+    large, even_ones = (spread(each, rows, tmp_path) for each in (file, even))
+    assert len(large) >= len(low_rank_layers(model))
+    assert max(even_ones.values()) < 100 < max(large.values())
+
+
+def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path) -> dict[str, float]:
+    """Of each activation that can be smoothed the largest channel ÷ the median one."""
+    activations = _activations(onnx_ir.load(file).graph)
+    maxima = _maxima(file, folder / "maxima.onnx", activations, rows)
+    return {name: float(values.max() / values.median()) for name, values in maxima.items()}
+
+
+def test_a_model_can_be_scored_as_onnxruntime_runs_it(tmp_path: Path) -> None:
+    model = classifier().eval()
+    export(model, tiny_tokenizer(), tmp_path / "model.onnx")
+    task = a_task("classification", ["negative", "positive"], "accuracy")
+    own = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    answer_by(model, runner(tmp_path / "model.onnx", threads=1))
+    model.classifier.weight.data.zero_()  # torch would say something else
+    found = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    assert found.score.metrics == own.score.metrics
+    assert found.score.loss == pytest.approx(own.score.loss, rel=1e-5)
+
+
+def numbered() -> pd.DataFrame:
+    """Sixty reviews with the numbers of their labels."""
+    frame = reviews()
+    return frame.assign(label=(frame["label"] == "positive").astype(int))
+
+
+def shallow(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """With one layer, for each takes the exporter a second."""
+    config.num_hidden_layers = 1
+    return tiny.drawn(family, config)
+
+
+def classifier() -> PreTrainedModel:
+    return bert(num_hidden_layers=1)
+
+
+def token_labels() -> PreTrainedModel:
+    return shallow(BertForTokenClassification, tiny.bert().config)
+
+
+def spans() -> PreTrainedModel:
+    config = tiny.bert().config
+    config.num_labels = 2
+    return shallow(BertForQuestionAnswering, config)
+
+
+def language() -> PreTrainedModel:
+    return shallow(LlamaForCausalLM, tiny.causal_llama().config)
+
+
+HEADS = {
+    "token classification": (token_labels, ("logits",)),
+    "question answering": (spans, ("start_logits", "end_logits")),
+    "language modeling": (language, ("logits", "present.0.key", "present.0.value")),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
+    (make, names), file = HEADS[head], tmp_path / "model.onnx"
+    model = compress(make())
+    made = export(model, tiny.words(), file, [batch(3, 9)])
+    assert made.rows == MADE_UP + 3
+    assert [value.name for value in onnx.load(file).graph.output] == list(names)
+    for count, longest in SHAPES:
+        inputs = batch(count, longest)
+        real = inputs["attention_mask"] == 1
+        with torch.no_grad():
+            expected = model(**inputs)
+        for name in names:
+            if name.startswith("present"):
+                continue
+            found = answers(file, name, **inputs)
+            torch.testing.assert_close(found[real], expected[name][real], rtol=0, atol=1e-5)
+
+
+def gpt2_that_writes(vocabulary: int = tiny.VOCABULARY) -> PreTrainedModel:
+    config = tiny.gpt2().config
+    config.vocab_size = vocabulary
+    config.use_cache = False  # as training leaves it
+    return shallow(GPT2LMHeadModel, config)
+
+
+WRITERS = {"llama": language, "gpt2": gpt2_that_writes}
+"""A decoder that rotates keys by their positions, and one that adds an embedding of these."""
+
+
+def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) -> tuple[torch.Tensor, int]:
+    """Logits of a prompt, and of each token behind it by the cache; how many numbers that has in the end."""
+    answer, past, found = runner(file, threads=1), dict[str, torch.Tensor](), []
+    length = inputs["input_ids"].shape[1]
+    for start, end in [(0, prompt), *((place, place + 1) for place in range(prompt, length))]:
+        mask = inputs["attention_mask"][:, :end]
+        made = answer({"input_ids": inputs["input_ids"][:, start:end], "attention_mask": mask, **past})
+        past = cache_of(made)
+        found.append(made["logits"])
+    return torch.cat(found, 1), sum(values.numel() for values in past.values())
+
+
+@pytest.mark.parametrize(("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("gpt2", "rows")])
+def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
+    family: str, stored: str, tmp_path: Path
+) -> None:
+    model, file = compress(WRITERS[family](), stored), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    size = model.config.hidden_size // model.config.num_attention_heads
+    for side, prompt in product(["left", "right"], [1, 4]):
+        inputs = tiny.collate(tiny.samples(3, 2, 8, seed=1), length=9, side=side)
+        del inputs["labels"]
+        found, kept = token_by_token(file, inputs, prompt)
+        real = inputs["attention_mask"] == 1
+        torch.testing.assert_close(found[real], logits(model, inputs)[real], rtol=0, atol=1e-5)
+        assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
+
+
+def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path: Path) -> None:
+    model, file = compress(language()), tmp_path / "model.onnx"
+    export(model, tiny.words(), file)
+    answer, inputs = runner(file), batch(3, 9)
+    whole = answer(inputs)["logits"]
+    for asked, given in ((0, 9), (1, 1), (4, 4), (9, 9)):
+        torch.testing.assert_close(answer({**inputs, KEPT: torch.tensor(asked)})["logits"], whole[:, 9 - given :])
+
+
+_DECODERS = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": tiny.VOCABULARY, "pad_token_id": tiny.PAD}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FalconConfig(**_DECODERS, num_attention_heads=4, multi_query=True, alibi=False),
+        JetMoeConfig(
+            **_DECODERS,
+            num_key_value_heads=2,
+            kv_channels=4,
+            intermediate_size=24,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            max_position_embeddings=64,
+        ),
+    ],
+    ids=["torch's attention alone", "views of what attention gives"],
+)
+def test_a_decoder_whose_attention_is_not_as_others_is_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
+    export(AutoModelForCausalLM.from_config(config), tiny.words(), tmp_path / "model.onnx")
+
+
+def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) -> None:
+    """Factors and rows beside them: the file answers as torch does, and is not asked how many."""
+    model, file = language(), tmp_path / "model.onnx"
+    model.config.tie_word_embeddings = False
+    weight = model.lm_head.weight.detach().clone()
+    model.lm_head.weight = nn.Parameter(weight)
+    left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(2))
+    layer = factorize_target(model, "lm_head", left, right, weight - left @ right)
+    assert layer.residual is not None
+    assert layer.rows is not None
+    layer.rows, layer.residual = layer.rows[::3], nn.Parameter(layer.residual.detach()[::3])
+    export(model, tiny.words(), file)
+    inputs = batch(3, 9)
+    assert runner(file)({**inputs, KEPT: torch.tensor(1)})["logits"].shape[1] == 9
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(architecture: str, tmp_path: Path) -> None:
+    """Else keys and values of the whole past are copied for each query head, with each token."""
+    file, copies = tmp_path / "model.onnx", {}
+    for heads in (2, 4):
+        config = AutoConfig.for_model(
+            architecture,
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=16,
+            head_dim=4,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=heads,
+            max_position_embeddings=32,
+            pad_token_id=tiny.PAD,
+        )
+        export(AutoModelForCausalLM.from_config(config), tiny.words(), file)
+        copies[heads] = sum(node.op_type == "Expand" for node in onnx.load(file).graph.node)
+    assert (copies[2] == copies[4]) == (architecture != "gemma2")
+
+
+@pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])
+def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
+    family: str, stored: str, tmp_path: Path
+) -> None:
+    """Nearly: how activations are rounded depends on what else is in the batch."""
+    model, file = compress(WRITERS[family](), stored), tmp_path / "int8.onnx"
+    export(model, tiny.words(), file, int8=True)
+    inputs = batch(3, 9)
+    real, expected = inputs["attention_mask"] == 1, logits(model, inputs)
+    found, _ = token_by_token(file, inputs, 4)
+    assert 0 < float((found - expected)[real].norm()) < 0.1 * float(expected[real].norm())
+
+
+def test_a_head_with_an_embeddings_weight_is_in_the_file_once_and_multiplies_in_int8(tmp_path: Path) -> None:
+    """Else the whole weight became float32 with each token. What is smaller than this is in a graph transposed, too."""
+    model, file = gpt2_that_writes(vocabulary=20_000), tmp_path / "int8.onnx"
+    table = model.get_input_embeddings().weight
+    assert table is model.get_output_embeddings().weight
+    export(model, tiny.words(), file, int8=True)
+    graph = onnx.load(file).graph
+    of_integers = [list(part.dims) for part in graph.initializer if part.data_type == onnx.TensorProto.INT8]
+    assert of_integers.count(list(table.shape)) == 1
+    assert list(table.shape)[::-1] not in of_integers
+    makers = {name: node for node in graph.node for name in node.output}
+    assert not any(node.op_type == "DequantizeLinear" for node in graph.node)
+    assert makers["logits"].op_type == "Mul"
+    assert numbers(file) < table.numel()
+
+
+def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = eckart.onnx.exporting._cached
+    monkeypatch.setattr(
+        "eckart.onnx.exporting._cached", lambda *of: {name: values.flip(3) for name, values in right(*of).items()}
+    )
+    with pytest.raises(ExportError, match=r"model\.onnx"):
+        export(language(), tiny.words(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stands_at_padding_is_not_compared() -> None:
+    """Of an answer for each token; of a row's one answer all counts."""
+    mask, expected = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3, 4)
+    found = expected.masked_fill(mask[..., None] == 0, torch.nan)
+    inputs = {"attention_mask": mask}
+    assert _difference(*_compared("logits", expected, found, inputs), "m", float) == 0
+    with pytest.raises(ExportError, match="differ"):
+        _difference(*_compared("logits", expected, found.index_fill(1, torch.tensor(0), 9), inputs), "m", float)
+    for output in ("start_logits", "end_logits"):
+        assert _difference(*_compared(output, expected[..., 0], found[..., 0], inputs), "m", float) == 0
+    with pytest.raises(ExportError, match="differ"):
+        _difference(*_compared("logits", expected[..., 0], found[..., 0], inputs), "m", float)
+
+
+def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
+    expected = torch.tensor([[1.0, 0.0]]).repeat(1500, 1)
+    expected[0, 1] = 1 - 1e-6
+    found = expected.clone()
+    found[0, 1] = 1 + 1e-6
+    assert _difference(expected, found, "m", float) == pytest.approx(2e-6, abs=1e-7)
+    with pytest.raises(ExportError):
+        _difference(expected[:32], found[:32], "m", float)
+
+
+def test_a_model_that_rounds_far_is_exported(tmp_path: Path) -> None:
+    """Features behind a layer norm sum to zero: of a weight that is the same for all only rounding is left."""
+    model = shallow(BertForTokenClassification, tiny.bert().config)
+    model.bert.encoder.layer[-1].output.LayerNorm.reset_parameters()
+    nn.init.constant_(model.classifier.weight, 1e8)
+    model.classifier.bias.data = torch.tensor([0.0, 1e4, 0.0])
+    assert export(model, tiny_tokenizer(), tmp_path / "model.onnx").difference > TOLERANCE * 1e4
+
+
+def test_what_is_no_number_differs() -> None:
+    expected = torch.tensor([[1.0, 0.0]])
+    with pytest.raises(ExportError, match="nan"):
+        _difference(expected, (-expected).sqrt(), "m", float)
+
+
+def lstm() -> PreTrainedModel:
+    return LSTMForCausalLM(LSTMConfig(vocab_size=tiny.VOCABULARY, embedding_size=8, hidden_size=8, pad_token_id=0))
+
+
+def t5() -> PreTrainedModel:
+    config = T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (t5, r"\bT5ForConditionalGeneration .*optimum\.exporters\.onnx\.onnx_export_from_model"),
+        (lstm, r"\bLSTMForCausalLM\b"),
+        (lambda: tiny.bert().base_model, r"^a BertModel "),
+    ],
+    ids=["encoder and decoder", "loop over tokens", "no head"],
+)
+def test_what_cannot_be_exported_is_refused(
+    make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ExportError, match=said):
+        export(make(), tiny.words(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+    assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
+
+
+def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, file = compress(token_labels()), tmp_path / "new" / "model.onnx"
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
+        made = export(model, tiny.words(), file)
+    assert {path.name for path in file.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert made.bytes == sum(path.stat().st_size for path in file.parent.iterdir())
+    inputs = batch(3, 7)
+    torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
+    (tmp_path / "model.onnx").write_text("without")
+    _put(tmp_path / "model.onnx", file)
+    assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]  # the weights went with their file
+    assert file.read_text() == "without"
+
+
+def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an exporter that went wrong: labels that change where logits hardly do."""
+    file, model = tmp_path / "model.onnx", classifier()
+    file.write_text("older")
+    model.classifier.weight.data *= 1e-6
+    right = eckart.onnx.exporting._Logits.forward
+    monkeypatch.setattr(
+        eckart.onnx.exporting._Logits, "forward", lambda *values: tuple(logits.flip(-1) for logits in right(*values))
+    )
+    with pytest.raises(ExportError, match=r"model\.onnx"):
+        export(model, tiny_tokenizer(), file)
+    assert file.read_text() == "older"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
+        export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
+    monkeypatch.setattr("eckart.onnx.exporting.find_spec", lambda name: name != "onnxscript")
+    with pytest.raises(ExportError, match=r"\bonnxscript\b.* pip install 'eckart\[onnx\]'"):
+        export(classifier(), tiny_tokenizer(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With test rows and one candidate."""
+    monkeypatch.chdir(tiny_workspace(tmp_path))
+    run_stage("extract")
+    model = classifier()
+    inputs = tiny_tokenizer()(["the plot is dull", "the cast"], padding=True, return_tensors="pt")
+    for target in find_targets(model, inputs).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(4))
+    save(model, Path("models/finetuned/svd-0.5"))
+    tiny_tokenizer().save_pretrained("models/finetuned/svd-0.5")
+    return tmp_path
+
+
+def test_the_command_writes_int8_with_the_option(workspace: Path) -> None:
+    for name, options in (("model", []), ("int8", ["--int8"])):
+        done = CliRunner().invoke(app, ["export", "svd-0.5", f"{name}.onnx", *options])
+        assert done.exit_code == 0, done.output
+    assert rounded_maps(workspace / "int8.onnx") > rounded_maps(workspace / "model.onnx") == 0
+
+
+def test_the_command_writes_a_candidate_and_says_what_there_is(
+    workspace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr == capfd.readouterr().err == ""
+    model, tokenizer = load(Path("models/finetuned/svd-0.5"), AutoModelForSequenceClassification)
+    size = (workspace / "served/model.onnx").stat().st_size / 1e6
+    assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
+    assert f"{size:.1f} MB" in done.stdout
+    assert f"answers {12 + MADE_UP} rows" in done.stdout  # all of the test split
+    graph = onnx.load(workspace / "served/model.onnx").graph
+    shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
+    assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
+    assert [value.name for value in graph.output] == ["logits"]
+    inputs = tokenizer(load_split("test")["text"].tolist(), padding=True, return_tensors="pt")
+    torch.testing.assert_close(
+        answers(workspace / "served/model.onnx", **inputs), logits(model, inputs), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "named"),
+    [
+        ("svd-0.6", "model.onnx", r"^svd-0\.6 .* svd-0\.5"),
+        ("models/base/tiny", "model.onnx", r"^models/base/tiny "),
+        ("svd-0.5", "model.pt", r"^model\.pt: .*\.onnx"),
+        ("svd-0.5", "params.yaml/model.onnx", r"^params\.yaml/model\.onnx "),
+    ],
+)
+@pytest.mark.usefixtures("workspace")
+def test_a_mistake_is_named(name: str, file: str, named: str) -> None:
+    with pytest.raises(StageError, match=named):
+        to_onnx(name, Path(file))

@@ -1,0 +1,525 @@
+"""Ranks from an allowed increase of the loss: shares and bounds solved by hand, and laws of the walk on tiny models."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from torch import nn
+
+from eckart.calibration.statistics import collect, mean_loss_times_batch
+from eckart.factorization import decomposition
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.model.layers import factorize_target, set_weight
+from eckart.model.targets import Target, find_targets, weight_of
+from eckart.ranks import tolerance
+from eckart.ranks.budget import allowance, cost, largest_rank, total
+from eckart.ranks.tolerance import (
+    Tolerance,
+    allowed_increases,
+    grid_ranks,
+    module_macs,
+    module_seconds,
+    tolerated_ranks,
+)
+from tests import tiny
+
+WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
+INPUTS, NONE = (WEIGHTING.validate_python({"kind": kind}) for kind in ("inputs", "none"))
+KFAC = WEIGHTING.validate_python({"kind": "kfac", "shrinkage": 0.0})
+BATCHES = tiny.batches(tiny.samples(12), 6)
+
+
+def method(increase=None, grid=3, times="macs") -> Tolerance:
+    return Tolerance(kind="tolerance", increase=increase, grid=grid, rows=12, times=times)
+
+
+def loss_of(model, batches) -> float:
+    """Mean over samples in eval mode, as a reference."""
+    modes = model.training
+    model.eval()
+    with torch.no_grad():
+        summed = sum(float(mean_loss_times_batch(model, batch)) for batch in batches)
+    model.train(modes)
+    return summed / sum(len(next(iter(batch.values()))) for batch in batches)
+
+
+def state(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- a model whose loss is solved by hand ----------------------------------------------------------------------------
+
+
+class Additive(nn.Module):
+    """loss = 1 + Σ over maps of the energy that their weight has lost, for inputs that take every direction once.
+
+    Each map is diagonal of size 8, where ranks 1 to 3 are smaller than the dense weight.
+    """
+
+    def __init__(self, **energies: list[float]) -> None:
+        super().__init__()
+        self.maps = nn.ModuleDict({name: nn.Linear(8, 8, dtype=torch.float64) for name in energies})
+        self.wanted = {}
+        for name, values in energies.items():
+            weight = torch.tensor(values, dtype=torch.float64).mul(8).sqrt().diag()
+            set_weight(self.maps[name], weight)
+            self.wanted[name] = weight
+
+    def forward(self, x):
+        errors = (x @ self.wanted[name].T + map.bias - map(x) for name, map in self.maps.items())
+        return SimpleNamespace(loss=1 + sum(error.square().sum(1).mean() for error in errors))
+
+    def targets(self) -> list[Target]:
+        names = [f"maps.{name}" for name in self.maps]
+        return [Target(name=name, out_features=8, in_features=8, input_of=names[0]) for name in names]
+
+
+EYE = [{"x": torch.eye(8, dtype=torch.float64)}]
+
+
+def losing(first: float, second: float, third: float) -> list[float]:
+    """Energies of a map that loses these at ranks 1, 2 and 3."""
+    return [first + 1, first - second, second - third, *[third / 5] * 5]
+
+
+def solve(model: Additive, increase, keep=1.0, times="macs", seconds=None, weighting=INPUTS) -> list[int | None]:
+    ranks = tolerated_ranks(model, model.targets(), method(increase, 3, times), keep, EYE, weighting, seconds)
+    assert list(ranks) == [some.name for some in model.targets()]
+    return list(ranks.values())
+
+
+# --- shares of the increase ------------------------------------------------------------------------------------------
+
+
+def test_shares_solved_by_hand():
+    """1 + r = 16 over times 1, 2, 1: E_b = 2, so 2 · 4 · 2."""
+    assert allowed_increases({"a": 3.0, "b": 6.0, "c": 3.0}, 15) == pytest.approx({"a": 1, "b": 3, "c": 1})
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30), st.floats(1e-6, 100))
+def test_shares_multiply_to_the_whole_increase(times, increase):
+    shares = allowed_increases({str(k): value for k, value in enumerate(times)}, increase)
+    assert math.prod(1 + share for share in shares.values()) == pytest.approx(1 + increase, rel=1e-9)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9), st.floats(0.01, 10), st.floats(0.01, 100))
+def test_a_slower_module_is_allowed_more_in_any_unit_of_time(times, increase, unit):
+    named = {str(k): value for k, value in enumerate(times)}
+    shares = allowed_increases(named, increase)
+    ordered = sorted(named, key=named.__getitem__)
+    assert [shares[name] for name in ordered] == sorted(shares.values())
+    scaled = {name: value * unit for name, value in named.items()}
+    assert allowed_increases(scaled, increase) == pytest.approx(shares)
+
+
+def test_the_paper_formula_is_the_same_number():
+    times, r = {"a": 1.5, "b": 0.5, "c": 4.0}, 0.3
+    least = min(times.values())
+    ratios = {name: value / least for name, value in times.items()}
+    base = math.exp(math.log(1 + r) / sum(ratios.values()))
+    assert allowed_increases(times, r) == pytest.approx({name: base**ratio - 1 for name, ratio in ratios.items()})
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), math.inf])
+def test_a_time_that_is_none_is_refused(time):
+    with pytest.raises(ValueError, match=r"\bb\b"):
+        allowed_increases({"a": 1.0, "b": time}, 1)
+
+
+# --- the grid --------------------------------------------------------------------------------------------------------
+
+
+def square(size: int, columns: int | None = None) -> Target:
+    return Target(name="a", out_features=size, in_features=columns or size, input_of="a")
+
+
+def test_the_grid_of_a_square_weight_is_the_listings():
+    """Appendix H: 96, 192, 288, 384, then full. 384 is break-even exactly, so the largest that saves is 383."""
+    assert grid_ranks(square(768), 4) == [96, 192, 288, 383]
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 12))
+def test_no_rank_of_the_grid_enlarges_its_target(rows, columns, count):
+    some = square(rows, columns)
+    grid = grid_ranks(some, count)
+    assert grid == sorted(set(grid))
+    assert len(grid) == min(count, largest_rank(some))
+    assert all(rank >= 1 and cost(some, rank) < some.parameters for rank in grid)
+    assert max(grid, default=0) == largest_rank(some)
+
+
+# --- bounds solved by hand -------------------------------------------------------------------------------------------
+
+
+def test_each_target_takes_the_smallest_rank_within_its_bound():
+    """Bounds 3.5 and 3.5²: the first loses 4, 2 or 1 of them, so rank 2; the second's 3 + 4 is within."""
+    assert solve(Additive(a=losing(4, 2, 1), b=losing(4, 2, 1)), increase=3.5**2 - 1) == [2, 1]
+
+
+def test_what_one_target_leaves_unused_passes_on():
+    """Bounds 2.5 and 6.25: the first takes 0.1, so the second may take 4; held to 1.1 · 2.5 it could take but 1."""
+    assert solve(Additive(a=losing(0.1, 0.05, 0.01), b=losing(4, 2, 1)), increase=5.25) == [1, 1]
+
+
+def test_a_target_that_no_rank_suits_stays_dense_and_leaves_its_share():
+    """Bounds 1.5 and 2.25: the first loses 1 at best; the second's 1.2 is too much for 1.5 and right for 2.25."""
+    model = Additive(a=losing(4, 2, 1), b=losing(1.2, 0.3, 0.1))
+    before = state(model)
+    assert solve(model, increase=1.25) == [None, 1]
+    assert torch.equal(model.maps["a"].weight, before["maps.a.weight"])
+
+
+def test_a_loss_of_just_the_bound_is_too_much():
+    """Bounds 2 and 4; rank 3 of the first reaches 2 exactly, if rounding does not take it below."""
+    assert solve(Additive(a=losing(4, 2, 1 + 1e-9), b=losing(9, 9, 9)), increase=3) == [None, None]
+    assert solve(Additive(a=losing(4, 2, 1 - 1e-9), b=losing(9, 9, 9)), increase=3) == [3, None]
+
+
+def test_a_slower_module_gets_a_smaller_rank():
+    """1 + r = 6. Times 3 to 1: bounds 3.83 and 6. Times 1 to 3: bounds 1.57 and 6."""
+    energies = {"a": losing(4, 2, 1), "b": losing(4, 2, 1)}
+    slow_first = {"maps.a": 3.0, "maps.b": 1.0}
+    slow_last = {"maps.a": 1.0, "maps.b": 3.0}
+    assert solve(Additive(**energies), 5, times="measured", seconds=slow_first) == [2, 2]
+    assert solve(Additive(**energies), 5, times="measured", seconds=slow_last) == [None, 1]
+
+
+def test_times_in_macs_do_not_look_at_seconds():
+    energies = {"a": losing(4, 2, 1), "b": losing(4, 2, 1)}
+    nonsense = {"maps.a": 1.0, "maps.b": 1e6}
+    assert solve(Additive(**energies), 5, seconds=nonsense) == solve(Additive(**energies), 5)
+
+
+@pytest.mark.parametrize("increase", [1e-12, 1e-3, 0.09])
+def test_an_increase_that_suits_nothing_leaves_the_model_bit_identical(increase):
+    model = Additive(a=losing(4, 2, 1), b=losing(1.2, 0.3, 0.1))
+    before = state(model)
+    assert solve(model, increase) == [None, None]
+    assert same(state(model), before)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=16, max_size=16), st.floats(1e-3, 100))
+@settings(max_examples=50)
+def test_the_loss_stays_within_the_increase(energies, increase):
+    model = Additive(a=energies[:8], b=energies[8:])
+    solve(model, increase)
+    assert loss_of(model, EYE) <= (1 + increase) * (1 + 1e-12)
+
+
+def test_a_larger_increase_keeps_no_more_parameters():
+    kept = []
+    for increase in (0.01, 0.1, 0.5, 1, 2, 4, 8, 16, 64):
+        model = Additive(a=losing(0.3, 0.2, 0.1), b=losing(4, 2, 1), c=losing(2, 1, 0.5))
+        kept.append(sum(64 if rank is None else 16 * rank for rank in solve(model, increase)))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == 3 * 64
+    assert kept[-1] == 3 * 16
+
+
+# --- keep ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_increase_that_meets_keep():
+    """Keep 0.5 of 128 pays for 64: rank 1 and a rank of up to 3.
+
+    The least r is where the second map's rank 3 loses as little as can be: 1 + 0.1 + 1 < 1 + r.
+    """
+    model = Additive(a=losing(0.1, 0.05, 0.01), b=losing(4, 2, 1))
+    assert solve(model, None, keep=0.5) == [1, 3]
+    assert loss_of(model, EYE) == pytest.approx(2.1)
+
+
+@given(
+    st.lists(st.floats(0.01, 10), min_size=16, max_size=16),
+    st.floats(0.25, 1),
+    st.sampled_from([INPUTS, KFAC, NONE]),
+)
+@settings(max_examples=30)
+def test_keep_is_met(energies, keep, weighting):
+    model = Additive(a=energies[:8], b=energies[8:])
+    before = state(model)
+    ranks = dict(
+        zip([some.name for some in model.targets()], solve(model, None, keep, weighting=weighting), strict=True)
+    )
+    assert total(model.targets(), ranks) <= allowance(model.targets(), keep)
+    for name, rank in ranks.items():
+        weight = model.get_submodule(name).weight
+        if rank is None:
+            assert torch.equal(weight, before[f"{name}.weight"])
+        else:
+            assert torch.linalg.matrix_rank(weight, rtol=1e-9) == rank
+
+
+def test_keeping_everything_is_dense():
+    model = Additive(a=losing(0, 0, 0), b=losing(0, 0, 0))
+    before = state(model)
+    assert solve(model, None, keep=1.0) == [None, None]
+    assert same(state(model), before)
+
+
+def test_ranks_that_do_not_raise_the_loss_are_taken_though_keep_allows_more():
+    """The maps are of rank 1 and 3, so 64 of 128 parameters lose nothing; keep 0.9 does not make that worse."""
+    model = Additive(a=[3, *[0] * 7], b=[3, 2, 1, *[0] * 5])
+    assert solve(model, None, keep=0.9) == [1, 3]
+
+
+def test_an_increase_that_keeps_too_much_is_an_error_that_says_what_to_do():
+    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
+    before = state(model)
+    with pytest.raises(ValueError, match=r"increase=1\.5 .*\b112\b.*\b64\b.*keep=0\.5.*ranks\.increase"):
+        solve(model, 1.5, keep=0.5)
+    assert same(state(model), before)
+
+
+def test_keep_below_the_smallest_ranks_is_an_error_that_says_what_to_do():
+    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
+    before = state(model)
+    with pytest.raises(ValueError, match=r"\b32\b.*\b25\b.*keep=0\.2.*ranks\.grid"):
+        solve(model, None, keep=0.2)
+    assert same(state(model), before)
+
+
+def test_no_sample_and_no_share_of_keep_are_errors():
+    model = Additive(a=losing(4, 2, 1))
+    with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
+        tolerated_ranks(model, model.targets(), method(1.0), 0.5, [], INPUTS)
+    with pytest.raises(ValueError, match=r"^keep=0 "):
+        tolerated_ranks(model, model.targets(), method(1.0), 0, EYE, INPUTS)
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
+def test_a_loss_that_has_no_shares_is_an_error(bad):
+    model = Additive(a=losing(4, 2, 1))
+    model.forward = lambda x: SimpleNamespace(loss=x.new_tensor(bad))
+    with pytest.raises(ValueError, match=rf"\bloss\b.* {bad:g}\b"):
+        solve(model, 1.0, times="measured", seconds={"maps.a": 1.0})
+
+
+def test_a_weight_that_is_not_finite_is_named_and_stays():
+    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
+    calls = []
+
+    def broken(weight, metrics):
+        calls.append(weight)
+        if len(calls) == 2:
+            raise ValueError("the cause")
+        return decompose(weight, metrics)
+
+    before = state(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decomposition, "decompose", broken)
+        with pytest.raises(ValueError, match=r"^maps\.b: the cause$"):
+            solve(model, 100.0)
+    assert same(state(model), before)
+
+
+# --- the walk over real architectures --------------------------------------------------------------------------------
+
+
+def start(family):
+    model = family()
+    return model, find_targets(model, BATCHES[0]).targets
+
+
+FAMILIES = pytest.mark.parametrize("family", list(tiny.FAMILIES.values()), ids=list(tiny.FAMILIES))
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES.values(), tiny.albert], ids=[*tiny.FAMILIES, "albert"])
+@pytest.mark.parametrize("weighting", [INPUTS, KFAC, NONE], ids=lambda weighting: weighting.kind)
+def test_each_weight_is_the_best_under_the_statistics_of_the_model_before_it(family, weighting):
+    """Walked again by hand: the statistics are gathered on the model whose earlier targets are approximated already."""
+    model, targets = start(family)
+    again, stale = copy.deepcopy(model), collect(model, BATCHES, targets, weighting.statistics)
+    ranks = tolerated_ranks(model, targets, method(0.5), 1.0, BATCHES, weighting)
+    moved = 0
+    for target in targets:
+        rank, module = ranks[target.name], again.get_submodule(target.name)
+        if rank is None:
+            assert torch.equal(weight_of(model.get_submodule(target.name)), weight_of(module))
+            continue
+        fresh = collect(again, BATCHES, targets, weighting.statistics)
+        left, right = decompose(weight_of(module), weigh(weighting, target, fresh)).truncate(rank)
+        other, another = decompose(weight_of(module), weigh(weighting, target, stale)).truncate(rank)
+        set_weight(module, left @ right)
+        torch.testing.assert_close(weight_of(model.get_submodule(target.name)), weight_of(module), rtol=0, atol=1e-6)
+        moved += not torch.allclose(left @ right, other @ another, rtol=0, atol=1e-3)
+    assert sum(rank is not None for rank in ranks.values()) > 2
+    assert moved > 0 or weighting is NONE
+
+
+def test_the_second_target_sees_what_the_first_has_changed():
+    """FF2 reads what FF1 gives, so of the two only its statistics changes with FF1."""
+    model = tiny.bert()
+    layer = "bert.encoder.layer.0"
+    chosen = (f"{layer}.intermediate.dense", f"{layer}.output.dense")
+    first, second = (some for some in find_targets(model, BATCHES[0]).targets if some.name in chosen)
+    dense = copy.deepcopy(model)
+    ranks = tolerated_ranks(model, [first, second], method(100.0, grid=1), 1.0, BATCHES, INPUTS)
+    weight = weight_of(dense.get_submodule(second.name)).clone()
+
+    def approximated() -> torch.Tensor:
+        metrics = weigh(INPUTS, second, collect(dense, BATCHES, [second], ("inputs",)))
+        left, right = decompose(weight, metrics).truncate(ranks[second.name])
+        return (left @ right).to(weight)
+
+    found = weight_of(model.get_submodule(second.name))
+    assert not torch.allclose(approximated(), found, rtol=0, atol=1e-3)
+    set_weight(dense.get_submodule(first.name), weight_of(model.get_submodule(first.name)))
+    assert torch.equal(approximated(), found)
+
+
+def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
+    model, targets = start(tiny.bert)
+    gathered = []
+    monkeypatch.setattr(
+        tolerance,
+        "collect",
+        lambda model, batches, some, *rest: gathered.append(some) or collect(model, batches, some, *rest),
+    )
+    tolerated_ranks(model, targets, method(0.5), 1.0, BATCHES, INPUTS)
+    assert len(gathered) == len({some.input_of for some in targets})
+    gathered.clear()
+    tolerated_ranks(tiny.bert(), targets, method(0.5), 1.0, BATCHES, KFAC)
+    assert len(gathered) == len(targets)
+    gathered.clear()
+    tolerated_ranks(tiny.bert(), targets, method(0.5), 1.0, BATCHES, NONE)
+    assert not gathered
+
+
+@FAMILIES
+@pytest.mark.parametrize("increase", [0.05, 0.5, 3.0])
+def test_the_loss_of_a_model_stays_within_the_increase(family, increase):
+    model, targets = start(family)
+    before = loss_of(model, BATCHES)
+    ranks = tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)
+    assert loss_of(model, BATCHES) <= (1 + increase) * before * (1 + 1e-6)
+    assert any(rank is not None for rank in ranks.values())
+
+
+@FAMILIES
+def test_a_factorization_of_the_weights_has_the_same_loss(family):
+    model, targets = start(family)
+    ranks = tolerated_ranks(model, targets, method(1.0), 1.0, BATCHES, INPUTS)
+    dense = loss_of(model, BATCHES)
+    for name, rank in ranks.items():
+        if rank is not None:
+            exact = decompose(weight_of(model.get_submodule(name)), ErrorNorm())
+            assert float(exact.spectrum[rank]) <= 1e-5 * float(exact.spectrum[0])
+            factorize_target(model, name, *exact.truncate(rank))
+    assert loss_of(model, BATCHES) == pytest.approx(dense, rel=1e-4)
+
+
+@pytest.mark.parametrize("keep", [0.45, 0.8])
+def test_nothing_but_the_weights_of_factorized_targets_changes(keep):
+    """Biases, heads, embeddings and norms stay, and so do modes, gradients' flags and hooks."""
+    model, targets = start(tiny.bert)
+    model.train()
+    model.get_submodule("bert.encoder.layer.0").eval()
+    modes = [module.training for module in model.modules()]
+    before = state(model)
+    ranks = tolerated_ranks(model, targets, method(None), keep, BATCHES, KFAC)
+    assert total(targets, ranks) <= allowance(targets, keep)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("increase", [0.5, None])
+def test_two_searches_are_the_same_to_the_bit(increase):
+    results = []
+    for _ in range(2):
+        model, targets = start(tiny.bert)
+        ranks = tolerated_ranks(model, targets, method(increase), 0.9, BATCHES, INPUTS)
+        results.append((ranks, state(model)))
+    assert results[0][0] == results[1][0]
+    assert same(results[0][1], results[1][1])
+
+
+def test_more_increase_keeps_no_more_of_a_model():
+    kept = []
+    for increase in (0.01, 0.1, 0.5, 2.0, 10.0):
+        model, targets = start(tiny.bert)
+        kept.append(total(targets, tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > kept[-1]
+
+
+# --- times -----------------------------------------------------------------------------------------------------------
+
+
+def test_macs_of_a_model():
+    """Out · in for every token, padding included; the pooler sees one token a sample."""
+    model, targets = start(tiny.bert)
+    macs = module_macs(model, targets, BATCHES[0])
+    tokens = BATCHES[0]["input_ids"].numel()
+    for some in targets:
+        rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else tokens
+        assert macs[some.name] == rows * some.parameters
+
+
+def test_macs_of_a_shared_layer_are_those_of_all_its_calls():
+    model, targets = start(tiny.albert)
+    macs = module_macs(model, targets, BATCHES[0])
+    for some in targets:
+        rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else BATCHES[0]["input_ids"].numel()
+        assert macs[some.name] == (3 if some.repeated else 1) * rows * some.parameters
+
+
+class Clocked(nn.Linear):
+    """A map whose forwards take the seconds that are written."""
+
+    def __init__(self, clock, seconds) -> None:
+        super().__init__(8, 8, dtype=torch.float64)
+        self.clock, self.seconds = clock, iter(seconds)
+
+    def forward(self, x):
+        self.clock.now += next(self.seconds)
+        return super().forward(x)
+
+
+def test_seconds_are_the_median_of_each_module_alone(monkeypatch):
+    """The first forward does not count, nor does time outside of the module."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tolerance.time, "perf_counter", lambda: clock.now)
+    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
+    model.maps["a"] = Clocked(clock, [50, 1, 9, 2])
+    model.maps["b"] = Clocked(clock, [70, 5, 5, 4])
+    model.train()
+    seconds = module_seconds(model, model.targets(), EYE[0], 3)
+    assert seconds == pytest.approx({"maps.a": 2, "maps.b": 5})
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_seconds_of_a_module_that_runs_again_are_those_of_all_its_calls(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tolerance.time, "perf_counter", lambda: clock.now)
+    model = Additive(a=losing(4, 2, 1))
+    module = model.maps["a"] = Clocked(clock, [50, 50, 1, 2, 3, 4])
+    model.forward = lambda x: module(module(x))
+    assert module_seconds(model, model.targets(), EYE[0], 2) == pytest.approx({"maps.a": 5})
+
+
+def test_measured_times_decide_where_none_are_given():
+    model = Additive(a=losing(4, 2, 1))
+    assert solve(model, 4.5, times="measured") == [1]  # the only module has all of the increase, however slow it is
+
+
+def test_no_repetition_measures_nothing():
+    model = Additive(a=losing(4, 2, 1))
+    with pytest.raises(ValueError, match="repetitions=0"):
+        module_seconds(model, model.targets(), EYE[0], 0)

@@ -1,0 +1,468 @@
+"""Pruning: scores against SGD by hand, exact shares, and row scores that make an invertible weighting."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from eckart.calibration.statistics import load_statistics, save_statistics
+from eckart.factorization.weighted_svd import decompose, weighted_loss
+from eckart.factorization.weightings import ErrorNorm, Movement, weigh
+from eckart.model.targets import Target, find_targets, weight_of
+from eckart.shaping.outcome import average_rank, empty_rows, numerical_rank
+from eckart.shaping.pruning import Pruning, WeightPruning
+from eckart.training.rules import Rule
+from tasks.training.checkpoints import SECONDS
+from tasks.training.loop import train
+from tests import tiny
+from tests.workspace import bert, collate, rows, tiny_tokenizer
+
+BATCH = tiny.collate(tiny.samples(6))
+
+
+def settings(**changes: Any) -> Pruning:
+    values = {
+        "kind": "pruning",
+        "steps": 4,
+        "batch_size": 8,
+        "learning_rate": 1e-2,
+        "warmup": 0.0,
+        "weight_decay": 0.0,
+        "score": "first_order",
+        "start": 0.0,
+        "end": 0.0,
+    }
+    if isinstance(remaining := changes.pop("remaining", 0.5), float):
+        remaining = (remaining,)
+    return Pruning(**{**values, **changes, "remaining": remaining})
+
+
+def pruning(model: nn.Module, targets: Sequence[Target], some: Pruning) -> WeightPruning:
+    return WeightPruning(model, targets, some, some.share_at(0.5))
+
+
+def target(name: str, rows: int, columns: int) -> Target:
+    return Target(name=name, out_features=rows, in_features=columns, input_of=name)
+
+
+def single(weight: Tensor, conv1d: bool = False) -> tuple[nn.ModuleDict, list[Target]]:
+    """A model of one target `map` with `weight` `(out, in)` and no bias to speak of."""
+    rows, columns = weight.shape
+    module = Conv1D(rows, columns) if conv1d else nn.Linear(columns, rows)
+    with torch.no_grad():
+        module.weight.copy_(weight.T if conv1d else weight)
+        module.bias.zero_()
+    return nn.ModuleDict({"map": module.requires_grad_(True)}), [target("map", rows, columns)]
+
+
+def scored(rule: WeightPruning, scores: Tensor) -> WeightPruning:
+    """`rule` as if training had given its one target these scores."""
+    rule.load_state({"map": scores})
+    return rule
+
+
+def row_scores(weight: Tensor, scores: Tensor) -> Tensor:
+    rule = scored(pruning(*single(weight), settings(remaining=1.0)), scores)
+    return rule.statistics()["movement"]["map.output"]
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def pruned(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCH, **changes: Any) -> WeightPruning:
+    """The rule after SGD steps on one batch, as the loop calls it."""
+    rule = pruning(model, find_targets(model, BATCH).targets, settings(**changes))
+    optimizer = torch.optim.SGD(model.parameters(), rule.pruning.learning_rate)
+    for step in range(rule.pruning.steps):
+        rule.before_forward(step)
+        model(**batch).loss.backward()
+        rule.after_backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        rule.after_update(step)
+    return rule
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["first_order", "sensitivity"])
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_first_order_scores_of_two_steps_by_hand(conv1d, score):
+    """x = (1, 1), loss ½‖Wx‖², so the gradient of a row is its sum twice; learning rate 0.1.
+
+    Row 0: (1, 2) has gradient 3, then (0.7, 1.7) has 2.4; row 1: (−1, 0.5) has −0.5, then (−0.95, 0.55) has −0.4.
+    """
+    model, targets = single(torch.tensor([[1.0, 2.0], [-1.0, 0.5]]), conv1d)
+    rule = pruning(model, targets, settings(steps=2, start=1.0, score=score))
+    optimizer = torch.optim.SGD([model["map"].weight], 0.1)
+    for step in range(2):
+        (model["map"](torch.ones(1, 2)).square().sum() / 2).backward()
+        rule.after_backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        rule.after_update(step)
+    expected = torch.tensor([[-3 - 1.68, -6 - 4.08], [-0.5 - 0.38, 0.25 + 0.22]])
+    signed = score == "first_order"
+    torch.testing.assert_close(rule.state()["map"], expected if signed else expected.abs())
+    # signed, the two best scores are those of row 1; by magnitude those of row 0: one rank goes with the other row
+    left = torch.tensor([[0, 0], [-0.91, 0.59]]) if signed else torch.tensor([[0.46, 1.46], [0, 0]])
+    torch.testing.assert_close(weight_of(model["map"]), left)
+    assert average_rank(model, targets) == 1
+
+
+def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = without_dropout(bert())
+    with torch.no_grad():
+        model.classifier.weight.mul_(100)  # a norm that the loop clips
+    data = rows().select(range(8))
+    copied = copy.deepcopy(model).train()
+    copied(**tiny_tokenizer().pad(data[:], return_tensors="pt")).loss.backward()
+    assert torch.nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]) > 2
+    rule = pruning(model, bert_targets(model), settings(steps=1))
+    train(model, collate(), data, Path("curve.jsonl"), **rule.pruning.options(), seed=0, rules=[rule])
+    for name, scores in rule.state().items():
+        weight = copied.get_submodule(name).weight
+        torch.testing.assert_close(scores, -weight.grad * weight.detach(), rtol=1e-3, atol=1e-6)
+
+
+def test_zero_order_keeps_the_largest_magnitudes():
+    weight = torch.tensor([[3.0, -5.0, 0.5], [-1.0, 2.0, -4.0]])
+    model, targets = single(weight)
+    rule = pruning(model, targets, settings(steps=1, score="zero_order"))
+    rule.after_backward(0)
+    rule.after_update(0)
+    assert weight_of(model["map"]).tolist() == [[3, -5, 0], [0, 0, -4]]
+    assert rule.state() == {}
+
+
+def test_a_target_that_no_gradient_reaches_scores_zero():
+    model, targets = single(torch.ones(2, 3))
+    rule = pruning(model, targets, settings(steps=1))
+    rule.after_backward(0)
+    rule.after_update(0)
+    assert rule.measures() == {"remaining": 0.5}
+    assert rule.statistics()["movement"]["map.output"].tolist() == [0.5, 0.5]
+
+
+def test_scores_of_half_precision_do_not_round_away():
+    """After a first score of 1 each step adds 2⁻¹⁰, which 1 in bfloat16 does not feel."""
+    model, targets = single(torch.full((1, 2), -1.0))
+    rule = pruning(model.bfloat16(), targets, settings())
+    for step, gradient in enumerate([1.0, *[2.0**-10] * 4]):
+        model["map"].weight.grad = torch.full((1, 2), gradient, dtype=torch.bfloat16)
+        rule.after_backward(step)
+    assert rule.state()["map"].tolist() == [[1 + 4 * 2.0**-10] * 2]
+
+
+def test_padding_does_not_change_scores():
+    rules = [pruned(without_dropout(tiny.bert()).train(), tiny.collate(tiny.samples(6), length)) for length in (0, 20)]
+    for name, scores in rules[0].state().items():
+        torch.testing.assert_close(scores, rules[1].state()[name], rtol=1e-3, atol=1e-5)
+
+
+# --- the projection --------------------------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(1, 6),
+    columns=st.integers(1, 6),
+    distinct=st.integers(1, 9),
+    remaining=st.floats(0.05, 1),
+    seed=st.integers(0, 2**20),
+)
+def test_exactly_the_share_of_the_best_scores_stays(rows, columns, distinct, remaining, seed):
+    """However many scores are equal, in either layout, and the same way every time."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.rand(rows, columns, generator=generator) + 1
+    scores = torch.randint(-distinct, distinct, (rows, columns), generator=generator).float()
+    count = round(remaining * weight.numel())
+    if not count:
+        with pytest.raises(ValueError, match=r"shaping\.remaining"):
+            pruning(*single(weight), settings(remaining=remaining))
+        return
+    left = []
+    for conv1d in (False, True):
+        model, targets = single(weight, conv1d)
+        rule = scored(pruning(model, targets, settings(steps=1, remaining=remaining)), scores)
+        rule.after_update(0)
+        left.append(weight_of(model["map"]))
+    assert torch.equal(left[0], left[1])
+    alive = left[0] != 0
+    assert int(alive.sum()) == count
+    assert torch.equal(left[0][alive], weight[alive])
+    assert alive.all() or scores[alive].min() >= scores[~alive].max()
+
+
+def test_the_share_follows_the_cubic_schedule():
+    """Ten steps, the first 3 of which leave all, the last 2 nothing but v_f; 100 weights, down to 20.
+
+    After update t + 1 of those between: 20 + 80 ((8 − t − 1) / 5)³.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model, targets = single(torch.rand(10, 10, generator=generator) + 1)
+    rule = pruning(model, targets, settings(steps=10, remaining=0.2, start=0.3, end=0.2, score="zero_order"))
+    shares = []
+    for step in range(10):
+        rule.after_update(step)
+        shares.append(rule.measures()["remaining"])
+    assert shares == [1, 1, 1, 0.61, 0.37, 0.25, 0.21, 0.2, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("end", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("start", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_the_final_share_is_exact_whatever_the_schedule(steps, start, end):
+    model, targets = single(torch.arange(1, 31.0).view(5, 6))
+    rule = pruning(model, targets, settings(steps=steps, remaining=0.3, start=start, end=end, score="zero_order"))
+    for step in range(steps):
+        rule.after_update(step)
+    assert rule.measures() == {"remaining": 0.3}
+
+
+def test_a_zeroed_weight_may_come_back():
+    """The mask is discarded: an update revives it, and its score decides."""
+    model, targets = single(torch.tensor([[1.0, 2.0]]))
+    rule = pruning(model, targets, settings(steps=2, end=1.0, score="zero_order"))
+    rule.after_update(0)
+    assert weight_of(model["map"]).tolist() == [[0, 2]]
+    weight_of(model["map"]).copy_(torch.tensor([[3.0, 2.0]]))
+    rule.after_update(1)
+    assert weight_of(model["map"]).tolist() == [[3, 0]]
+
+
+@pytest.mark.parametrize("score", ["first_order", "zero_order"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_target_of_a_family_keeps_its_share_and_nothing_else_is_pruned(family, score):
+    model = tiny.FAMILIES[family]()
+    rule = pruned(model, remaining=0.4, score=score)
+    assert rule.modules
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") in rule.modules:
+            assert int(parameter.count_nonzero()) == round(0.4 * parameter.numel())
+        else:
+            assert parameter.all()
+
+
+def test_a_target_that_is_not_in_the_list_is_not_pruned():
+    model = tiny.bert()
+    first, *others = find_targets(model, BATCH).targets
+    before = {other.name: weight_of(model.get_submodule(other.name)).clone() for other in others}
+    rule = pruning(model, [first], settings(steps=1))
+    model(**BATCH).loss.backward()
+    rule.after_backward(0)
+    rule.after_update(0)
+    assert rule.measures() == {"remaining": 0.5}
+    assert set(rule.state()) == {first.name}
+    assert set(rule.statistics()["movement"]) == {f"{first.name}.output"}
+    assert all(torch.equal(weight_of(model.get_submodule(name)), weight) for name, weight in before.items())
+
+
+def test_emptied_rows_lower_the_rank():
+    """What the method rests on: scores that favour rows leave fewer of them; scattered ones leave all the rank."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 12, generator=generator)
+    by_row = torch.arange(12.0).unsqueeze(1) + torch.rand(12, 12, generator=generator)
+    ranks = []
+    for scores in (by_row, torch.rand(12, 12, generator=generator)):
+        model, targets = single(weight)
+        assert average_rank(model, targets) == 12
+        scored(pruning(model, targets, settings(steps=1)), scores).after_update(0)
+        ranks.append(average_rank(model, targets))
+    assert ranks == [6, 12]
+
+
+def test_the_average_rank_is_over_targets():
+    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(5, 5)})
+    with torch.no_grad():
+        model["b"].weight.copy_(torch.ones(5, 5))
+    assert average_rank(model, [target("a", 3, 4), target("b", 5, 5)]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_adds_no_rank(dtype):
+    """A product of rank 50, computed and stored in a type, has 50 singular values; a drawn matrix has all of them."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(shape, generator=generator).to(dtype) for shape in ((384, 50), (50, 384)))
+    assert numerical_rank(left @ right) == 50
+    assert numerical_rank(torch.randn(48, 384, generator=generator).to(dtype)) == 48
+    assert numerical_rank(torch.zeros(3, 4, dtype=dtype)) == 0
+
+
+@given(st.integers(1, 12), st.integers(0, 2**20), st.floats(1e-30, 1e30))
+def test_the_scale_of_a_weight_decides_no_rank(rank, seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(12, rank, generator=generator), torch.randn(rank, 20, generator=generator)
+    assert numerical_rank(left.double() @ right.double() * scale) == rank
+
+
+def test_empty_rows_are_those_of_a_target():
+    model, targets = single(torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
+    assert empty_rows(model, targets) == 2
+
+
+def test_each_keep_has_the_least_share_that_is_not_below_it():
+    some = settings(remaining=(0.5, 0.25, 0.1))
+    shares = {0.6: 0.5, 0.5: 0.5, 0.33: 0.5, 0.25: 0.25, 0.2: 0.25, 0.1: 0.1, 0.05: 0.1}
+    assert {keep: some.share_at(keep) for keep in shares} == shares
+
+
+def test_what_cannot_prune_is_refused():
+    model, targets = single(torch.ones(2, 3))
+    with pytest.raises(ValidationError, match="steps"):
+        settings(steps=0)
+    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.remaining"):
+        pruning(model, targets, settings(remaining=0.01))
+
+
+# --- statistics
+# --------------------------------------------------------------------------------------------------------
+
+
+def test_row_scores_by_hand():
+    """The 9 belongs to a weight that is zero, and the negative scores count for nothing."""
+    weight = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    scores = torch.tensor([[1.0, 2.0, 9.0], [4.0, -5.0, 1.0]])
+    torch.testing.assert_close(row_scores(weight, scores), torch.tensor([3 / 8, 5 / 8]))
+
+
+def test_an_empty_row_and_a_negative_one_weigh_a_hundredth_of_the_mean():
+    """The mean is 3: (9, 0, 0) becomes (9, 0.03, 0.03), and then a share of 9.06."""
+    weight = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
+    scores = torch.tensor([[4.0, 5.0], [1.0, 2.0], [-3.0, -1.0]])
+    expected = torch.tensor([9, 0.03, 0.03]) / 9.06
+    torch.testing.assert_close(row_scores(weight, scores), expected)
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(2, 3), -torch.ones(2, 3)])
+def test_rows_that_nothing_tells_apart_weigh_the_same(scores):
+    assert row_scores(torch.ones(2, 3), scores).tolist() == [0.5, 0.5]
+
+
+@given(st.integers(1, 7), st.integers(1, 7), st.sampled_from([1e-30, 1.0, 1e20]), st.integers(0, 2**20))
+def test_row_scores_are_positive_and_sum_to_one(rows, columns, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator).clamp(min=0)
+    result = row_scores(weight, scale * torch.randn(rows, columns, generator=generator))
+    assert result.shape == (rows,)
+    assert (result > 0).all()
+    assert float(result.sum()) == pytest.approx(1)
+    assert (1 / result.square()).isfinite().all()
+
+
+def test_zero_order_rows_score_by_their_magnitudes():
+    rule = pruning(*single(torch.tensor([[3.0, -1.0], [0.0, 12.0]])), settings(score="zero_order"))
+    torch.testing.assert_close(rule.statistics()["movement"]["map.output"], torch.tensor([0.25, 0.75]))
+
+
+def test_scores_that_are_not_finite_are_an_error():
+    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.learning_rate"):
+        row_scores(torch.ones(1, 2), torch.tensor([[1.0, torch.nan]]))
+
+
+def test_scores_are_statistics_that_a_weighting_reads(tmp_path):
+    model = tiny.bert()
+    rule = pruned(model)
+    save_statistics(rule.statistics(), tmp_path)
+    loaded = load_statistics(tmp_path)
+    for some in rule.settings.targets:
+        score = rule.statistics()["movement"][f"{some.name}.output"]
+        metrics = weigh(Movement(kind="movement"), some, loaded)
+        assert torch.equal(metrics.left, score.square())
+        assert metrics.right is None
+
+
+@given(st.integers(2, 8), st.integers(2, 8), st.integers(0, 2**20), st.data())
+def test_sparsity_aware_svd_is_the_one_of_the_paper(rows, columns, seed, data):
+    """A = Î⁻¹ U_k Σ_k and B = V_kᵀ of Î W = U Σ Vᵀ, Î = diag(Ŝ): L is Ŝ, not its root (section 4.2)."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    score = torch.rand(rows, generator=generator, dtype=torch.float64) + 0.1
+    rank = data.draw(st.integers(1, min(rows, columns)))
+    u, s, vh = torch.linalg.svd(score.diag() @ weight, full_matrices=False)
+    a, b = (1 / score).diag() @ u[:, :rank] * s[:rank], vh[:rank]
+    decomposition = decompose(weight, ErrorNorm(left=score.square()))
+    left, right = decomposition.truncate(rank)
+    torch.testing.assert_close(left @ right, a @ b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(decomposition.spectrum, s, rtol=1e-6, atol=1e-7)
+    tail = weighted_loss(weight - a @ b, ErrorNorm(left=score.square()))
+    torch.testing.assert_close(tail, s[rank:].square().sum(), rtol=1e-6, atol=1e-9)
+
+
+def test_a_pruned_model_factorizes_without_loss_at_its_rank():
+    """Empty rows, which weigh next to nothing, stay empty and do not break the inverse of Î."""
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight[2:] = 0
+    score = row_scores(weight.float(), torch.rand(6, 8)).double()
+    left, right = decompose(weight, ErrorNorm(left=score.square())).truncate(2)
+    torch.testing.assert_close(left @ right, weight)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Rule):
+    """Death at a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def after_update(self, step: int) -> None:
+        if step == self.step:
+            raise Killed
+
+
+def bert_targets(model: PreTrainedModel) -> tuple[Target, ...]:
+    return find_targets(model, tiny_tokenizer()(["a plot"], return_tensors="pt")).targets
+
+
+def trained(kill: int | None, score: str, left_out: int = 0) -> bytes:
+    """The weights and the scores that training leaves."""
+    model = bert()
+    rule = pruning(model, bert_targets(model)[left_out:], settings(steps=6, score=score))
+    data, curve = rows(), Path("curve.jsonl")
+    train(model, collate(), data, curve, **rule.pruning.options(), seed=0, rules=[rule, Kill(kill)])
+    assert rule.measures()["remaining"] == pytest.approx(0.5, abs=1e-3)
+    return save(dict(model.state_dict())) + save(dict(rule.statistics()["movement"]))
+
+
+@pytest.mark.parametrize("score", ["first_order", "zero_order"])
+def test_a_killed_pruning_goes_on_to_the_same_bytes(score, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SECONDS, "0")
+    whole = trained(None, score)
+    with pytest.raises(Killed):
+        trained(3, score)
+    capsys.readouterr()
+    assert trained(None, score) == whole
+    assert "goes on from step" in capsys.readouterr().out
+
+
+def test_other_targets_do_not_go_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SECONDS, "0")
+    with pytest.raises(Killed):
+        trained(3, "first_order")
+    trained(None, "first_order", left_out=1)
+    assert "goes on from step" not in capsys.readouterr().out

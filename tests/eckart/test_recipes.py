@@ -1,0 +1,60 @@
+"""The studies of this repository: each validates, and those that take a hub start and say so where there is none."""
+
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+
+from tasks.artifacts.metrics import BY_KIND, METRICS
+from tasks.extract import extract
+from tasks.multi_seed.study_file import load
+from tasks.runtime.stage_runner import StageError
+from tests.workspace import REPOSITORY, write_params
+
+STUDIES = sorted(REPOSITORY.glob("studies/*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_it_validates(file: Path) -> None:
+    for study in load(file):
+        assert study.metric in BY_KIND[study.params["data"]["task"]]
+
+
+def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:
+    studies = load(REPOSITORY / "studies/bert-glue.yaml")
+    assert {study.task: study.metric for study in studies} == {
+        **dict.fromkeys(("sst2", "mnli", "qnli", "rte", "wnli"), "accuracy"),
+        **dict.fromkeys(("mrpc", "qqp"), "f1"),
+        "cola": "matthews",
+        "stsb": "pearson",
+    }
+    alone = [study.task for study in studies if study.params["data"]["columns"]["text_pair"] is None]
+    assert alone == ["cola", "sst2"]
+    assert all(METRICS[study.metric].bounded for study in studies)  # so that their mean is printed
+
+
+def test_every_command_beside_a_papers_table_has_its_tasks() -> None:
+    text = (REPOSITORY / "docs/papers.md").read_text()
+    commands = re.findall(r"`([\w-]+)((?: --task [\w-]+)+)`", text)
+    assert len(commands) > 20
+    for file in {file for file, _ in commands}:
+        there = {study.task for study in load(REPOSITORY / f"studies/{file}.yaml")}
+        assert {task for other, tasks in commands if other == file for task in tasks.split()[1::2]} <= there
+
+
+@pytest.mark.parametrize("name", ["bert-glue", "pythia-wikitext", "llama-7b"])
+def test_it_starts_and_without_a_hub_it_says_so(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load(REPOSITORY / f"studies/{name}.yaml")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_params(tmp_path, study.content(0))
+    with pytest.raises(StageError, match=study.params["data"]["source"]):
+        extract()

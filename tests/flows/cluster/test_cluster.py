@@ -1,0 +1,572 @@
+"""Stages on workers: what goes between workspaces, what is refused, who dies, and a tiny study on two workers."""
+
+import csv
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+from unittest.mock import Mock
+
+import dask
+import httpx
+import psutil
+import pytest
+from distributed import LocalCluster
+from mlflow import MlflowClient
+from prefect import allow_failure
+from ruamel.yaml import YAML
+
+from flows.cluster import dask_runner
+from flows.engine import cached_objects, dvc_transport, stage_processes
+from flows.engine import stages as engine
+from flows.engine.dvc_transport import NotTheSame, TransportFailed
+from flows.engine.run_options import Options, OptionsError
+from flows.engine.stages import Planned
+from flows.study import _run_all
+from flows.workspace import worktrees
+from tests.flows.forked import Command
+from tests.flows.servers import until
+from tests.flows.toy import BARE, ENVIRONMENT, PARAMS, PIPELINE, Study, call, ran, tiny_repository, toy_workspace
+
+ROOT = Path(__file__).parents[3]
+Enter = Callable[[Path], None]
+FOLDERS = """\
+stages:
+  many:
+    cmd: echo many >> ran.log && mkdir many && cp raw.txt many/one && seq 9 > many/two
+    deps: [raw.txt]
+    outs: [many]
+  one:
+    cmd: echo one >> ran.log && cp many/one one.txt
+    deps: [many/one]
+    outs: [one.txt]
+"""
+
+
+def commit(root: Path) -> None:
+    call(root, "git", "add", "-A")
+    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+
+
+def stages(root: Path) -> dict[str, Any]:
+    """What dvc.lock says of each stage."""
+    content: dict[str, Any] = YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"]
+    return content
+
+
+def run(one: Planned) -> engine.Outcome:
+    return engine.run(one, lambda command: stage_processes.run(command, Path.cwd(), print, {}))
+
+
+def plan() -> dict[str, Planned]:
+    return {one.name: one for one in engine.plan()}
+
+
+@pytest.fixture
+def enter(monkeypatch: pytest.MonkeyPatch) -> Enter:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return monkeypatch.chdir
+
+
+@pytest.fixture
+def pair(tmp_path: Path, enter: Enter) -> tuple[Path, Path]:
+    """Two workspaces that share a remote and nothing else; the first is entered."""
+    both = toy_workspace(tmp_path / "here"), toy_workspace(tmp_path / "there")
+    for root in both:
+        call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "remote"))
+    enter(both[0])
+    return both
+
+
+class TestBetweenWorkspaces:
+    def test_a_stage_run_there_is_recorded_as_one_run_here(self, pair: tuple[Path, Path], enter: Enter) -> None:
+        here, there = pair
+        run(plan()["source"])
+        dvc_transport.publish(["source"])
+        order = dvc_transport.order(plan()["work@a"])
+        assert str(here) not in repr(order)
+        enter(there)
+        assert run(dvc_transport.accept(order)).status == "Executed"
+        entry = dvc_transport.publish(["work@a"])["work@a"]
+        assert ran(there) == ["work@a"]
+        enter(here)
+        outcome = engine.run(plan()["work@a"], lambda command: dvc_transport.fetch(order, entry) or 0.0)
+        assert ran(here) == ["source"]
+        assert (here / "out/a").read_bytes() == (there / "out/a").read_bytes()
+        assert stages(here)["work@a"] == stages(there)["work@a"]
+        assert json.loads(call(here, "dvc", "status", "--json", "work@a")) == {}
+        (here / "out/a").unlink()
+        assert run(plan()["work@a"]) == replace(outcome, status="Restored")
+
+    def test_only_what_is_read_and_missing_is_pulled(self, pair: tuple[Path, Path], enter: Enter) -> None:
+        here, there = pair
+        for root in pair:
+            (root / "dvc.yaml").write_text(FOLDERS)
+        run(plan()["many"])
+        dvc_transport.publish(["many"])
+        order = dvc_transport.order(plan()["one"])
+        enter(there)
+        dvc_transport.accept(order)
+        assert [path.name for path in (there / "many").iterdir()] == ["one"]
+        (there / "many/one").write_text("stale\n")
+        run(dvc_transport.accept(order))
+        assert (there / "one.txt").read_bytes() == (here / "raw.txt").read_bytes()
+
+    def test_data_that_were_handed_to_dvc_are_pulled_and_others_are_named(
+        self, pair: tuple[Path, Path], enter: Enter
+    ) -> None:
+        here, there = pair
+        order = dvc_transport.order(plan()["source"])
+        enter(there)
+        (there / "raw.txt").unlink()
+        with pytest.raises(NotTheSame, match=rf"^{there} .*\braw\.txt\b"):
+            dvc_transport.accept(order)
+        call(here, "dvc", "add", "-q", "raw.txt")
+        call(here, "dvc", "push", "-q", "raw.txt")
+        shutil.copy(here / "raw.txt.dvc", there)
+        assert run(dvc_transport.accept(order)).status == "Executed"
+        assert (there / "raw.txt").read_bytes() == (here / "raw.txt").read_bytes()
+
+    def test_what_changed_here_meanwhile_is_not_recorded(self, pair: tuple[Path, Path]) -> None:
+        here, _ = pair
+        run(plan()["source"])
+        entry = dvc_transport.publish(["source"])["source"]
+        order = dvc_transport.order(plan()["source"])
+        (here / "source.txt").unlink()
+        (here / "raw.txt").write_text("other\n")
+        with pytest.raises(engine.StageChanged, match=r"raw\.txt\b.*\bsource\b"):
+            engine.run(plan()["source"], lambda command: dvc_transport.fetch(order, entry))
+        assert "source" in json.loads(call(here, "dvc", "status", "--json"))
+
+    @pytest.mark.parametrize("edited", ["parameters", "a file that it reads"])
+    def test_what_a_worker_made_from_something_else_is_not_adopted(self, pair: tuple[Path, Path], edited: str) -> None:
+        here, _ = pair
+        run(plan()["source"])
+        run(plan()["work@a"])
+        order, entry = dvc_transport.order(plan()["work@a"]), dvc_transport.publish(["work@a"])["work@a"]
+        dvc_transport.fetch(order, entry)
+        before = (here / "dvc.lock").read_bytes()
+        if edited == "parameters":
+            entry["params"]["params.yaml"]["gain.a"] = 9
+        else:
+            entry["deps"][0]["md5"] = "0" * 32
+        with pytest.raises(NotTheSame, match="work@a"):
+            dvc_transport.fetch(order, entry)
+        assert (here / "dvc.lock").read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("file", "content", "named"),
+        [
+            ("params.yaml", PARAMS.replace("a: 1", "a: 2"), "params.yaml"),
+            ("raw.txt", "other\n", "raw.txt"),
+            ("dvc.yaml", PIPELINE.replace("cp raw.txt", "cp -f raw.txt"), "dvc.yaml"),
+            ("dvc.yaml", PIPELINE.replace("source:\n", "origin:\n"), "source"),
+        ],
+    )
+    def test_another_workspace_is_refused_by_what_differs(
+        self, pair: tuple[Path, Path], enter: Enter, file: str, content: str, named: str
+    ) -> None:
+        _, there = pair
+        run(plan()["source"])
+        dvc_transport.publish(["source"])
+        order = dvc_transport.order(plan()["work@a" if file == "params.yaml" else "source"])
+        enter(there)
+        (there / file).write_text(content)
+        with pytest.raises(NotTheSame, match=rf"^{there} .*\b{named}\b"):
+            dvc_transport.accept(order)
+        assert ran(there) == []
+
+    def test_a_parameter_that_the_stage_does_not_read_may_differ(self, pair: tuple[Path, Path], enter: Enter) -> None:
+        _, there = pair
+        order = dvc_transport.order(plan()["source"])
+        enter(there)
+        (there / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
+        assert run(dvc_transport.accept(order)).status == "Executed"
+
+    def test_a_remote_that_lacks_an_object_is_named(self, pair: tuple[Path, Path], enter: Enter) -> None:
+        _, there = pair
+        run(plan()["source"])
+        order = dvc_transport.order(plan()["work@a"])
+        enter(there)
+        with pytest.raises(TransportFailed, match="work@a"):
+            dvc_transport.accept(order)
+
+    @pytest.mark.parametrize("where", ["cache", "remote"])
+    def test_a_corrupt_object_is_fetched_again_or_named(
+        self, pair: tuple[Path, Path], enter: Enter, tmp_path: Path, where: str
+    ) -> None:
+        here, there = pair
+        run(plan()["source"])
+        dvc_transport.publish(["source"])
+        order = dvc_transport.order(plan()["work@a"])
+        enter(there)
+        if where == "cache":
+            dvc_transport.accept(order)
+            (there / "source.txt").unlink()
+        root = {"cache": there / ".dvc/cache", "remote": tmp_path / "remote"}[where]
+        spoiled = cached_objects.object_path(root, cached_objects.measured(here / "source.txt")[""])
+        spoiled.chmod(0o644)
+        spoiled.write_text("rax\n")
+        spoiled.chmod(0o444)  # which DVC takes for whole
+        if where == "cache":
+            dvc_transport.accept(order)
+            assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()
+        else:
+            with pytest.raises(TransportFailed, match=spoiled.name):
+                dvc_transport.accept(order)
+            assert not (there / "source.txt").exists()
+
+    def test_a_workspace_without_a_remote_is_told_how_to_get_one(self, tmp_path: Path, enter: Enter) -> None:
+        enter(toy_workspace(tmp_path / "alone"))
+        with pytest.raises(TransportFailed, match="dvc remote add --default NAME URL"):
+            dvc_transport.check_remote()
+
+
+def planned(name: str, *upstream: str, alone: bool = False) -> Planned:
+    return Planned(name, upstream, alone, (), (), definition="", twin=None, cached=None)
+
+
+def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_others_that_measure() -> None:
+    """Even where one of those fails. What a stage reads from must succeed."""
+    plan = (
+        planned("a"),
+        planned("time@a", "a", alone=True),
+        planned("b", "a"),
+        planned("time@b", "b", alone=True),
+        planned("table", "time@a", "time@b"),
+    )
+    needs: dict[str, set[str]] = {}
+    follows: dict[str, set[str]] = {}
+
+    def submit(one: Planned, wait_for: list[Any]) -> Mock:
+        needs[one.name] = {wait.stage for wait in wait_for if not isinstance(wait, allow_failure)}
+        follows[one.name] = {wait.value.stage for wait in wait_for if isinstance(wait, allow_failure)}
+        return Mock(stage=one.name)
+
+    _run_all(plan, submit)
+    assert needs == {one.name: set(one.upstream) for one in plan}
+    assert follows["time@a"] == {"a", "b"}
+    assert follows["time@b"] == {"a", "b", "time@a"}
+    assert not follows["a"] | follows["b"] | follows["table"]
+
+
+def test_a_stage_that_reads_what_many_write_into_one_folder_stays_here() -> None:
+    made = replace(planned("a"), writes=("/w/out/a", "/w/whole"))
+    for reads, gathers in {("/w/out",): True, ("/w/out/a", "/w/whole/part"): False}.items():
+        assert dask_runner._gathers(replace(planned("b", "a"), reads=reads), {"a": made}) is gathers
+
+
+class TestRefusals:
+    def test_without_dask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dask_runner, "find_spec", lambda name: None)
+        with pytest.raises(dask_runner.ClusterError, match=r"pip install '\.\[cluster\]'"):
+            dask_runner.require()
+
+    def test_a_scheduler_that_would_not_be_used(self) -> None:
+        with pytest.raises(OptionsError):
+            Options(scheduler="tcp://127.0.0.1:1")
+
+    def test_a_scheduler_that_is_not_there(self, pair: tuple[Path, Path]) -> None:
+        with (
+            dask.config.set({"distributed.comm.timeouts.connect": "1s"}),
+            pytest.raises(dask_runner.ClusterError, match=r"tcp://127\.0\.0\.1:1\b.*`dask scheduler`"),
+            dask_runner.workers([], "tcp://127.0.0.1:1", 1, None),
+        ):
+            pass
+
+    def test_edited_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root = toy_workspace(tmp_path / "edited")
+        commit(root)
+        monkeypatch.chdir(root)
+        (root / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 2"))
+        worktrees.check_code()
+        (root / "dvc.yaml").write_text(PIPELINE + "# edited\n")
+        with pytest.raises(worktrees.WorkspaceError, match=r"^[^\n]*\n  dvc\.yaml$"):
+            worktrees.check_code()
+
+    def test_a_worker_that_is_in_no_workspace(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        done = subprocess.run(
+            [sys.executable, "-m", "flows", "worker", "tcp://127.0.0.1:1"], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"{tmp_path} ")
+
+
+DRIVER = """\
+import json, sys
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from flows import cluster
+from flows.engine import stage_processes
+from flows.engine import stages as engine
+from tasks.artifacts.errors import EckartError
+
+def run(one):
+    if any(jobs[name].result()[0] == "Failed" for name in one.upstream):
+        return ["Failed", "waits"]
+    try:
+        outcome = engine.run(one, partial(workers.execute, one, log=print))
+    except EckartError as error:
+        return ["Failed", str(error)]
+    return [outcome.status, outcome.place]
+
+for line in sys.stdin:
+    planned, jobs = engine.plan(), {}
+    running = cluster.workers(planned, *json.loads(line))
+    with stage_processes.reaping(), running as workers, ThreadPoolExecutor() as pool:
+        print("READY", flush=True)
+        sys.stdin.readline()
+        for one in sorted(planned, key=lambda one: one.alone):
+            if one.alone:
+                wait(jobs.values())
+            jobs[one.name] = pool.submit(run, one)
+    print("STATES", json.dumps({name: job.result() for name, job in jobs.items()}), flush=True)
+"""
+TRIAL = """\
+mkdir -p out && echo $2 > out/$2.jsonl && echo a line
+case $2 in
+a) test -e $1/hung || { echo $DVC_ROOT > $1/hung; sleep 300; } ;;
+b) test -e $1/mended || { echo the cause; exit 1; } ;;
+esac
+"""
+
+
+class Driver:
+    """A process that runs the toy pipeline on workers whenever it is asked to."""
+
+    def __init__(self, root: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER],
+            cwd=root,
+            env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.seen: set[psutil.Process] = set()
+
+    def ready(self, scheduler: str | None = None) -> None:
+        """Have it make its plan, and find two workers or the scheduler's."""
+        self._tell(json.dumps([scheduler, 2, None]))
+        self._said("READY")
+
+    def begin(self) -> None:
+        self._tell("")
+
+    def states(self) -> dict[str, list[str]]:
+        """Once it has run: stage → how that ended, and where or why."""
+        found: dict[str, list[str]] = json.loads(self._said("STATES "))
+        return found
+
+    def _tell(self, line: str) -> None:
+        stdin: IO[str] | None = self.process.stdin
+        assert stdin
+        stdin.write(f"{line}\n")
+        stdin.flush()
+
+    def _said(self, start: str) -> str:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line.removeprefix(start)
+        raise AssertionError("the driver ended")
+
+    def family(self) -> list[psutil.Process]:
+        """All that this process started and that lives, the newest last."""
+        if self.process.poll() is None:
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return sorted(filter(psutil.Process.is_running, self.seen), key=psutil.Process.create_time)
+
+    def worker(self, folder: Path) -> psutil.Process:
+        (found,) = [one for one in self.family() if "worker" in one.cmdline() and one.cwd() == str(folder)]
+        return found
+
+    def end(self) -> None:
+        for one in reversed(self.family()):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    root = toy_workspace(tmp_path / "toy")
+    (tmp_path / "trial").write_text(TRIAL)
+    pipeline = PIPELINE.replace("mkdir -p out", f"sh {tmp_path}/trial {tmp_path} ${{item.item}}")
+    (root / "dvc.yaml").write_text(
+        pipeline.replace('["out/${item.item}"]', '["out/${item.item}", "out/${item.item}.jsonl"]')
+    )
+    (root / ".gitignore").write_text("/out\n/workspaces\nran.log\n")
+    # Relative to .dvc, as in the repository.
+    call(root, "dvc", "remote", "add", "--default", "storage", "../../storage")
+    commit(root)
+    driver = Driver(root)
+    yield driver
+    driver.end()
+
+
+def test_a_killed_worker_a_failing_stage_and_a_killed_run(driver: Driver, tmp_path: Path) -> None:
+    """Another worker takes over, siblings finish, the rerun does the rest; and no worker outlives its run."""
+    root = tmp_path / "toy"
+    driver.ready()
+    driver.begin()
+    until((tmp_path / "hung").exists)
+    until((root / "out/a.jsonl").exists)  # a curve grows here while it grows there
+    folder = Path((tmp_path / "hung").read_text().strip())
+    killed = driver.worker(folder)
+    stage = killed.children(recursive=True)
+    killed.send_signal(signal.SIGKILL)
+    for one in stage:
+        with suppress(psutil.NoSuchProcess):  # its supervisor was sooner
+            one.kill()
+    first = driver.states()
+    assert {name: state for name, (state, _) in first.items()} == {
+        "source": "Executed",
+        "work@a": "Executed",
+        "work@b": "Failed",
+        "total": "Failed",
+    }
+    assert first["work@b"][1].endswith("the cause")
+    assert str(folder) not in first["work@a"][1]
+    (tmp_path / "mended").touch()
+    driver.ready()
+    driver.begin()
+    second = driver.states()
+    assert {name: state for name, (state, _) in second.items()} == {
+        "source": "Cached",
+        "work@a": "Cached",
+        "work@b": "Executed",
+        "total": "Executed",
+    }
+    assert second["total"][1] == ""  # it ran here
+    assert json.loads(call(root, "dvc", "status", "--json")) == {}
+    call(alone := clone(root, tmp_path / "alone"), "dvc", "repro")
+    assert outs(root) == outs(alone)
+
+    (tmp_path / "hung").unlink()
+    (root / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 5"))
+    driver.ready()
+    driver.begin()
+    until((tmp_path / "hung").exists)
+    workers = [one for one in driver.family() if "worker" in one.cmdline()]
+    assert len(workers) == 2
+    for one in (psutil.Process(driver.process.pid), *workers):
+        shows_nothing(one)
+    driver.process.kill()
+    until(lambda: not any(one.is_running() for one in workers))
+    assert outs(root) == outs(alone)
+
+
+def shows_nothing(process: psutil.Process) -> None:
+    """It listens at loopback alone, and there to its own: Dask's pages of its state are gone."""
+    places = [one.laddr for one in process.net_connections(kind="inet") if one.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in places} == {"127.0.0.1"}
+    for place, page in itertools.product(places, ("health", "metrics", "info/main/workers.html", "status")):
+        with suppress(httpx.TransportError):  # TLS
+            assert httpx.get(f"http://127.0.0.1:{place.port}/{page}").status_code == 404
+
+
+def test_two_flows_with_one_scheduler_send_no_stage_twice(tmp_path: Path) -> None:
+    """Both have made their plan before either begins, and a stage takes longer than beginning.
+
+    What gathers the results of others goes to no worker.
+    """
+    root = toy_workspace(tmp_path / "toy")
+    (root / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 2 && cp raw.txt"))
+    (root / ".gitignore").write_text("/out\n/workspaces\nran.log\n")
+    call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "storage"))
+    commit(root)
+    clones = [clone(root, tmp_path / f"worker-{number}") for number in range(2)]
+    with LocalCluster(n_workers=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler:
+        address = scheduler.scheduler_address
+        command = [sys.executable, "-m", "flows", "worker", address]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        workers = [subprocess.Popen(command, cwd=folder, env=environment) for folder in clones]
+        flows = [Driver(root) for _ in range(2)]
+        try:
+            for flow in flows:
+                flow.ready(address)
+            until(lambda: len(scheduler.scheduler.workers) == 2)
+            for flow in flows:
+                flow.begin()
+            both = [flow.states() for flow in flows]
+        finally:
+            for flow in flows:
+                flow.end()
+            for process in workers:
+                process.terminate()
+                process.wait()
+    assert ran(root) == ["total"]
+    there = [ran(folder) for folder in clones]
+    assert sorted(["total", *itertools.chain(*there)]) == sorted(both[0])
+    for name in both[0]:
+        assert sorted(states[name][0] for states in both) == ["Cached", "Executed"]
+
+
+def clone(root: Path, folder: Path) -> Path:
+    call(root, "git", "clone", "-q", str(root), str(folder))
+    shutil.copy(root / "raw.txt", folder)
+    return folder
+
+
+def outs(root: Path) -> dict[str, Any]:
+    return {name: stage["outs"] for name, stage in stages(root).items()}
+
+
+def test_a_tiny_study_on_two_workers(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
+    """Every stage that reads what others write runs here, all others with a worker; what is left is as after a run on
+    one machine."""
+    root = tiny_repository(tmp_path / "study", study={"recipes": ["kfac"]})
+    shutil.copy(study.database, root)
+    call(root, "dvc", "remote", "add", "--default", "storage", str(tmp_path / "remote"))
+    commit(root)
+    code, printed = Command(root, BARE | prefect, "run", "--task-runner", "dask", "--workers", "2").end()
+    assert code == 0, printed
+    assert json.loads(call(root, "dvc", "status", "--json")) == {}
+    assert call(root, "git", "status", "--porcelain").split() == ["??", "dvc.lock"]
+
+    ended = [line for line in printed.splitlines() if "Finished in state Executed" in line]
+    elsewhere = {line.split("'")[1] for line in ended if f"{root}/workspaces/worker-" in line}
+    here = {"check", "benchmark", "compare"}
+    assert elsewhere == set(stages(root)) - here
+    assert len(ended) == len(elsewhere) + len(here)
+    assert "Task run 'finetune@kfac-0.5' - step 2/2  loss" in printed
+    assert all((root / f"workspaces/worker-{number}/.dvc/cache/files").is_dir() for number in range(2))
+    see_mlflow(root)
+
+    expected, found = stages(study.root), stages(root)
+    assert set(found) == {name for name in expected if not name.endswith("@svd-0.5") and not name.startswith("export@")}
+    for name in set(found) - {"benchmark", "compare", "export_dense"}:  # there a candidate is exported, here none
+        assert found[name]["outs"] == expected[name]["outs"], name
+    assert rows(root) == [row for row in rows(study.root) if row["recipe"] != "svd"]
+
+
+def see_mlflow(root: Path) -> None:
+    """The candidate's run is there, with the curve that was made elsewhere."""
+    client = MlflowClient(f"sqlite:///{root / 'mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = {run.info.run_name: run for run in client.search_runs(experiments)}
+    child = runs["kfac-0.5"]
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}
+    assert "eckart.backfilled" not in child.data.tags
+    curve = [json.loads(line) for line in (root / "reports/finetune/kfac-0.5.jsonl").read_text().splitlines()]
+    logged = client.get_metric_history(child.info.run_id, "loss")
+    assert [(point.step, point.value) for point in logged] == [(point["step"], point["loss"]) for point in curve]
+
+
+def rows(root: Path) -> list[dict[str, str]]:
+    """The comparison, but for what is measured in seconds."""
+    with (root / "reports/comparison.csv").open() as file:
+        return [
+            {name: value for name, value in row.items() if not name.startswith("speedup")}
+            for row in csv.DictReader(file)
+        ]

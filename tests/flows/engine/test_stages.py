@@ -1,0 +1,672 @@
+"""The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
+
+import itertools
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from ruamel.yaml import YAML
+
+from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
+from flows.engine import stages as engine
+from tasks.artifacts.errors import EckartError
+from tests.flows import forked
+from tests.flows.servers import until
+from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
+from tests.workspace import REPOSITORY
+
+ALL = ["source", "total", "work@a", "work@b"]
+
+
+def execute(root: Path):
+    return lambda command: stage_processes.run(command, root, print, {})
+
+
+def run_all(root: Path) -> dict[str, str]:
+    """Every stage in turn: name → status."""
+    return {one.name: engine.run(one, execute(root)).status for one in engine.plan()}
+
+
+def planned(name: str, **changes: bool) -> engine.Planned:
+    """One stage of the plan."""
+    (one,) = [one for one in engine.plan() if one.name == name]
+    return replace(one, **changes)
+
+
+def entries(root: Path) -> dict[str, object]:
+    """What dvc.lock says of each stage; the order of stages in it is the order in which they ended."""
+    return YAML(typ="safe").load((root / "dvc.lock").read_text())["stages"]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    root = toy_workspace(tmp_path / "workspace")
+    monkeypatch.chdir(root)
+    return root
+
+
+def test_plan_is_the_graph_of_dvc(workspace: Path) -> None:
+    stages = {one.name: one for one in engine.plan()}
+    assert set(stages["total"].upstream) == {"work@a", "work@b"}
+    assert stages["work@a"].upstream == ("source",)
+    assert [name for name, one in stages.items() if one.alone] == ["total"]
+    assert list(stages).index("source") < list(stages).index("work@a") < list(stages).index("total")
+
+
+def test_engine_writes_the_lock_file_that_dvc_repro_writes(workspace: Path, tmp_path: Path) -> None:
+    run_all(workspace)
+    other = toy_workspace(tmp_path / "by-hand")
+    call(other, "dvc", "repro")
+    for stage in ALL:
+        assert entries(workspace)[stage] == entries(other)[stage]
+
+
+AWKWARD = """\
+items: [a, b]
+gain:
+  a: {long: "WORDS", nil: null, empty: [], "on": "off", tiny: 1.0e-5, lines: "a: b # c\\n\\nd"}
+  b: {one: [1, 2], other: [1, 2]}
+"""
+AWKWARD = AWKWARD.replace("WORDS", "many words " * 20)
+TWICE = AWKWARD.replace("one: [1, 2]", "one: &same [3]").replace("other: [1, 2]", "other: *same ")
+
+
+def test_an_entry_is_written_in_the_bytes_of_dvc(workspace: Path) -> None:
+    """First, in between and last, and where a person has changed the layout or the same list stands twice."""
+    file = workspace / "dvc.lock"
+
+    def after(params: str) -> str:
+        (workspace / "params.yaml").write_text(params)
+        run_all(workspace)
+        return file.read_text()
+
+    found = [after(params) for params in (PARAMS, AWKWARD, TWICE)]
+    assert "&id001" in found[-1]
+    other = [f"# by hand\n{found[0]}", found[0].rstrip("\n"), f"{found[0]}datasets: []\n"]
+    for params in (PARAMS, AWKWARD, TWICE):
+        after(params)
+        with locks.repository() as repo:
+            for stage, before in itertools.product(repo.index.stages, ["", *found, *other]):
+                file.write_text(before)
+                stage.dump(update_pipeline=False)
+                expected = file.read_bytes()
+                file.write_text(before)
+                lock_file.write(stage)
+                assert file.read_bytes() == expected
+
+
+def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:
+    assert set(run_all(workspace).values()) == {"Executed"}
+    assert ran(workspace) == ALL
+    assert stale(workspace) == []
+    call(workspace, "dvc", "repro")
+    assert ran(workspace) == []
+    (workspace / "raw.txt").write_text("other\n")
+    call(workspace, "dvc", "repro")
+    assert ran(workspace) == ALL
+    assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_a_parameter_makes_stale_what_dvc_says_and_its_return_restores(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 3"))
+    assert stale(workspace) == ["work@b"]
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Executed", "total": "Executed"}
+    (workspace / "params.yaml").write_text(PARAMS)
+    assert run_all(workspace) == {"source": "Cached", "work@a": "Cached", "work@b": "Restored", "total": "Restored"}
+    assert ran(workspace) == ["total", "work@b"]
+    assert stale(workspace) == []
+
+
+def test_a_lost_output_is_restored_and_a_damaged_one_replaced(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "out" / "a").unlink()
+    (workspace / "total.txt").write_text("damaged\n")
+    statuses = run_all(workspace)
+    assert (statuses["work@a"], statuses["total"]) == ("Restored", "Restored")
+    assert ran(workspace) == []
+    assert stale(workspace) == []
+
+
+def test_a_new_matrix_item_runs_only_what_is_new(workspace: Path) -> None:
+    run_all(workspace)
+    ran(workspace)
+    (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 2, c: 3").replace("[a, b]", "[a, b, c]"))
+    run_all(workspace)
+    assert ran(workspace) == ["total", "work@c"]
+
+
+CANDIDATES = """\
+vars: [params.yaml]
+stages:
+  search:
+    matrix: {recipe: "${study.recipes}", keep: "${study.keeps}"}
+    cmd: python toy.py --recipe ${item.recipe} --keep ${item.keep}
+    deps: [raw.txt]
+    params: ["recipes.${item.recipe}.ranks"]
+    outs: ["ranks/${item.recipe}-${item.keep}"]
+  finetune:
+    matrix: {recipe: "${study.recipes}", keep: "${study.keeps}"}
+    cmd: python toy.py --recipe ${item.recipe} --keep ${item.keep} --of ranks/${item.recipe}-${item.keep}
+    deps: ["ranks/${item.recipe}-${item.keep}"]
+    params: ["recipes.${item.recipe}.recovery"]
+    outs: ["tuned/${item.recipe}-${item.keep}"]
+"""
+"""Two stages of a candidate, of which the second alone reads how it recovers."""
+TOY = """\
+import pathlib, sys
+import ruamel.yaml
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+part, folder = ("recovery", "tuned") if "--of" in words else ("ranks", "ranks")
+read = ruamel.yaml.YAML(typ="safe").load(pathlib.Path("params.yaml"))["recipes"][words["--recipe"]][part]
+out = pathlib.Path(folder, words["--recipe"] + "-" + words["--keep"])
+out.mkdir(parents=True)
+(out / "is").write_text(f"{read} {words['--keep']} {pathlib.Path('raw.txt').read_text()}")
+print(out, file=open("ran.log", "a"))
+"""
+
+
+class TestTwins:
+    """Recipes that differ only in what a later stage reads have the earlier ones in common."""
+
+    @pytest.fixture
+    def candidates(self, workspace: Path) -> Path:
+        (workspace / "dvc.yaml").write_text(CANDIDATES)
+        (workspace / "toy.py").write_text(TOY)
+        self.write(workspace, one={"ranks": 1, "recovery": 1}, two={"ranks": 1, "recovery": 2})
+        return workspace
+
+    @staticmethod
+    def write(root: Path, **recipes: dict[str, int]) -> None:
+        content = {"study": {"recipes": list(recipes), "keeps": [0.5, 0.25]}, "recipes": recipes}
+        (root / "params.yaml").write_text(json.dumps(content))
+
+    def test_what_is_common_runs_once_and_is_what_dvc_repro_makes(self, candidates: Path, tmp_path: Path) -> None:
+        statuses = run_all(candidates)
+        assert Counter(statuses.values()) == {"Executed": 6, "Restored": 2}
+        assert all(one.cached and one.cached.seconds for one in engine.plan())  # of a twin what the other took
+        made = ran(candidates)
+        assert sum(name.startswith("ranks/") for name in made) == 2
+        assert sum(name.startswith("tuned/") for name in made) == 4
+        assert stale(candidates) == []
+        by_hand = Path(shutil.copytree(candidates, tmp_path / "by-hand"))
+        call(by_hand, "dvc", "repro", "--force", "--no-run-cache")
+        assert len(ran(by_hand)) == 8
+        assert entries(by_hand) == entries(candidates)
+
+    @pytest.mark.parametrize("new", ["a", "z"])
+    def test_a_new_recipe_takes_what_is_there(self, candidates: Path, new: str) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1})
+        run_all(candidates)
+        ran(candidates)
+        self.write(candidates, **{"one": {"ranks": 1, "recovery": 1}, new: {"ranks": 1, "recovery": 2}})
+        run_all(candidates)
+        assert ran(candidates) == [f"tuned/{new}-0.25", f"tuned/{new}-0.5"]
+
+    def test_a_recipe_of_another_name_takes_what_is_in_the_cache(self, candidates: Path) -> None:
+        """It was renamed, or another study had it, in a workspace with the same cache."""
+        self.write(candidates, one={"ranks": 1, "recovery": 2})
+        first = run_all(candidates)
+        ran(candidates)
+        self.write(candidates, other={"ranks": 1, "recovery": 2})
+        assert set(run_all(candidates).values()) == {"Restored"}
+        assert ran(candidates) == []
+        assert stale(candidates) == []
+        shutil.rmtree(candidates / ".dvc/cache/files")
+        shutil.rmtree(candidates / "tuned")
+        shutil.rmtree(candidates / "ranks")
+        self.write(candidates, third={"ranks": 1, "recovery": 2})
+        assert set(run_all(candidates).values()) == {"Executed"}
+        assert len(first) == len(ran(candidates))
+
+    def test_other_parameters_are_no_twin_s(self, candidates: Path) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
+        assert set(run_all(candidates).values()) == {"Executed"}
+
+    def test_what_begins_otherwise_has_no_twin_later(self, candidates: Path) -> None:
+        self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
+        assert {one.twin for one in engine.plan()} == {None}
+
+    def test_a_corrupt_twin_is_none_and_leaves_nothing(self, candidates: Path) -> None:
+        run_all(candidates)
+        second = next(one for one in engine.plan() if one.twin)
+        shutil.rmtree(candidates / ".dvc/cache/runs")
+        shutil.rmtree(Path(second.writes[0]))
+        written = second.cached.outs.values() if second.cached else ()
+        listing = cached_objects.files(engine.cache_dir(), next(iter(written)))
+        damaged = cached_objects.object_path(engine.cache_dir(), listing["is"])
+        damaged.chmod(0o644)
+        damaged.write_text("corrupt")
+        damaged.chmod(0o444)
+        ran(candidates)
+        assert engine.run(replace(second, cached=None), execute(candidates)).status == "Executed"
+        assert ran(candidates) == [str(Path(second.writes[0]).relative_to(candidates))]
+        assert "corrupt" not in (Path(second.writes[0]) / "is").read_text()
+
+    def test_a_twin_that_read_something_else_or_failed_is_none(self, candidates: Path) -> None:
+        first, second = sorted(
+            (planned(f"search@{name}-0.5") for name in ("one", "two")), key=lambda one: bool(one.twin)
+        )
+        assert second.twin == first.name
+        assert engine.run(second, execute(candidates)).status == "Executed"
+        engine.run(first, execute(candidates))
+        (candidates / "raw.txt").write_text("other\n")
+        assert engine.run(second, execute(candidates)).status == "Executed"
+
+
+def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cat out/*", "cat out/* missing"))
+    with pytest.raises(stage_processes.CommandFailed, match="missing"):
+        run_all(workspace)
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    ran(workspace)
+    assert run_all(workspace)["work@a"] == "Cached"
+    assert ran(workspace) == ["total"]
+
+
+def test_a_dependency_changed_meanwhile_is_an_error_and_nothing_is_recorded(workspace: Path) -> None:
+    def meddle(command: str) -> float:
+        (workspace / "raw.txt").write_text("meddled\n")
+        return execute(workspace)(command)
+
+    with pytest.raises(engine.StageChanged, match=r"raw\.txt"):
+        engine.run(planned("source"), meddle)
+    assert "source" in stale(workspace)
+
+
+def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
+    outcomes = {one.name: engine.run(one, execute(workspace)) for one in engine.plan()}
+    again = engine.run(planned("work@b"), execute(workspace))
+    assert again.seconds == outcomes["work@b"].seconds > 0
+    assert again.key == outcomes["work@b"].key != outcomes["work@a"].key
+    assert again.params == {"gain.b": 2}
+    assert again.deps == {"source.txt": outcomes["source"].outs["source.txt"]}
+    assert f"md5: {again.outs['out/b']}" in (workspace / "dvc.lock").read_text()
+
+
+def test_threads_of_one_process_run_side_by_side(workspace: Path) -> None:
+    """Both work stages are inside their command at once; readers of one file do not end each other's lock."""
+    engine.run(planned("source"), execute(workspace))
+    both, first = threading.Barrier(2, timeout=600), threading.Event()
+
+    def locks() -> dict[str, dict[str, object]]:
+        return json.loads((workspace / ".dvc/tmp/rwlock").read_text())
+
+    def meet(command: str) -> float:
+        if command.startswith("echo"):
+            both.wait()
+        if command.startswith("echo work@b"):
+            assert first.wait(600)
+            assert str(workspace / "source.txt") in locks()["read"]
+        return execute(workspace)(command)
+
+    with ThreadPoolExecutor() as pool:
+        a, b = (pool.submit(engine.run, planned(name), meet) for name in ("work@a", "work@b"))
+        assert a.result().status == "Executed"
+        first.set()
+        assert b.result().status == "Executed"
+    assert stale(workspace) == ["total"]
+    assert not any(locks().values())
+
+
+def test_two_flows_at_once_run_nothing_twice(workspace: Path) -> None:
+    script = (
+        "from pathlib import Path; from flows.engine import stage_processes, stages as engine\n"
+        "root = Path.cwd()\n"
+        "for one in engine.plan():\n"
+        "    engine.run(one, lambda command: stage_processes.run(command, root, print, {}))\n"
+    )
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 1 && cp raw.txt"))
+    both = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [process.wait(timeout=600) for process in both] == [0, 0]
+    assert ran(workspace) == ALL
+    assert stale(workspace) == []
+
+
+def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> None:
+    """Whatever the order of arrival, no command overlaps the one that must run alone."""
+    engine.run(planned("source"), execute(workspace))
+    said: list[tuple[str, str]] = []
+
+    def watched(one: engine.Planned) -> engine.Outcome:
+        def execute(command: str) -> float:
+            bracketed = f"echo begins; {command}; sleep 0.2; echo ends"
+            return engine.execute_here(one, bracketed, lambda line: said.append((one.name, line)), None)
+
+        return engine.run(one, execute)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(watched, [planned("work@a", alone=True), planned("work@b")]))
+    assert len(said) == 4
+    for begins, ends in zip(said[::2], said[1::2], strict=True):
+        assert (begins[1], ends) == ("begins", (begins[0], "ends"))
+
+
+def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
+    """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
+    script = (
+        "from pathlib import Path; from flows.engine import stage_processes, stages as engine\n"
+        "root = Path.cwd()\n"
+        "engine.run(engine.plan()[0], lambda command: stage_processes.run(command, root, print, {}))\n"
+    )
+    flow = subprocess.Popen([sys.executable, "-c", script])
+    while not (workspace / "ran.log").exists():
+        assert flow.poll() is None
+        time.sleep(0.1)
+    flow.send_signal(signal.SIGKILL)
+    flow.wait()
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    ran(workspace)
+    assert run_all(workspace)["source"] == "Executed"
+    assert stale(workspace) == []
+
+
+def test_a_stage_that_a_killed_dvc_repro_left_is_refused_until_it_ends(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphaned_processes, "_PATIENCE", 0.0)
+    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
+    by_hand = forked.dvc_begun(workspace, ENVIRONMENT, "repro")
+    until((workspace / "ran.log").exists)
+    left = psutil.Process(by_hand.pid).children(recursive=True)
+    by_hand.kill()
+    by_hand.join()
+    (workspace / "dvc.yaml").write_text(PIPELINE)
+    with pytest.raises(orphaned_processes.StillRuns, match=r"\bsource\b") as refused:
+        run_all(workspace)
+    named = {int(word) for word in re.findall(r"\b\d+\b", str(refused.value).partition("`kill")[2])}
+    assert named == {process.pid for process in left}
+    for process in left:
+        process.kill()
+    assert forked.gone(named)
+    ran(workspace)
+    assert run_all(workspace)["source"] == "Executed"
+    assert stale(workspace) == []
+
+
+def objects(root: Path) -> list[Path]:
+    return [path for path in (root / ".dvc/cache/files/md5").rglob("*") if path.is_file()]
+
+
+FOLDER = """\
+stages:
+  folder:
+    cmd: echo folder >> ran.log && mkdir -p made && cp raw.txt made/one && echo two > made/two
+    deps: [raw.txt]
+    outs: [made]
+"""
+
+
+@pytest.mark.parametrize("pipeline", [PIPELINE, FOLDER], ids=["files", "folder"])
+def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, pipeline: str) -> None:
+    """Every object in turn. DVC itself checks a read-only object out as it is."""
+    (workspace / "dvc.yaml").write_text(pipeline)
+    run_all(workspace)
+    ran(workspace)
+    outs = [Path(path) for one in engine.plan() for path in one.writes]
+    before = {path: cached_objects.measured(path) for path in outs}
+    for path in objects(workspace):
+        whole = path.read_bytes()
+        path.chmod(0o644)
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        path.chmod(0o444)
+        for out in outs:
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+        statuses = run_all(workspace)
+        assert sorted(name for name, status in statuses.items() if status == "Executed") == ran(workspace)
+        assert "Executed" in statuses.values()
+        assert {path: cached_objects.measured(path) for path in outs} == before
+        assert path.read_bytes() == whole
+
+
+def test_a_corrupt_object_that_the_run_cache_alone_names_is_made_again(workspace: Path) -> None:
+    params, made = workspace / "params.yaml", workspace / "out/b"
+    run_all(workspace)
+    whole = made.read_bytes()
+    (first,) = [path for path in objects(workspace) if path.read_bytes() == whole]
+    params.write_text(PARAMS.replace("b: 2", "b: 3"))
+    run_all(workspace)
+    first.chmod(0o644)
+    first.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    first.chmod(0o444)
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    params.write_text(PARAMS)
+    assert run_all(workspace)["work@b"] == "Executed"
+    assert first.read_bytes() == made.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["", "schema: '2.0'\nstages:\n  source:\n    cmd: [ec", "schema: '2.0'\nsta"])
+def test_a_lock_file_that_was_cut_off_costs_nothing(workspace: Path, content: str) -> None:
+    run_all(workspace)
+    ran(workspace)
+    before = entries(workspace)
+    (workspace / "dvc.lock").write_text(content)
+    assert set(run_all(workspace).values()) == {"Restored"}
+    assert ran(workspace) == []
+    assert entries(workspace) == before
+    assert (workspace / "dvc.lock.damaged").read_text() == content
+
+
+def test_a_lock_file_may_be_cut_off_at_any_byte(workspace: Path) -> None:
+    """Half an entry may be YAML that is whole; what is not set aside must be of use to DVC."""
+    run_all(workspace)
+    ran(workspace)
+    file = workspace / "dvc.lock"
+    whole = file.read_bytes()
+    kept = 0
+    with locks.repository() as repo:
+        for size in range(len(whole)):
+            file.write_bytes(whole[:size])
+            lock_file.heal(repo)
+            if file.exists():
+                kept += 1
+                engine.plan()
+    assert 10 < kept < len(whole) / 2
+    assert "Executed" not in run_all(workspace).values()
+
+
+@pytest.mark.parametrize("content", ['{"read": {"/so', "[]", '{"read": []}', "\udcff"])
+def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path, content: str) -> None:
+    run_all(workspace)
+    (workspace / ".dvc/tmp/rwlock").write_bytes(content.encode(errors="surrogateescape"))
+    assert set(run_all(workspace).values()) == {"Cached"}
+
+
+def test_the_lock_file_is_written_from_another_disk_too(workspace: Path) -> None:
+    """Where .dvc/tmp is a link to one."""
+    disks = [Path(one) for one in ("/dev/shm", "/var/tmp") if Path(one).is_dir()]
+    other = [one for one in disks if one.stat().st_dev != workspace.stat().st_dev]
+    if not other:
+        pytest.skip("this machine has one disk")
+    with tempfile.TemporaryDirectory(dir=other[0]) as folder:
+        shutil.rmtree(workspace / ".dvc/tmp")
+        (workspace / ".dvc/tmp").symlink_to(folder)
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert set(run_all(workspace).values()) == {"Cached"}
+
+
+TWO = """\
+stages:
+  two:
+    cmd: echo two >> ran.log && mkdir -p out && cp raw.txt out/one && echo > out/two
+    deps: [raw.txt]
+    outs: [out/one, out/two]
+"""
+
+
+def test_an_entry_of_the_run_cache_is_believed_whole_or_not_at_all(workspace: Path) -> None:
+    """Cut off between two outputs it is valid, and knows one output; or there is a folder that has lost it."""
+    (workspace / "dvc.yaml").write_text(TWO)
+    run_all(workspace)
+    expected = entries(workspace)
+    (entry,) = (path for path in (workspace / ".dvc/cache/runs").rglob("*") if path.is_file())
+    whole = entry.read_bytes()
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    sizes = [whole.index(key) + 1 for key in (b"cmd", b"deps", b"outs", b"- path: out/one", b"- path: out/two")]
+    for content in (b"", *(whole[:size] for size in sizes), whole[: whole.rindex(b"md5:") + 9], b"\xff", whole, None):
+        entry.unlink()
+        if content is not None:
+            entry.write_bytes(content)
+        shutil.rmtree(workspace / "out")
+        (workspace / "dvc.lock").unlink()
+        assert set(run_all(workspace).values()) == {"Restored" if content == whole else "Executed"}
+        assert entries(workspace) == expected
+        assert entry.read_bytes() == whole
+        shutil.rmtree(workspace / ".dvc/cache/computed", ignore_errors=True)
+
+
+def test_an_entry_of_any_parameters_is_whole(workspace: Path) -> None:
+    """Its digest is taken of what was written, and again of what is read."""
+    (workspace / "params.yaml").write_text(AWKWARD)
+    run_all(workspace)
+    shutil.rmtree(workspace / ".dvc/cache/computed")
+    (workspace / "dvc.lock").unlink()
+    assert set(run_all(workspace).values()) == {"Restored"}
+
+
+KNOWN = {"seconds": 1.5, "outs": [[{"md5": "0" * 32}, {"size": 3}]]}
+
+
+def test_what_another_version_computed_is_known_by_the_fields_that_this_one_has(tmp_path: Path) -> None:
+    (tmp_path / "computed").mkdir()
+    (tmp_path / "computed/one.json").write_text(json.dumps(KNOWN | {"host": "elsewhere"}))
+    found = stage_results.known(tmp_path, "one")
+    assert found == stage_results.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
+    stage_results.keep(tmp_path, "two", found)
+    assert stage_results.known(tmp_path, "two") == found
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", "{}", '{"seconds": 1}', '{"outs": []}', b"\xff", None]
+    + [json.dumps(KNOWN | {"outs": outs}) for outs in (None, 3, [3], [[{}, {}]], [[{"md5": 3}, {}]], [["a", {}]])],
+)
+def test_what_cannot_be_read_is_not_known(tmp_path: Path, content: str | bytes | None) -> None:
+    file = tmp_path / "computed/one.json"
+    file.parent.mkdir()
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert stage_results.known(tmp_path, "one") is None
+
+
+def test_a_computation_with_other_outputs_is_not_taken(workspace: Path) -> None:
+    run_all(workspace)
+    for file in (workspace / ".dvc/cache/computed").iterdir():
+        file.write_text(json.dumps(KNOWN | {"outs": []}))
+    shutil.rmtree(workspace / ".dvc/cache/runs")
+    (workspace / "dvc.lock").unlink()
+    assert set(run_all(workspace).values()) == {"Executed"}
+
+
+class TestLinks:
+    """To another disk. DVC would say that it is outside of the repository once the work is done."""
+
+    def test_outputs_behind_one_are_refused_before_anything_runs(self, workspace: Path, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (workspace / "out").symlink_to(tmp_path / "disk")
+        with pytest.raises(engine.WorkspaceUnusable, match=r"^out .*dvc cache dir .*/disk/") as caught:
+            engine.plan()
+        assert ran(workspace) == []
+        (workspace / "out").unlink()
+        for command in re.findall(r"`dvc ([^`]*)`", str(caught.value)):
+            call(workspace, "dvc", *command.split())
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert (workspace / "out/a").is_symlink()
+        shutil.rmtree(workspace / "out")
+        assert Counter(run_all(workspace).values()) == {"Cached": 2, "Restored": 2}
+        assert stale(workspace) == []
+
+    def test_what_dvc_takes_is_taken(self, workspace: Path, tmp_path: Path) -> None:
+        """A link within the workspace, a cache that is a link, and a link to what is read."""
+        (workspace / "elsewhere").mkdir()
+        (workspace / "out").symlink_to("elsewhere")
+        (workspace / "raw.txt").rename(tmp_path / "raw.txt")
+        (workspace / "raw.txt").symlink_to(tmp_path / "raw.txt")
+        (tmp_path / "cache").mkdir()
+        (workspace / ".dvc/cache").symlink_to(tmp_path / "cache")
+        assert set(run_all(workspace).values()) == {"Executed"}
+        assert stale(workspace) == []
+
+
+BROKEN = {
+    "dvc.yaml": ["stages:\n  source:\n", "stages: [\n", "stages: 3\n", "\udcff", None],
+    ".dvc/config": ["[core\n", "[remote]\n    url = 3\n", "[core]\n    colour = red\n", "\udcff"],
+    ".dvc/config.local": ["[core\n"],
+    ".dvcignore": ["\udcff"],
+    "dvc.lock": [None],
+    "raw.txt.dvc": ["outs:\n- md5: 3\n", "outs: [", "\udcff"],  # an empty one names nothing
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, every in BROKEN.items() for one in every])
+def test_what_dvc_cannot_read_is_said_in_words(workspace: Path, name: str, content: str | None) -> None:
+    """None stands for a folder in the place of the file."""
+    file = workspace / name
+    file.unlink(missing_ok=True)
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises((EckartError, OSError)) as caught:
+        engine.plan()
+    assert file.name in (said := str(caught.value))
+    assert "\n" not in said
+
+
+def test_what_changed_since_the_run_began_is_not_run(workspace: Path) -> None:
+    """Neither with the old parameters nor with the new ones; the stages that it does not concern go on."""
+    stages = {one.name: one for one in engine.plan()}
+    engine.run(stages["source"], execute(workspace))
+    (workspace / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 3"))
+    with pytest.raises(engine.StageChanged, match=r"params\.yaml .*dvc\.yaml .*work@a\b"):
+        engine.run(stages["work@a"], execute(workspace))
+    assert engine.run(stages["work@b"], execute(workspace)).status == "Executed"
+    (workspace / "params.yaml").write_text(PARAMS.replace("[a, b]", "[a]"))
+    with pytest.raises(engine.StageChanged, match="work@b"):
+        engine.run(stages["work@b"], execute(workspace))
+    assert ran(workspace) == ["source", "work@b"]
+
+
+def test_a_comment_in_the_params_file_changes_nothing(workspace: Path) -> None:
+    stages = {one.name: one for one in engine.plan()}
+    (workspace / "params.yaml").write_text(f"# a comment\n{PARAMS}")
+    assert [engine.run(one, execute(workspace)).status for one in stages.values()] == ["Executed"] * 4
+
+
+def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None:
+    """Whatever write of DVC's is the first that fails, the next run has the results."""
+    run_all(workspace)
+    expected = entries(workspace)
+    script = (
+        "import resource, sys\nfrom flows.engine import stage_processes, stages as engine\n"
+        "stages = engine.plan()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
+        "for one in stages: engine.run(one, lambda command: stage_processes.run(command, '.', print, {}))\n"
+    )
+    for size in (0, 40, 400, 1200):
+        call(workspace, "rm", "-r", ".dvc/cache", "dvc.lock", "source.txt", "out", "total.txt")
+        command = [sys.executable, "-c", script, str(size)]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+        full = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert full.returncode
+        run_all(workspace)
+        assert entries(workspace) == expected
+        assert stale(workspace) == []

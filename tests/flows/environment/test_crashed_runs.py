@@ -1,0 +1,25 @@
+"""Which runs are taken for killed: those whose file nobody holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from flows.environment import crashed_runs
+
+
+def test_a_run_that_nobody_holds_is_ended_and_one_that_goes_on_or_begins_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended: list[UUID] = []
+    monkeypatch.setattr(crashed_runs, "_end", lambda run: ended.append(run) or True)
+    killed, begins = uuid4(), uuid4()
+    with crashed_runs.noted(str(uuid4())):
+        (crashed_runs._FOLDER / str(killed)).touch()
+        (crashed_runs._FOLDER / f".{begins}").touch()
+        with crashed_runs.noted(str(uuid4())):
+            assert ended == [killed]
+    assert [file.name for file in crashed_runs._FOLDER.iterdir()] == [f".{begins}"]

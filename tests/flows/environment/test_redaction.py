@@ -1,0 +1,121 @@
+"""No secret in anything that a run writes."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from ruamel.yaml import YAML
+
+from flows.servers import notifications
+from flows.study import study as flow
+from tasks.artifacts.errors import EckartError
+from tests.flows import forked
+from tests.flows.forked import Command
+from tests.flows.month import one_night
+from tests.flows.servers import mlflow_server, until
+from tests.flows.toy import BARE, Study, toy_workspace
+from tests.test_safety import SECRET, URL
+from tests.workspace import tiny_params, write_params
+
+
+def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, str], tmp_path: Path) -> None:
+    """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
+    root, home = toy_study(tmp_path / "workspace"), Path(prefect["PREFECT_HOME"])
+    told = {"MLFLOW_TRACKING_URI": URL, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "HF_TOKEN": f"hf_{SECRET}"}
+    code, said = Command(root, BARE | prefect | told, "run").end()
+    assert code == 0, said
+    assert re.search(r"MLflow .*127\.0\.0\.1.*\b9\b", said)  # what cannot be reached
+    printed = "connected to http://127.0.0.1:9 with ***"  # by the stage
+    assert printed in said
+    assert SECRET not in said
+    until(lambda: any(printed.encode() in file.read_bytes() for file in home.glob("prefect.db*")))
+    assert places_of(SECRET, root, home) == []
+
+
+@pytest.mark.parametrize("error", [EckartError, RuntimeError])
+def test_the_state_of_a_run_that_failed_holds_none(
+    error: type[Exception], prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which Prefect's server stores, and sends to whoever is told."""
+
+    def fail(*_: object) -> None:
+        raise error(f"{URL} does not answer")
+
+    monkeypatch.setattr("flows.study._run", fail)
+    root = toy_workspace(tmp_path / "toy")
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        monkeypatch.chdir(root)
+        state = flow(return_state=True)
+    assert state.is_failed()
+    assert "127.0.0.1:9" in str(state.message)
+    assert SECRET not in str(state.message)
+
+
+def toy_study(root: Path) -> Path:
+    """A workspace whose only stage tells what it was told."""
+    write_params(root, tiny_params())
+    commands = [
+        "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
+        "mkdir -p reports && echo done > reports/comparison.txt",
+        "printf 'recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup\\n"
+        "svd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\\n' > reports/comparison.csv",
+    ]
+    outs = ["reports/comparison.txt", "reports/comparison.csv"]
+    with (root / "dvc.yaml").open("w") as file:
+        YAML().dump({"stages": {"compare": {"cmd": commands, "outs": outs}}}, file)
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, cwd=root, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
+    return root
+
+
+def test_a_promotion_behind_passwords_writes_them_nowhere(
+    study: Study, prefect: dict[str, str], tmp_path: Path
+) -> None:
+    """Of MLflow, Prefect, the DVC remote and a webhook, whose servers all are there but for the remote's."""
+    root = study.copied(tmp_path / "workspace")
+    promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}
+    write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion, benchmark={"repetitions": 7}))
+    users = root / ".dvc/config.local"
+    users.write_text(f"[core]\n    remote = theirs\n['remote \"theirs\"']\n    url = {URL}/store\n")
+    said = tmp_path / "said"
+    said.touch()
+    with mlflow_server(tmp_path) as (address, _), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
+        told = {"MLFLOW_TRACKING_URI": behind(address), "PREFECT_API_URL": behind(prefect["PREFECT_API_URL"])}
+        told |= {"PREFECT_API_AUTH_STRING": f"user:{SECRET}", "DVC_SITE_CACHE_DIR": str(tmp_path / "site")}
+        environment = BARE | prefect | told
+        with get_client(sync_client=True) as client:
+            block = {"url": "http://127.0.0.1:9/{{token}}", "secrets": {"token": SECRET}, "json_data": {}}
+            CustomWebhookNotificationBlock(name="secret", **block).save("secret")
+            notifications.set_up("secret", ["custom-webhook/secret"], timedelta(hours=26))
+            deployment = client.create_deployment(client.create_flow_from_name("study"), "secret")
+            run = client.create_flow_run_from_deployment(deployment, parameters={"promote": True}).id
+            forked.start(one_night, str(root), environment, run, str(said)).join()
+            state = client.read_flow_run(run).state
+        assert state.name == "Promoted", said.read_text()
+        code, pushed = Command(root, environment, "push").end()
+    assert code == 1
+    assert "127.0.0.1:9" in pushed
+    assert SECRET not in pushed
+    assert places_of(SECRET, tmp_path, Path(prefect["PREFECT_HOME"])) == [users]
+
+
+def behind(address: str) -> str:
+    """An address as a user has it whose server asks for a password."""
+    return address.replace("://", f"://user:{SECRET}@")
+
+
+def places_of(secret: str, *folders: Path) -> list[Path]:
+    """The files that hold a password, or what a browser makes of it."""
+    ways = [secret.encode(), base64.b64encode(f"user:{secret}".encode())]
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    return [file for file in files if any(way in file.read_bytes() for way in ways)]

@@ -1,0 +1,91 @@
+"""What the tools around the pipeline are told, and when: by a process that begins, never by an import."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_API_URL, temporary_settings
+
+from flows.environment import settings
+from flows.servers import prefect_server
+from tests.workspace import REPOSITORY
+
+EVERY_MODULE = """
+import logging, os, pkgutil, sys, importlib
+import tasks  # which the modules import, too, as torch: only what they do themselves is looked at
+
+def state():
+    return dict(os.environ), sys.excepthook, logging.getLogRecordFactory(), getattr(sys.modules.get("torch"), "load", 0)
+
+first = state()
+import flows.study
+begun, slow = state(), {"torch", "transformers", "mlflow"} & set(sys.modules)
+import torch
+second = state()
+names = [module.name for module in pkgutil.walk_packages(flows.__path__, "flows.") if module.name != "flows.__main__"]
+for name in names:
+    importlib.import_module(name)
+print(len(names), sorted(slow), begun == first, state() == second)
+"""
+SETTINGS_HOLD = """
+import logging, sys
+from flows import cli, settings
+hook, factory = sys.excepthook, logging.getLogRecordFactory()
+cli.main()
+cli.main()
+import mlflow.telemetry.client, prefect.settings
+assert sys.excepthook is not hook
+assert logging.getLogRecordFactory().make is factory  # once, however often it is asked for
+assert mlflow.telemetry.client._MLFLOW_TELEMETRY_CLIENT is None
+assert not prefect.settings.get_current_settings().server.analytics_enabled
+"""
+
+
+def fresh(code: str) -> str:
+    """What an interpreter prints that was told nothing of the tools."""
+    told = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1] if done.stdout else ""
+
+
+def test_an_import_changes_nothing_of_its_process() -> None:
+    """And that of a scheduled flow waits neither for MLflow, which then reads its settings, nor for torch."""
+    count, *rest = fresh(EVERY_MODULE).split()
+    assert int(count) > 20
+    assert rest == ["[]", "True", "True"]
+
+
+def test_a_command_tells_the_tools_before_they_are_imported() -> None:
+    fresh(SETTINGS_HOLD)
+
+
+def test_a_server_that_is_busy_gets_the_time_that_prefect_gives_it() -> None:
+    """In a run of all tests it needed more than five seconds once, and three runs ended before they began."""
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            time.sleep(0.5)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer((settings.LOOPBACK, 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://{settings.LOOPBACK}:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: address}):
+            assert prefect_server.require() == address
+        with (
+            temporary_settings({PREFECT_API_URL: address, PREFECT_API_REQUEST_TIMEOUT: 0.1}),
+            pytest.raises(prefect_server.ServerError, match=address),
+        ):
+            prefect_server.require()
+        server.shutdown()

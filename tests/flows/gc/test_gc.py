@@ -1,0 +1,273 @@
+"""Nights that fill the disk, and an end of what nobody names: on toy results, with MLflow and Prefect real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed
+
+from flows.engine import cached_objects, stage_processes, stages
+from flows.gc import collect, prefect_records, referenced_digests
+from flows.gc.kind import CannotCollect
+from flows.promotion.flow import promotion
+from flows.registry import versions
+from flows.tracking import mirror
+from flows.workspace import reproduce, worktrees
+from tests.flows.toy import MLFLOW, Flows, call, stale
+from tests.flows.workspace.test_reproduce import MODEL, PARAMS, PIPELINE, commit, repository
+from tests.workspace import digests
+
+PROMOTION = """\
+promotion: {model: m, largest_drop: 1.0, standard_errors: 1.0, keep: null, least_speedup: null,
+  least_gain: 0.0, continuation: 1}
+"""
+CURVE = """'{"step":1,"loss":1.0}'"""
+
+
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace in which nothing ran, as the working directory, with no Prefect; its input is in DVC."""
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(prefect_records, "kinds", lambda days: [])
+    root = repository(tmp_path / "main")
+    (root / "dvc.yaml").write_text(PIPELINE.replace("echo ${item.recipe} > reports", f"echo {CURVE} > reports"))
+    (root / "data/raw").mkdir(parents=True)
+    monkeypatch.chdir(root)
+    write(1)
+    call(root, "dvc", "add", "-q", "data/raw")
+    return root
+
+
+def write(night: int) -> None:
+    """The parameters and the data of a night."""
+    Path("params.yaml").write_text(PARAMS.replace("gain: 1", f"gain: {night}") + PROMOTION)
+    Path("data/raw/rows.csv").write_text(f"rows of night {night}\n")
+
+
+def run(night: int, told: bool = False) -> list[stages.Outcome]:
+    """What a night brings, and whether MLflow is `told`."""
+    write(night)
+    planned = stages.plan()
+    tracking = mirror.Mirror("toy", planned, {})
+    if told:
+        tracking.start({})
+    outcomes = []
+    for one in planned:
+        outcomes.append(stages.run(one, lambda command: stage_processes.run(command, Path.cwd(), print, {})))
+        if told:
+            tracking.record(outcomes[-1])
+    if told:
+        tracking.finish(complete=True)
+    assert not tracking.down
+    return outcomes
+
+
+def statuses(outcomes: list[stages.Outcome]) -> dict[str, str]:
+    return {one.stage: one.status for one in outcomes}
+
+
+def collected(runs: int = 1, commits: int | None = None) -> dict[str, int]:
+    """Remove what goes: kind → how many."""
+    with collect.found(runs, commits, 30) as kinds:
+        for kind in kinds:
+            kind.remove()
+    return {kind.name: kind.goes.count for kind in kinds}
+
+
+def lacking(outcomes: list[stages.Outcome]) -> list[str]:
+    """The outputs that the cache does not have with all their files."""
+    cache = Path(".dvc/cache").resolve()
+    outs = [item for one in outcomes for item in one.outs.items()]
+    return sorted(path for path, digest in outs if cached_objects.missing(cache, digest))
+
+
+def register(night: list[stages.Outcome], run_known: bool) -> str:
+    """Make candidate a of a night a version, as a promotion does."""
+    own = [one for one in night if one.stage.endswith("@a-0.5")]
+    files = Path("models/finetuned/a-0.5")
+    with versions.connected("m") as registry:
+        made, experiment = registry.origin("toy", mirror.key_of(own))
+        assert made
+        # Of a run that is known the rest is found by it.
+        inputs = {} if run_known else {path: md5 for one in night for path, md5 in one.deps.items()}
+        tags = {"eckart.candidate": "a-0.5", "dvc.inputs": json.dumps(inputs), **mirror.trace(own)}
+        content = own[0].outs[str(files)]
+        return str(registry.add(files, "a", content, experiment, made if run_known else None, tags).version)
+
+
+def test_what_git_and_the_workspace_name_stays_and_the_rest_goes(main: Path) -> None:
+    tagged = run(1)
+    commit(main)
+    call(main, "git", "tag", "first")
+    committed = run(2)
+    commit(main)
+    uncommitted = run(3)
+    last = run(4)
+    before = digests(main / ".dvc/cache")
+    with collect.found(1, None, 30) as kinds:
+        told = {kind.name: kind.goes for kind in kinds}
+    assert digests(main / ".dvc/cache") == before
+    with collect.found(1, None, 30) as kinds:
+        kinds[1].remove()  # and killed
+    collected()
+    after = digests(main / ".dvc/cache")
+    gone = [main / ".dvc/cache" / name for name in before.keys() - after.keys()]
+    assert len(gone) == sum(size.count for size in told.values())
+    assert lacking([*tagged, *committed, *last]) == []
+    assert [path for path in lacking(uncommitted) if path.endswith("b-0.5")] == ["models/finetuned/b-0.5"]
+    assert not any(collected().values())
+    assert stale(main) == []
+    found = reproduce.reproduce(reproduce.record("a-0.5", "first"))
+    assert (found.same, found.origin) == (True, "taken from the cache or the remote")
+    assert set(statuses(run(2)).values()) == {"Restored"}
+    assert set(statuses(run(3)).values()) == {"Executed"}
+
+
+def test_commits_before_the_last_ones_go_if_no_tag_names_them(main: Path) -> None:
+    first, second, third, fourth = ([*run(night), commit(main)][:-1] for night in range(1, 5))
+    call(main, "git", "tag", "second", "HEAD~2")
+    collected(commits=1)
+    assert lacking([*second, *fourth]) == []
+    assert lacking(first)
+    assert lacking(third)
+
+
+def test_other_workspaces_keep_theirs_and_what_is_made_anew_goes(main: Path) -> None:
+    first = run(1)
+    commit(main)
+    folder = worktrees.WORKSPACES / "other-seed0"
+    worktrees.follow(folder)
+    shutil.copy("dvc.lock", folder)
+    call(main, "git", "rm", "-q", "--cached", "dvc.lock")
+    call(main, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-q", "--amend", "-m", "none")
+    call(main, "git", "reflog", "expire", "--expire=now", "--all")
+    call(folder, "git", "checkout", "-q", "--detach", call(main, "git", "rev-parse", "HEAD").strip())
+    shutil.copy("dvc.lock", folder)
+    run(2)
+    for name in ("reproduce-0123456789", "worker-0"):
+        worktrees.check_out(worktrees.WORKSPACES / name, "HEAD")
+    with worktrees.held(worktrees.WORKSPACES / "worker-0"):
+        assert collected()["other workspaces"] == 1
+    assert lacking(first) == []
+    assert sorted(path.name for path in worktrees.WORKSPACES.iterdir() if path.is_dir()) == ["other-seed0", "worker-0"]
+    call(main, "git", "worktree", "remove", "--force", str(folder))
+    collected()
+    assert lacking(first)
+
+
+def test_nothing_goes_while_a_stage_runs(main: Path) -> None:
+    run(1)
+    run(2)
+    other = {"pid": os.getppid(), "cmd": "another study"}
+    Path(".dvc/tmp/rwlock").write_text(json.dumps({"read": {}, "write": {str(main / "data/splits"): other}}))
+    before = digests(main / ".dvc/cache")
+    with pytest.raises(CannotCollect):
+        collected()
+    assert digests(main / ".dvc/cache") == before
+
+
+def test_a_cache_of_several_clones_is_left_alone(main: Path, tmp_path: Path) -> None:
+    call(main, "dvc", "cache", "dir", "--local", str(tmp_path / "shared"))
+    with pytest.raises(CannotCollect):
+        collected()
+
+
+def test_a_digest_is_found_wherever_it_stands() -> None:
+    one, other = "0" * 31 + "a", "f" * 32
+    assert referenced_digests.in_text(f"- md5: {one}.dir\n  files: ['{other}']\n{'1' * 40} x{one}") == {
+        f"{one}.dir",
+        other,
+    }
+
+
+def test_champions_stay_and_can_be_made_again(main: Path, database: Path) -> None:
+    """Five nights that nobody commits: versions of two, one of them with its run; the last is the study's."""
+    shutil.copy(database, main)
+    nights = {}
+    for night in range(1, 6):
+        nights[night] = run(night, told=True)
+        if night < 4:
+            register(nights[night], run_known=night > 1)
+    client = MlflowClient(f"sqlite:///{main / MLFLOW}")
+    client.delete_model_version("m", "3")
+    before = digests(main / "mlruns")
+    went = collected()
+    after = digests(main / "mlruns")
+    # of version 3, and of the candidates of four old nights but for that of version 2
+    assert went["models in MLflow"] == 1 + 4 * 2 - 1
+    # of four old nights a parent and two children each, but for those that made version 2
+    assert went["runs in MLflow"] == 4 * 3 - 2
+    assert len(before.keys() - after.keys()) == 2 + 3  # the files of version 3, and three records of lineage
+    assert collected()["runs in MLflow"] == 0
+    assert lacking(nights[5]) == []
+    assert MODEL.rpartition("/")[0] in lacking(nights[3])
+    assert lacking([one for one in nights[1] if one.stage == "finetune@a-0.5"]) == []
+    assert statuses(run(2)) == {"extract": "Restored", "finetune@a-0.5": "Restored", "finetune@b-0.5": "Executed"}
+    commit(main)
+    found = reproduce.reproduce(reproduce.record("a-0.5"))
+    assert (found.same, found.origin) == (True, "taken from the cache or the remote")
+    with versions.connected("m") as registry:
+        for number, night in (("1", 1), ("2", 2)):
+            (served,) = registry.fetch(number, main.parent / f"version-{number}").parent.parent.rglob("deep/config")
+            assert served.read_text().splitlines()[0] == f"gain: {night}"
+    assert (found.folder / MODEL).read_bytes() == (served.parents[1] / "model").read_bytes()
+    raw = nights[1][0].deps["data/raw"]
+    assert not cached_objects.missing(Path(".dvc/cache").resolve(), raw)
+    assert statuses(run(5)) == dict.fromkeys(statuses(nights[5]), "Restored")
+    assert stale(main) == []
+    with pytest.raises(MlflowException):
+        client.get_model_version("m", "3")
+
+
+def test_a_registry_that_was_lost_stops_all(main: Path) -> None:
+    """Its versions may name anything."""
+    run(1)
+    (main / MLFLOW).write_text("no database")
+    for _ in range(2):  # the damaged file stays where it is
+        with pytest.raises(CannotCollect, match=rf"{MLFLOW}\.damaged"):
+            collected()
+
+
+def test_a_version_whose_model_was_deleted_stops_all(main: Path, database: Path) -> None:
+    shutil.copy(database, main)
+    register(run(1, told=True), run_known=True)
+    client = MlflowClient(f"sqlite:///{main / MLFLOW}")
+    client.delete_logged_model(str(client.get_model_version("m", "1").source).removeprefix("models:/"))
+    with pytest.raises(CannotCollect):
+        collected()
+
+
+def test_the_command_shows_first_and_old_records_go(
+    main: Path, flows: Flows, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.chdir(main)
+    run(1)
+    run(2)
+    before = digests(main / ".dvc/cache")
+    with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
+        old, recent = (client.create_flow_run(promotion, state=Completed()).id for _ in range(2))
+        with closing(sqlite3.connect(Path(prefect["PREFECT_HOME"]) / "prefect.db", timeout=60)) as records, records:
+            records.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00' WHERE id = ?", (str(old),))
+        for words in ((), ("--dry-run",)):
+            assert flows(main, "gc", *words).exit_code == 0
+        assert flows(main, "gc", "--dry-run", "--yes").exit_code == 1
+        assert digests(main / ".dvc/cache") == before
+        assert client.read_flow_run(old)
+        assert flows(main, "gc", "--yes").exit_code == 0
+        assert client.read_flow_run(recent)
+        with pytest.raises(ObjectNotFound):
+            client.read_flow_run(old)
+    assert len(digests(main / ".dvc/cache")) < len(before)

@@ -1,0 +1,427 @@
+"""A version as it is used: by MLflow, by its server, and by transformers, in an environment without the pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import mlflow.models.model
+import pandas as pd
+import pytest
+import torch
+from mlflow.pyfunc import PythonModelContext, scoring_server
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model import hf_format
+from eckart.model.layers import factorize_target
+from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.model.targets import weight_of
+from eckart.text.qa_windows import NoRoom
+from flows.environment.settings import answers
+from flows.promotion.flow import _same
+from flows.promotion.gates import digest
+from flows.registry import smoke_test as asking
+from flows.registry.model_package import save, settings_of
+from flows.registry.pyfunc_model import ANSWERS, Served
+from flows.registry.versions import CHAMPION, connected
+from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks import kind_of
+from tests.flows.servers import free_port
+from tests.tasks.nlp_tasks import test_answers, test_scores, test_summarization, test_token_classification, tiny
+from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
+
+TASK = a_task("classification", ("bad", "good"), "accuracy", 6)
+TEXTS = ["the plot is dull", "the cast is warm and clever and fresh and moving and brilliant", "the music"]
+CONTINUATION = 3
+
+
+def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    hf_format.save(model, folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def compressed() -> PreTrainedModel:
+    model = bert()
+    name = "bert.encoder.layer.0.intermediate.dense"
+    factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(3))
+    model.config.id2label = dict(enumerate(TASK.labels))
+    return model
+
+
+def probabilities(model: PreTrainedModel, *texts: list[str]) -> torch.Tensor:
+    """`(rows, classes)`, computed one row at a time."""
+    rows = [
+        tiny_tokenizer()(*row, truncation=True, max_length=6, return_tensors="pt") for row in zip(*texts, strict=True)
+    ]
+    with torch.no_grad():
+        return torch.cat([model(**row).logits for row in rows]).softmax(-1)
+
+
+def loaded(folder: Path, task: Task = TASK, batch_size: int = 2) -> Served:
+    """As MLflow loads what `save` has written."""
+    served, settings = Served(), settings_of(task, batch_size, CONTINUATION)
+    served.load_context(PythonModelContext({"model": str(folder)}, settings))
+    return served
+
+
+def ask(served: Served, rows: pd.DataFrame) -> pd.DataFrame:
+    return served.predict(PythonModelContext({}, {}), rows)
+
+
+class TestAnswers:
+    def test_each_row_gets_its_likeliest_label_and_the_probability_of_it(self, tmp_path: Path) -> None:
+        model = compressed()
+        found = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS}))
+        scores, labels = probabilities(model, TEXTS).max(-1)
+        assert found["label"].tolist() == [TASK.labels[label] for label in labels]
+        assert found["score"].tolist() == pytest.approx(scores.tolist(), abs=1e-6)
+
+    def test_pairs_of_texts(self, tmp_path: Path) -> None:
+        model, second = compressed(), TEXTS[::-1]
+        found = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS, "text_pair": second}))
+        assert found["score"].tolist() == pytest.approx(
+            probabilities(model, TEXTS, second).max(-1)[0].tolist(), abs=1e-6
+        )
+
+    def test_a_regression_gives_its_numbers(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(tiny_config(num_labels=1, problem_type="regression")).eval()
+        task = a_task("regression", (), "pearson")
+        found = ask(loaded(write(tmp_path, model), task), pd.DataFrame({"text": TEXTS[:1]}))
+        with torch.no_grad():
+            wanted = model(**tiny_tokenizer()(TEXTS[:1], return_tensors="pt")).logits
+        assert found["value"].tolist() == pytest.approx([float(wanted)], abs=1e-6)
+
+    def test_no_rows_get_no_found(self, tmp_path: Path) -> None:
+        found = ask(loaded(write(tmp_path, compressed())), pd.DataFrame({"text": []}))
+        assert list(found) == ["label", "score"]
+        assert found.empty
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of task, a model of it, and rows as the test split has them."""
+
+    task: Task
+    model: Callable[[], PreTrainedModel]
+    tokenizer: Callable[[], PreTrainedTokenizerBase]
+    rows: Callable[[], pd.DataFrame]
+
+
+def classifier() -> PreTrainedModel:
+    return test_scores.bert(id2label=dict(enumerate(TASK.labels))).eval()
+
+
+def tagger() -> PreTrainedModel:
+    labels = dict(enumerate(test_token_classification.TAGS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return BertForTokenClassification(tiny_config(initializer_range=0.3, num_labels=5, id2label=labels)).eval()
+
+
+def lstm() -> PreTrainedModel:
+    return tiny.drawn(
+        LSTMForCausalLM,
+        LSTMConfig(vocab_size=tiny.VOCABULARY, embedding_size=8, hidden_size=8, num_hidden_layers=2, pad_token_id=0),
+    ).eval()
+
+
+def tagged() -> pd.DataFrame:
+    """Rows of differing lengths, with a word that has no token, and some beyond `max_length`."""
+    words = [[*text.split(), *["and", "dull"] * (number % 3)] for number, text in enumerate(reviews()["text"])]
+    words[1].insert(2, "\u200b")
+    return pd.DataFrame({"text": words, "label": [[0] * len(row) for row in words]})
+
+
+def running() -> pd.DataFrame:
+    """Lines of a text: short ones, of no and of one token, and one of several blocks."""
+    lengths = (5, 0, 1, 2, 19, 6, 12, 3)
+    ids = torch.randint(2, tiny.VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(0)).tolist()
+    words = iter(f"w{number}" for number in ids)
+    return pd.DataFrame({"text": [" ".join(itertools.islice(words, length)) for length in lengths]})
+
+
+LANGUAGE = a_task("language_modeling", (), "perplexity", 6)
+CASES = {
+    "classification": Case(TASK, classifier, tiny_tokenizer, lambda: test_scores.rows()),
+    "token_classification": Case(
+        a_task("token_classification", test_token_classification.TAGS, "f1", 8), tagger, tiny_tokenizer, tagged
+    ),
+    "question_answering": Case(
+        test_answers.task(12), test_answers.bert, tiny_tokenizer, lambda: test_answers.asked(20)
+    ),
+    "summarization": Case(
+        test_summarization.task(prefix="summarize: "),
+        test_summarization.t5,
+        test_summarization.tokenizer,
+        lambda: test_summarization.rows(20),
+    ),
+    "language_modeling": Case(LANGUAGE, lambda: tiny.causal_llama().eval(), tiny.words, running),
+    "language_modeling by an LSTM": Case(LANGUAGE, lstm, tiny.words, running),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+class TestKinds:
+    def test_a_version_answers_as_its_kind_scores(self, case: Case, tmp_path: Path) -> None:
+        model, rows = case.model(), case.rows()
+        wanted = kind_of(case.task).answers(model, case.tokenizer(), rows, case.task, 7)
+        served = loaded(write(tmp_path, model, case.tokenizer()), case.task, batch_size=3)
+        found = ask(served, rows.drop(columns="label", errors="ignore")).to_dict("records")
+        assert all(_same(one, other) for one, other in zip(found, wanted, strict=True))
+        assert len({str(sorted(row.items())) for row in wanted}) > 1
+
+    def test_no_rows_get_no_answers(self, case: Case, tmp_path: Path) -> None:
+        served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
+        found = ask(served, case.rows().head(0))
+        assert found.empty
+        assert list(found) == ANSWERS[case.task.kind].input_names()
+
+
+class TestTags:
+    def test_a_word_that_the_model_does_not_read_has_none(self, tmp_path: Path) -> None:
+        case = CASES["token_classification"]
+        words = [["the", "\u200b", "plot"], ["the"] * 9, []]
+        found = ask(loaded(write(tmp_path, case.model()), case.task), pd.DataFrame({"text": words}))["tags"]
+        assert [[tag is None for tag in tags] for tags in found] == [
+            [False, True, False],
+            [False] * 6 + [True] * 3,  # of 8 tokens two are special
+            [],
+        ]
+
+
+class TestSpans:
+    def test_the_score_is_the_probability_of_the_span(self, tmp_path: Path) -> None:
+        """Of a context in one window: the product of two softmaxes, computed without padding."""
+        model, task = test_answers.bert(), test_answers.task(32)
+        rows = test_answers.asked(9)[["text", "text_pair"]]
+        found = ask(loaded(write(tmp_path, model), task, batch_size=4), rows)
+        for number, (question, context) in enumerate(rows.itertuples(index=False)):
+            inputs = tiny_tokenizer()(question, context, return_offsets_mapping=True, return_tensors="pt")
+            offsets = inputs.pop("offset_mapping")[0].tolist()
+            with torch.no_grad():
+                outputs = model(**inputs)
+            start, end = (values[0].double().softmax(-1) for values in (outputs.start_logits, outputs.end_logits))
+            spans = {
+                (first, last): float(start[first] * end[last])
+                for first in range(len(offsets))
+                for last in range(first, len(offsets))
+                if inputs.sequence_ids(0)[first] == inputs.sequence_ids(0)[last] == 1
+            }
+            first, last = max(spans, key=lambda pair: spans[pair])
+            assert found["answer"][number] == context[offsets[first][0] : offsets[last][1]]
+            assert found["score"][number] == pytest.approx(spans[first, last], rel=1e-4)
+
+    def test_an_empty_context_has_no_answer_and_a_long_question_no_room(self, tmp_path: Path) -> None:
+        served = loaded(write(tmp_path, test_answers.bert()), test_answers.task(12))
+        found = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
+        assert found.to_dict("records") == [{"answer": "", "score": 0.0}]
+        with pytest.raises(NoRoom):
+            ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
+
+
+@pytest.mark.parametrize("name", ["language_modeling", "language_modeling by an LSTM"])
+class TestLanguage:
+    def test_a_text_of_whole_blocks_has_the_loss_that_is_scored(self, name: str, tmp_path: Path) -> None:
+        case = CASES[name]
+        text = " ".join(f"w{2 + number * 7 % 28}" for number in range(8 * case.task.max_length))
+        scored = (
+            kind_of(case.task)
+            .score(case.model(), case.tokenizer(), pd.DataFrame({"text": [text]}), case.task, 3, "test")
+            .score
+        )
+        served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
+        found = ask(served, pd.DataFrame({"text": [text]}))
+        assert found["loss"].tolist() == pytest.approx([scored.loss], rel=1e-5)
+
+    def test_a_continuation_is_greedy_whatever_stands_beside_it(self, name: str, tmp_path: Path) -> None:
+        case = CASES[name]
+        model, tokenizer, texts = case.model(), case.tokenizer(), case.rows()["text"].tolist()
+        found = ask(loaded(write(tmp_path, model, tokenizer), case.task, batch_size=8), case.rows())
+        assert [loss is None for loss in found["loss"]] == [len(text.split()) < 2 for text in texts]
+        for text, written in zip(texts, found["continuation"], strict=True):
+            if not text:
+                assert written is None
+                continue
+            ids = tokenizer(text, return_tensors="pt")["input_ids"][:, -case.task.max_length :]
+            with torch.no_grad():
+                for _ in range(CONTINUATION):
+                    ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+            assert written == tokenizer.decode(ids[0, -CONTINUATION:], skip_special_tokens=True)
+
+
+def test_what_is_written_has_positions(tmp_path: Path) -> None:
+    """The model has 32: of a long text the last tokens are read, so many that there is room behind them."""
+    task, model = a_task("language_modeling", (), "perplexity", 32), tiny.causal_llama().eval()
+    served = loaded(write(tmp_path, model, tiny.words()), task)
+    words = [f"w{2 + number * 5 % 28}" for number in range(40)]
+    found = ask(served, pd.DataFrame({"text": [" ".join(words), " ".join(words[-29:])]}))
+    assert len(set(found["continuation"])) == 1
+    settings = settings_of(task, 2, 32)
+    with pytest.raises(ValueError, match=r"^promotion\.continuation .*\b32\b"):
+        Served().load_context(PythonModelContext({"model": str(tmp_path)}, settings))
+
+
+class TestVersion:
+    @pytest.fixture(scope="class")
+    def root(self, database: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A workspace whose registry has a compressed model as the champion."""
+        root = tmp_path_factory.mktemp("served")
+        shutil.copy(database, root)
+        folder = write(root / "models/finetuned/svd-0.5", compressed())
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+                patch.delenv(name, raising=False)
+            save(folder, root / "saved", TASK, pairs=False, batch_size=2, continuation=CONTINUATION)
+            patch.chdir(root)
+            with connected("tiny") as models:
+                _, experiment = models.origin("study", "no such key")
+                version = models.add(root / "saved", "svd-0.5", digest(folder), experiment, None, {})
+                models.client.set_registered_model_alias("tiny", CHAMPION, version.version)
+        return root
+
+    @pytest.fixture(scope="class")
+    def environment(self, root: Path) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "PYTHONPATH"))}
+        return {**kept, "MLFLOW_TRACKING_URI": f"sqlite:///{root / 'mlflow.db'}", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+    def test_what_is_stored(self, root: Path) -> None:
+        (stored,) = (root / "mlruns").rglob("MLmodel")
+        files = [path for path in stored.parent.rglob("*") if path.is_file()]
+        assert {path.suffix for path in files} <= {
+            "",
+            ".py",
+            ".json",
+            ".txt",
+            ".yaml",
+            ".safetensors",
+            ".typed",
+        }  # no pickle
+        assert digest(stored.parent / "artifacts/model") == digest(root / "models/finetuned/svd-0.5")
+        pinned = (stored.parent / "requirements.txt").read_text().split()
+        assert {line.partition("==")[0] for line in pinned} >= {"torch", "transformers", "mlflow"}
+        assert not any("+" in line or "eckart" in line for line in pinned)  # an index has neither
+
+    def test_without_the_pipeline_mlflow_and_transformers_load_it(
+        self, root: Path, environment: dict[str, str], tmp_path: Path
+    ) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_PIPELINE, str(tmp_path), *TEXTS],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout.splitlines()[-1])
+        model = AutoModelForSequenceClassification.from_pretrained(root / "models/finetuned/svd-0.5")
+        inputs = tiny_tokenizer()(TEXTS, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            torch.testing.assert_close(torch.tensor(found["logits"]), model(**inputs).logits)
+        scores, labels = probabilities(model, TEXTS).max(-1)
+        assert [row["label"] for row in found["answers"]] == [TASK.labels[label] for label in labels]
+        assert [row["score"] for row in found["answers"]] == pytest.approx(scores.tolist(), abs=1e-6)
+        assert "/code/eckart" in found["eckart"]  # the version brings its own
+
+    def test_mlflow_s_server_answers_on_loopback(self, environment: dict[str, str], tmp_path: Path) -> None:
+        with server(environment, tmp_path) as address:
+            rows = {"dataframe_split": {"columns": ["text"], "data": [[text] for text in TEXTS]}}
+            found = post(f"{address}/invocations", rows)["predictions"]
+        scores, labels = probabilities(compressed(), TEXTS).max(-1)
+        assert [row["label"] for row in found] == [TASK.labels[label] for label in labels]
+        assert [row["score"] for row in found] == pytest.approx(scores.tolist(), abs=1e-6)
+
+
+def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of words, and of tags of which some are null; by what `mlflow models predict` calls, in this process."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which MLflow adds the version's code
+    monkeypatch.setattr(
+        asking, "_predict", lambda model, *files: scoring_server._predict(model, *map(str, files), "json")
+    )
+    case = CASES["token_classification"]
+    files = write(tmp_path / "files", case.model())
+    save(files, tmp_path / "saved", case.task, pairs=False, batch_size=3, continuation=CONTINUATION)
+    pd.DataFrame({"text": case.rows()["text"][:3]}).to_parquet(tmp_path / "rows.parquet")
+    rows = pd.read_parquet(tmp_path / "rows.parquet")  # which makes arrays of lists
+    found = asking.ask(str(tmp_path / "saved"), rows)
+    assert found == ask(loaded(files, case.task), rows).to_dict("records")
+    assert None in found[1]["tags"]
+
+
+def test_who_imports_it_sets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow.models.model, "__mlflow_model__", None)
+    runpy.run_module("flows.registry.pyfunc_model", run_name="flows.registry.pyfunc_model")
+    assert mlflow.models.model.__mlflow_model__ is None
+
+
+WITHOUT_PIPELINE = """
+import json, sys
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("tasks", "flows", "prefect", "dvc"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+import mlflow, pandas, torch
+folder, *texts = sys.argv[1:]
+model = mlflow.pyfunc.load_model("models:/tiny@champion")
+answers = model.predict(pandas.DataFrame({"text": texts}))
+import eckart
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+folder = mlflow.artifacts.download_artifacts("models:/tiny@champion", dst_path=folder) + "/artifacts/model"
+inputs = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+with torch.no_grad():
+    logits = AutoModelForSequenceClassification.from_pretrained(folder)(**inputs).logits
+print(json.dumps({"answers": answers.to_dict("records"), "logits": logits.tolist(), "eckart": eckart.__file__}))
+"""
+
+
+@contextmanager
+def server(environment: dict[str, str], folder: Path) -> Iterator[str]:
+    """The address of `mlflow models serve` of the champion, started in `folder`."""
+    port = str(free_port())
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/tiny@champion"]
+    process = subprocess.Popen(
+        [*command, "--env-manager", "local", "--host", "127.0.0.1", "--port", port],
+        cwd=folder,
+        env={**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"},
+        start_new_session=True,
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while not answers(f"{address}/ping"):
+            assert process.poll() is None, "the server ended"
+            time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def post(address: str, content: Any) -> Any:
+    request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=600) as response:
+        return json.load(response)

@@ -1,0 +1,315 @@
+"""The pipeline installed by pip and used in a folder of its own, which has none of this code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.workspace import init as new_workspace
+from flows.workspace import installation
+from flows.workspace.init import Wishes
+from tasks.artifacts.errors import EckartError
+from tasks.config import yaml_edit
+from tasks.runtime import code_folders as folders
+from tests.flows.servers import free_port, until
+from tests.flows.toy import ENVIRONMENT, call
+from tests.workspace import REPOSITORY, bert, reviews, write_base
+
+NONE = Wishes(None, None, None, None, None, None)
+_SMALL: dict[str, Any] = {
+    "study": {"keeps": [0.5]},
+    "threads": {"shared": 1, "candidate": 1},
+    "data": {"sizes": {"validation": 8, "test": 12, "calibration": 16}},
+    "teacher": {"batch_size": 8, "learning_rate": 1e-3},
+    "importance": {"batch_size": 8},
+    "recipes": {"anchored": {"recovery": {"steps": 2, "batch_size": 8}}},
+    "export": {"recipes": []},
+    "benchmark": {"shapes": [[2, 8]], "repetitions": 6},
+    "promotion": {"largest_drop": 0.9, "keep": 1, "least_speedup": None},
+}
+"""What cuts the tour's study down to seconds."""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with somebody's model and rows."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    write_base(Path("my-model"))
+    reviews().rename(columns={"text": "body", "label": "stars"}).to_csv("reviews.csv", index=False)
+    return tmp_path
+
+
+def tour() -> list[str]:
+    """The commands of docs/tour.md."""
+    return re.findall(r"^\$ (.+)$", (REPOSITORY / "docs/tour.md").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """That of a new virtual environment in which the built wheel is installed, and what it needs is found."""
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)], check=True)
+    python = folder / "venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # their files alone, not what they put on the path
+    for name in ("mlflow", "uvicorn"):
+        (python.parent / name).write_text(f'#!/bin/sh\nexec "{python}" -m {name} "$@"\n')
+        (python.parent / name).chmod(0o755)
+    inherited = {name: value for name, value in ENVIRONMENT.items() if not name.startswith("PYTHON")}
+    return inherited | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_the_tour(own: Path, environment: Mapping[str, str], prefect: Mapping[str, str]) -> None:
+    """Its commands one after the other, on a tiny model and few rows; a folder `tasks` of one's own is not ours."""
+    here, env = own, {**environment, **prefect}
+    install, init, _, run, promote, serve = tour()
+    assert "eckart" in install
+    subprocess.run(shlex.split(init), cwd=here, env=env, check=True)
+    here = own / "shop"
+    dense = (own / "my-model/model.safetensors").stat().st_size
+    yaml_edit.update(_SMALL | {"study": {"keeps": [0.5], "goals": [{"bytes": int(0.9 * dense)}]}}, here / "params.yaml")
+    (here / "tasks").mkdir()
+    (here / "tasks/__init__.py").write_text("raise SystemExit('somebody else’s')")
+    subprocess.run(shlex.split(run), cwd=here, env=env, check=True)
+    keeps = YAML(typ="safe").load((here / "params.yaml").read_text())["study"]["keeps"]
+    assert len(keeps) > 1
+    sizes = [
+        json.loads((here / f"reports/evaluate/anchored-{keep}.json").read_text())["size"]["bytes"] for keep in keeps
+    ]
+    assert min(sizes) <= 0.9 * dense
+    again = subprocess.run(["eckart", "run"], cwd=here, env=env, check=True, capture_output=True, text=True)
+    assert "Nothing was recomputed" in again.stdout
+    status = subprocess.run(["python", "-m", "dvc", "status"], cwd=here, env=env, check=True, capture_output=True)
+    assert b"up to date" in status.stdout
+    subprocess.run(shlex.split(promote), cwd=here, env=env, check=True)
+    _serves(serve, here, env)
+
+
+def _serves(command: str, here: Path, env: Mapping[str, str]) -> None:
+    port = free_port()
+    words = re.sub(r"--port \d+", f"--port {port}", command)
+    with subprocess.Popen(words, shell=True, cwd=here, env=dict(env), start_new_session=True) as server:
+        try:
+            until(lambda: server.poll() is not None or _answer(f"http://127.0.0.1:{port}/ping", None))
+            rows = {"dataframe_split": {"columns": ["text"], "data": [["the plot is brilliant and moving"]]}}
+            answer = _answer(f"http://127.0.0.1:{port}/invocations", rows)
+            assert answer
+            assert answer.json()["predictions"][0]["label"] in ("positive", "negative")
+            _refuses_a_page(f"http://127.0.0.1:{port}/invocations", rows)
+        finally:
+            os.killpg(server.pid, 15)
+
+
+def _refuses_a_page(url: str, rows: object) -> None:
+    """Of another origin: a browser sends without asking what is text or a form, and asks first for all else."""
+    evil = {"Origin": "http://evil.example"}
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        posted = httpx.post(url, content=json.dumps(rows), headers=evil | {"Content-Type": kind}, timeout=60)
+        assert posted.status_code == 415
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    first = httpx.options(url, headers=evil | asked)
+    assert not first.is_success
+    assert "access-control-allow-origin" not in first.headers
+
+
+def _answer(url: str, rows: Any) -> httpx.Response | None:
+    try:
+        answer = httpx.post(url, json=rows, timeout=60) if rows else httpx.get(url)
+    except httpx.TransportError:
+        return None
+    return answer if answer.status_code == 200 else None
+
+
+def test_nobody_finds_tasks_or_flows_in_the_environment(environment: Mapping[str, str], tmp_path: Path) -> None:
+    look = "from importlib.util import find_spec; print([name for name in ('tasks', 'flows') if find_spec(name)])"
+    found = subprocess.run(["python", "-c", look], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert found.stdout == b"[]\n"
+
+
+def test_a_new_workspace_has_the_default_study_and_whole_git_and_dvc(own: Path) -> None:
+    assert new_workspace.init(Path("new"), NONE).changes == {}
+    assert Path("new/params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
+    stages = YAML(typ="safe").load(Path("new/dvc.yaml").read_text())["stages"]
+    assert list(stages) == list(YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"])
+    assert not [dep for stage in stages.values() for dep in stage["deps"] if dep.startswith(("eckart/", "tasks/"))]
+    assert call(Path("new"), sys.executable, "-m", "dvc", "stage", "list", "--name-only")
+
+
+def test_a_repository_of_ones_own_keeps_what_it_has(own: Path) -> None:
+    call(own, "git", "init", "-q")
+    Path(".gitignore").write_text("mine\n")
+    new_workspace.init(Path(), NONE)
+    assert Path(".gitignore").read_text().startswith("mine\n")
+    ignored = call(own, "git", "check-ignore", "models/teacher/x", "data/raw/rows.csv", "reports/x", "mine")
+    assert len(ignored.split()) == 4
+    new_workspace.init(Path("below"), NONE)
+    assert not Path("below/.git").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "reviews.csv", "--label", "none"],
+        ["--data", "missing.csv"],
+        ["--base", "./missing"],
+        ["--label", "stars"],
+        ["--data", "reviews.csv", "--base", "empty", "--text", "body", "--label", "stars"],
+        ["--data", "empty", "--text", "body", "--label", "stars"],
+        ["--data", "reviews.csv", "--text", "body", "--label", "body", "--task", "regression"],
+    ],
+)
+def test_what_cannot_be_made_leaves_nothing(own: Path, words: list[str]) -> None:
+    Path("empty").mkdir()
+    before = sorted(own.rglob("*"))
+    done = CliRunner().invoke(app, ["init", "new/deep", *words])
+    assert done.exit_code == 1
+    assert "data/raw/" not in done.output  # which is gone
+    assert sorted(own.rglob("*")) == before
+
+
+def test_what_a_study_reads_is_in_dvc(own: Path) -> None:
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    shop = own / "shop"
+    call(shop, "git", "add", "-A")
+    assert {"data/raw.dvc", "models/base.dvc"} <= set(call(shop, "git", "ls-files").split())
+    assert "reviews.csv" not in call(shop, "git", "ls-files")
+    assert (
+        call(shop, sys.executable, "-m", "dvc", "status", "data/raw.dvc", "models/base.dvc")
+        .strip()
+        .endswith("up to date.")
+    )
+
+
+def test_a_workspace_is_not_made_twice(own: Path) -> None:
+    new_workspace.init(Path("new"), NONE)
+    Path("new/params.yaml").write_text("mine")
+    with pytest.raises(EckartError):
+        new_workspace.init(Path("new"), NONE)
+    assert Path("new/params.yaml").read_text() == "mine"
+
+
+def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
+    """What its user has, and has changed, stays; the head is for other labels than those that are named now."""
+    shop = own / "shop"
+    new_workspace.init(Path("shop"), NONE)
+    call(shop, "git", "add", "-A")
+    yaml_edit.update({"seed": 7, "study": {"keeps": [0.4]}}, shop / "params.yaml")
+    reviews = Wishes(None, Path("reviews.csv"), "body", None, "stars", None)
+    new_workspace.init(shop, reviews, again=True)
+    yaml_edit.update({"data": {"metric": "f1"}, "study": {"recipes": ["kfac"]}}, shop / "params.yaml")
+    first = params(shop)
+    assert (first["study"]["name"], first["data"]["columns"]["label"]) == ("shop", "stars")
+    assert (first["seed"], first["study"]["keeps"]) == (7, [0.4])
+    assert "data/raw.dvc" in call(shop, "git", "ls-files", "--others", "--exclude-standard")
+
+    bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained("my-model")
+    laid = new_workspace.init(shop, replace(NONE, base="my-model"), again=True)
+    assert laid.changes["model"] == {"base": "models/base/my-model"}
+    assert laid.before["model"] == {"base": first["model"]["base"]}
+    assert "joy" in laid.head
+    assert params(shop)["data"] | {"max_length": 0} == first["data"] | {"max_length": 0}
+    assert params(shop)["study"] == first["study"]
+    same = (shop / "params.yaml").read_bytes()
+    assert new_workspace.init(shop, replace(NONE, base="my-model"), again=True).changes == {}
+    assert (shop / "params.yaml").read_bytes() == same
+
+
+def test_zero_epochs_are_taken_back_with_the_head_that_they_were_for(own: Path) -> None:
+    known = bert(id2label={0: "negative", 1: "positive"})
+    known.save_pretrained("my-model")
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    assert params(Path("shop"))["teacher"]["epochs"] == 0
+    write_base(Path("bare"))
+    new_workspace.init(Path("shop"), replace(NONE, base="bare"), again=True)
+    assert params(Path("shop"))["teacher"]["epochs"] == params(REPOSITORY)["teacher"]["epochs"]
+    yaml_edit.update({"teacher": {"epochs": 5}}, Path("shop/params.yaml"))
+    for wishes in (replace(NONE, text="body"), replace(NONE, base="my-model")):
+        new_workspace.init(Path("shop"), wishes, again=True)
+        assert params(Path("shop"))["teacher"]["epochs"] == 5  # the user's own
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "other/reviews.csv"],
+        ["--label", "none"],
+        ["--base", "./missing"],
+        ["--text", "stars", "--data", "b.csv"],
+    ],
+)
+def test_what_cannot_be_amended_is_left_as_it_was(own: Path, words: list[str]) -> None:
+    """Other rows under a name that is taken, say, which would be lost."""
+    new_workspace.init(Path("shop"), Wishes("my-model", Path("reviews.csv"), "body", None, "stars", None))
+    Path("other").mkdir()
+    Path("other/reviews.csv").write_text("body,stars\nother,positive\n")
+    Path("b.csv").write_text("body\nother\n")
+    before = {
+        file: file.read_bytes() for file in Path("shop").rglob("*") if file.is_file() and ".dvc" not in file.parts
+    }
+    assert CliRunner().invoke(app, ["init", "shop", "--again", *words]).exit_code == 1
+    assert all(file.read_bytes() == content for file, content in before.items())
+    assert not Path("shop/data/raw/b.csv").exists()
+
+
+def test_what_is_no_workspace_is_not_amended(own: Path) -> None:
+    Path("params.yaml").write_text("mine")
+    done = CliRunner().invoke(app, ["init", ".", "--again", "--base", "my-model"])
+    assert done.exit_code == 1
+    assert Path("params.yaml").read_text() == "mine"
+    assert "--again" in CliRunner().invoke(app, ["init", "."]).output
+
+
+def params(root: Path) -> dict[str, Any]:
+    content: dict[str, Any] = YAML(typ="safe").load((root / "params.yaml").read_text())
+    return content
+
+
+def test_the_digest_of_a_stage_follows_the_code_that_it_can_run(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another waterfill makes searches and the comparison stale, as in a clone, and nothing else."""
+    new_workspace.init(Path("new"), NONE)
+    monkeypatch.chdir("new")
+    before = YAML(typ="safe").load(installation.CODE.read_text())["stages"]
+    for name, folder in folders.code_folders().items():
+        shutil.copytree(folder, own / "other" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    other = {name: own / "other" / name for name in folders.PACKAGES}
+    with (other["eckart"] / "ranks/waterfill.py").open("a") as file:
+        file.write("# edited\n")
+    assert not any(map(installation.other_code, before))
+    monkeypatch.setattr(installation, "code_folders", lambda: other)
+    wanted = {
+        name
+        for name, stage in YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"].items()
+        if "eckart/ranks/waterfill.py" in stage["deps"]
+    }
+    assert {name for name in before if installation.other_code(name)} == wanted
+    installation.refresh()
+    assert not any(map(installation.other_code, before))
+
+
+def test_a_clone_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    installation.refresh()
+    assert not list(tmp_path.iterdir())
+    assert installation.other_code("extract") is None

@@ -1,0 +1,136 @@
+"""What a new workspace's params.yaml says of a model and data: read off the files, and accepted by the check."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from flows.workspace import params_from_data
+from tasks.artifacts.errors import EckartError
+from tasks.config import validation, yaml_edit
+from tests.workspace import BASE, REPOSITORY, bert, reviews, tiny_tokenizer, write_base
+
+RAW = Path("data/raw")
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a tiny base model, the default study and no data yet."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(REPOSITORY / "params.yaml", tmp_path)
+    RAW.mkdir(parents=True)
+    write_base(Path(BASE))
+    return tmp_path
+
+
+def table(name: str = "rows.csv", **columns: Any) -> str:
+    frame = pd.DataFrame({"text": reviews()["text"], **columns})
+    (RAW / name).parent.mkdir(exist_ok=True)
+    frame.to_csv(RAW / name, index=False)
+    return str(RAW / name)
+
+
+def told(source: str, **given: Any) -> dict[str, Any]:
+    wishes = {"text": None, "text_pair": None, "label": None, "task": None} | given
+    return params_from_data.of_data(source, BASE, **wishes).changes
+
+
+@pytest.mark.parametrize(
+    ("labels", "task"),
+    [
+        (["good", "bad", "so so"], "classification"),
+        ([1, 2, 3, 4, 5], "classification"),
+        ([True, False], "classification"),
+        ([0.5, 1.25, 2.0], "regression"),
+        (list(range(30)), "regression"),
+    ],
+)
+def test_the_label_tells_the_task(workspace: Path, labels: list[Any], task: str) -> None:
+    source = table(label=[labels[row % len(labels)] for row in range(60)])
+    assert told(source)["data"]["task"] == task
+
+
+def test_what_is_told_makes_params_without_a_mistake(workspace: Path) -> None:
+    source = table(stars=[row % 3 for row in range(60)])
+    yaml_edit.update({**told(source, label="stars"), "model": {"base": BASE}})
+    typed = validation.check()
+    assert typed["data"].columns.label == "stars"
+    assert typed["data"].sizes.train == 60
+
+
+def test_rows_fit_into_the_length_and_the_model(workspace: Path) -> None:
+    """A review has 6 words, and two special tokens around; twenty of them are more than the model's 64 positions."""
+    source = table(label=[row % 2 for row in range(60)])
+    assert told(source)["data"]["max_length"] == 8
+    frame = pd.DataFrame({"text": [" ".join([text] * 20) for text in reviews()["text"]], "label": 30 * [0, 1]})
+    frame.to_csv(RAW / "long.csv", index=False)
+    assert told("data/raw/long.csv")["data"]["max_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "knows"),
+    [
+        (None, [0, 1, 2], True),
+        (None, [0, 1], False),
+        (None, ["bad", "good", "so so"], False),  # which output is which, nobody says
+        (["so so", "good", "bad"], ["bad", "good", "so so"], True),
+        (["joy", "anger", "fear"], ["bad", "good", "so so"], False),
+        (["1 star", "2 stars", "3 stars"], [1, 2, 3], False),
+    ],
+)
+def test_a_model_that_knows_the_labels_is_taken_as_it_is(
+    workspace: Path, outputs: list[str] | None, labels: list[Any], knows: bool
+) -> None:
+    model = bert(num_labels=3)
+    if outputs:
+        model.config.id2label = dict(enumerate(outputs))
+    model.save_pretrained(BASE)
+    tiny_tokenizer().save_pretrained(BASE)
+    found = told(table(label=[labels[row % len(labels)] for row in range(60)]))
+    assert found.get("teacher") == ({"epochs": 0} if knows else None)
+
+
+@pytest.mark.parametrize("labels", [["", "a", "b"], ["a"]])
+def test_rows_that_the_study_would_refuse_are_refused_at_once(workspace: Path, labels: list[str]) -> None:
+    with pytest.raises(EckartError):
+        told(table(label=[labels[row % len(labels)] for row in range(60)]))
+
+
+def test_files_named_by_split_are_the_splits(workspace: Path) -> None:
+    Path(RAW / "folder").mkdir()
+    rows = pd.DataFrame({"text": reviews()["text"], "label": 30 * [0, 1]})
+    rows[:40].to_csv(RAW / "folder/train.csv", index=False)
+    rows[40:].to_csv(RAW / "folder/test.csv", index=False)
+    assert told("data/raw/folder")["data"]["splits"] == {"train": "train", "test": "test"}
+
+
+def test_text_alone_is_running_text(workspace: Path) -> None:
+    pd.DataFrame({"text": [f"{row}, {text}" for row in range(99) for text in reviews()["text"]]}).to_csv(
+        RAW / "long.csv", index=False
+    )
+    found = told("data/raw/long.csv")
+    assert found["data"]["task"] == "language_modeling"
+    assert found["data"]["columns"]["label"] is None
+
+
+@pytest.mark.parametrize("given", [{"text": "body"}, {"label": "stars"}, {}])
+def test_columns_that_are_not_there_are_asked_for_by_those_that_are(workspace: Path, given: dict[str, str]) -> None:
+    pd.DataFrame({"review": ["a", "b"], "grade": [1, 2]}).to_csv(RAW / "other.csv", index=False)
+    with pytest.raises(EckartError, match="review, grade"):
+        told("data/raw/other.csv", **given)
+
+
+def test_texts_are_no_classes(workspace: Path) -> None:
+    with pytest.raises(EckartError):
+        told(table(label=[f"summary {row}" for row in range(60)]))
+
+
+def test_a_folder_that_is_no_model_is_named(workspace: Path) -> None:
+    Path(BASE, "config.json").write_text(json.dumps({}))
+    with pytest.raises(EckartError, match=BASE):
+        told(table(label=[row % 2 for row in range(60)]))

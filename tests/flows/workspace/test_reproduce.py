@@ -1,0 +1,486 @@
+"""Results that travel and come back: clones that share a remote, and stages got back from any revision."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.engine import cached_objects, dvc_transport, stage_processes
+from flows.engine import stages as engine
+from flows.workspace import reproduce as module
+from flows.workspace import worktrees
+from flows.workspace.reproduce import CannotReproduce, Reproduction, record
+from tasks.artifacts.task_spec import REFERENCE
+from tests.flows.forked import Command, gone
+from tests.flows.servers import until
+from tests.flows.toy import BARE, MLFLOW, Study, call, ran
+from tests.workspace import digests
+
+ROOT = Path(__file__).parents[3]
+
+PARAMS = "study: {recipes: [a, b], keeps: [0.5]}\ngain: 1\n"
+PIPELINE = """\
+vars: [params.yaml]
+stages:
+  extract:
+    cmd:
+      - echo extract >> ran.log
+      - rm -rf data/splits && mkdir -p data/splits && tr a-z A-Z < data/raw/rows.csv > data/splits/train
+    deps: [data/raw]
+    outs: [data/splits]
+  finetune:
+    matrix: {recipe: "${study.recipes}", keep: "${study.keeps}"}
+    cmd:
+      - echo finetune@${item.recipe}-${item.keep} >> ran.log
+      - mkdir -p models/finetuned/${item.recipe}-${item.keep}/deep reports/finetune
+      - (cat data/splits/train; echo ${item.recipe}) > models/finetuned/${item.recipe}-${item.keep}/model
+      - grep gain params.yaml > models/finetuned/${item.recipe}-${item.keep}/deep/config
+      - echo ${item.recipe} > reports/finetune/${item.recipe}-${item.keep}.jsonl
+    deps: [data/splits]
+    params: [gain]
+    outs:
+      - models/finetuned/${item.recipe}-${item.keep}
+      - reports/finetune/${item.recipe}-${item.keep}.jsonl
+"""
+CHECKED = f"""{PIPELINE}
+  check:
+    cmd: echo check >> ran.log && echo passed > data/checked
+    deps: [{REFERENCE}, data/splits]
+    outs: [data/checked]
+""".replace("deps: [data/splits]", "deps: [data/splits, data/checked]")
+MODEL = "models/finetuned/a-0.5/model"
+CONFIGURATION = "models/finetuned/a-0.5/deep/config"
+CURVE = "reports/finetune/a-0.5.jsonl"
+
+
+def commit(root: Path) -> None:
+    call(root, "git", "add", "-A")
+    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+
+
+def run(root: Path) -> dict[str, str]:
+    """Bring every stage up to date, as the flow does, in the working directory: name → status."""
+    statuses = {}
+    for one in engine.plan():
+        statuses[one.name] = engine.run(one, lambda command: stage_processes.run(command, root, print, {})).status
+    return statuses
+
+
+def repository(root: Path) -> Path:
+    """The repository's set-up of git and DVC, and nothing committed."""
+    (root / ".dvc").mkdir(parents=True)
+    for name in (".gitignore", ".dvcignore", ".dvc/.gitignore", ".dvc/config"):
+        shutil.copy(ROOT / name, root / name)
+    call(root, "git", "init", "-q")
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A toy workspace after a run: its input in DVC, its results committed, and a remote beside it that is empty."""
+    root = repository(tmp_path_factory.mktemp("versions") / "main")
+    (root / "params.yaml").write_text(PARAMS)
+    (root / "dvc.yaml").write_text(PIPELINE)
+    (root / "data/raw").mkdir(parents=True)
+    (root / "data/raw/rows.csv").write_text("rows\n")
+    call(root, "dvc", "add", "-q", "data/raw")
+    call(root, "dvc", "repro", "-q")
+    ran(root)
+    commit(root)
+    return root
+
+
+@pytest.fixture
+def main(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished toy workspace, as the working directory."""
+    root = tmp_path / "main"
+    shutil.copytree(finished, root, symlinks=True)
+    monkeypatch.chdir(root)
+    return root
+
+
+def clone(folder: Path, monkeypatch: pytest.MonkeyPatch, lock: bool = True) -> Path:
+    """Another clone of the working directory, entered; `lock=False` as if dvc.lock had not been committed."""
+    call(Path.cwd(), "git", "clone", "-q", str(Path.cwd()), str(folder))
+    if not lock:
+        (folder / "dvc.lock").unlink()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def another(main: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run and push what `main` is now, and pull it into a clone, entered."""
+    run(main)
+    ran(main)
+    dvc_transport.push()
+    commit(main)
+    other = clone(folder / "other", monkeypatch)
+    assert dvc_transport.pull().lacking == []
+    return other
+
+
+def own_files(root: Path) -> dict[str, str]:
+    """What is a person's in a workspace: everything but what git, DVC, Python and other workspaces keep there."""
+    others = (".git/", ".dvc/", "workspaces/", "data/.gitignore", "models/.gitignore")
+    found = digests(root).items()
+    return {name: each for name, each in found if not name.startswith(others) and "__pycache__" not in name}
+
+
+def spoil(root: Path, digest: str) -> Path:
+    """Change the bytes of a cache object and leave it read-only, so that DVC takes it for whole."""
+    path = cached_objects.object_path(root / ".dvc/cache", digest)
+    path.chmod(0o644)
+    path.write_text("spoilt")
+    path.chmod(0o444)
+    return path
+
+
+def forget(root: Path, parts: tuple[str, ...] = ("files", "runs")) -> None:
+    """Empty the cache."""
+    for part in parts:
+        shutil.rmtree(root / ".dvc/cache" / part)
+
+
+def reproduce(name: str = "a-0.5", revision: str = "HEAD", again: bool = False) -> Reproduction:
+    return module.reproduce(record(name, revision), again)
+
+
+def works_in(folder: Path, process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("DVC_ROOT") == str(folder.resolve())
+    except psutil.Error:
+        return False
+
+
+class TestClones:
+    def test_dvc_push_and_pull_with_the_lock_file_are_enough(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        call(main, "dvc", "push", "-q")
+        assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, out of the box
+        other = clone(tmp_path / "other", monkeypatch)
+        call(other, "dvc", "pull", "-q")
+        assert set(run(other).values()) == {"Cached"}
+        assert ran(other) == []
+        assert call(other, "dvc", "status", "--json").strip() == "{}"
+        assert call(other, "git", "status", "--porcelain") == ""
+        assert (other / "data/raw/rows.csv").read_text() == "rows\n"
+
+    @pytest.mark.parametrize("lock", [True, False], ids=["recorded", "not recorded"])
+    def test_push_and_pull_are_enough_without_it_too(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: bool
+    ) -> None:
+        dvc_transport.push()
+        other = clone(tmp_path / "other", monkeypatch, lock)
+        assert dvc_transport.pull().lacking == []
+        assert set(run(other).values()) == {"Cached" if lock else "Restored"}
+        assert ran(other) == []
+        assert own_files(other).keys() == own_files(main).keys()
+        assert call(other, "dvc", "status", "--json").strip() == "{}"
+
+    def test_results_of_earlier_parameters_travel_too(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
+        other = another(main, tmp_path, monkeypatch)
+        (other / "params.yaml").write_text(PARAMS)
+        pulled = dvc_transport.pull()
+        assert pulled.lacking == []
+        assert set(pulled.stale) == {"finetune@a-0.5", "finetune@b-0.5"}
+        assert (other / CONFIGURATION).read_text() == "gain: 1\n"
+        assert run(other) == {"extract": "Cached", "finetune@a-0.5": "Restored", "finetune@b-0.5": "Restored"}
+        assert ran(other) == []
+
+    def test_what_was_checked_against_a_champion_comes_without_its_data(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (main / "dvc.yaml").write_text(CHECKED)
+        (main / REFERENCE).mkdir()
+        (main / REFERENCE / ".gitkeep").touch()
+        (main / REFERENCE / "train").write_text("ROWS\n")
+        other = another(main, tmp_path, monkeypatch)
+        statuses = run(other)
+        assert statuses.pop("check") == "Executed"
+        assert set(statuses.values()) == {"Cached"}
+
+    def test_pull_names_what_cannot_be_had_and_the_rest_comes(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dvc_transport.push()
+        gone = cached_objects.measured(main / MODEL)[""]
+        other = clone(tmp_path / "other", monkeypatch)
+        cached_objects.object_path(tmp_path / "eckart-storage", gone).unlink()
+        done = CliRunner().invoke(app, ["pull"])
+        assert done.exit_code == 1
+        assert "finetune@a-0.5" in done.output
+        assert run(other) == {"extract": "Cached", "finetune@a-0.5": "Executed", "finetune@b-0.5": "Cached"}
+
+    def test_before_anyone_pushed_pull_says_what_is_missing(
+        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clone(tmp_path / "other", monkeypatch)
+        done = CliRunner().invoke(app, ["pull"])
+        assert done.exit_code == 1
+        assert "data/raw.dvc" in done.output
+        with pytest.raises(engine.WorkspaceUnusable, match=r"data/raw.*eckart pull"):
+            engine.plan()
+
+    def test_a_remote_that_cannot_be_used_is_said_in_a_line(self, main: Path) -> None:
+        call(main, "dvc", "remote", "modify", "--local", "storage", "url", "s3://nowhere")  # whose plug-in is missing
+        for command in ("push", "pull"):
+            done = CliRunner().invoke(app, [command])
+            assert done.exit_code == 1
+            assert "`dvc remote list`" in done.output
+
+
+class TestInputs:
+    def test_putting_an_input_into_dvc_makes_nothing_stale(self, main: Path) -> None:
+        (main / "data/raw.dvc").unlink()
+        assert set(run(main).values()) == {"Cached"}
+        call(main, "dvc", "add", "-q", "data/raw")
+        assert set(run(main).values()) == {"Cached"}
+        assert ran(main) == []
+
+    def test_a_changed_input_is_noted_as_dvc_repro_does(self, main: Path, tmp_path: Path) -> None:
+        other = tmp_path / "by-hand"
+        shutil.copytree(main, other, symlinks=True)
+        for root in (main, other):
+            (root / "data/raw/more.csv").write_text("more\n")
+        run(main)
+        call(other, "dvc", "repro", "-q")
+        assert call(main, "dvc", "status", "--json").strip() == "{}"
+        assert (main / "data/raw.dvc").read_text() == (other / "data/raw.dvc").read_text()
+
+    def test_pull_brings_the_newer_input_and_spares_an_edited_one(self, main: Path) -> None:
+        raw = main / "data/raw/rows.csv"
+        raw.write_text("newer\n")
+        engine.plan()
+        dvc_transport.push()
+        newer = (main / "data/raw.dvc").read_bytes()
+        call(main, "git", "checkout", "data/raw.dvc")
+        assert dvc_transport.pull().lacking == []
+        assert raw.read_text() == "rows\n"
+        (main / "data/raw.dvc").write_bytes(newer)
+        assert "data/raw.dvc" not in dvc_transport.pull().stale
+        assert raw.read_text() == "newer\n"
+        raw.write_text("edited\n")
+        assert "data/raw.dvc" in dvc_transport.pull().stale
+        assert raw.read_text() == "edited\n"
+
+
+class TestReproduce:
+    @pytest.fixture(autouse=True)
+    def untouched(self, main: Path) -> Iterator[None]:
+        """Whatever happens, the user's own workspace stays as it is."""
+        before = own_files(main), call(main, "git", "log", "--format=%H", "-1")
+        yield
+        assert (own_files(main), call(main, "git", "log", "--format=%H", "-1")) == before
+
+    def test_from_the_cache(self, main: Path) -> None:
+        found = reproduce()
+        assert found.same
+        assert [file.path for file in found.files] == [CONFIGURATION, MODEL, CURVE]
+        for name in (CONFIGURATION, MODEL, CURVE):
+            assert (found.folder / name).read_bytes() == (main / name).read_bytes()
+        assert ran(found.folder) == []
+
+    def test_from_the_remote(self, main: Path) -> None:
+        dvc_transport.push()
+        forget(main)
+        found = reproduce()
+        assert found.same
+        assert ran(found.folder) == []
+
+    def test_made_again_where_no_one_has_it_and_kept(self, main: Path) -> None:
+        raw = cached_objects.measured(main / "data/raw")["rows.csv"]
+        outs = record("a-0.5").outs
+        call(main, "dvc", "push", "-q", "data/raw")
+        forget(main)
+        found = reproduce()
+        assert found.same
+        assert found.origin == "made again"
+        assert ran(found.folder) == ["extract", "finetune@a-0.5"]
+        assert not any(cached_objects.missing(main / ".dvc/cache", digest) for digest in outs.values())
+        assert cached_objects.object_path(main / ".dvc/cache", raw).exists()
+        shutil.rmtree(found.folder)
+        assert reproduce().origin != "made again"
+
+    @pytest.mark.parametrize("pushed", [True, False])
+    def test_a_corrupt_object_is_found_and_replaced(self, main: Path, pushed: bool) -> None:
+        reproduce()  # DVC has looked at it before
+        if pushed:
+            dvc_transport.push()
+        path = spoil(main, cached_objects.measured(main / MODEL)[""])
+        found = reproduce()
+        assert found.same
+        assert ran(found.folder) == ([] if pushed else ["finetune@a-0.5"])
+        assert path.read_bytes() == (main / MODEL).read_bytes()
+
+    def test_a_corrupt_object_of_a_stage_before_does_not_go_in(self, main: Path) -> None:
+        spoil(main, cached_objects.measured(main / "data/splits/train")[""])
+        cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / MODEL)[""]).unlink()
+        found = reproduce()
+        assert found.same
+        assert ran(found.folder) == ["extract", "finetune@a-0.5"]
+
+    def test_again_runs_all_it_follows_from_and_changes_no_cache(self, main: Path) -> None:
+        before = digests(main / ".dvc/cache")
+        found = reproduce(again=True)
+        assert found.same
+        assert ran(found.folder) == ["extract", "finetune@a-0.5"]
+        assert digests(main / ".dvc/cache") == before
+
+    def test_a_result_that_differs_is_named_and_replaces_nothing(self, main: Path) -> None:
+        """DVC writes what it made into dvc.lock: the comparison is with git, and the cache still gives the record."""
+        script = main / "dvc.yaml"
+        script.write_text(PIPELINE.replace("cat data/splits/train;", "date +%s.%N;"))
+        run(main)
+        commit(main)
+        ran(main)
+        recorded = (main / MODEL).read_bytes()
+        runs = digests(main / ".dvc/cache/runs")
+        done = CliRunner().invoke(app, ["reproduce", "a-0.5", "--again"])
+        assert done.exit_code == 1
+        assert "DIFFERS" in done.output
+        differing, reason, *_ = str(done.exception).splitlines()
+        assert MODEL in differing
+        assert CONFIGURATION not in differing
+        assert "finetune@a-0.5" in reason
+        assert digests(main / ".dvc/cache/runs") == runs
+        found = reproduce()
+        assert found.same
+        assert (found.folder / MODEL).read_bytes() == recorded
+        script.write_text(PIPELINE)  # what `untouched` looks at
+        call(main, "git", "reset", "-q", "--hard", "HEAD~1")
+        call(main, "dvc", "checkout", "-q")
+
+    def test_any_revision_whatever_the_parameters_are_now(self, main: Path) -> None:
+        first = call(main, "git", "rev-parse", "HEAD").strip()
+        (main / "params.yaml").write_text(PARAMS.replace("[a, b]", "[b]").replace("gain: 1", "gain: 2"))
+        run(main)
+        commit(main)
+        ran(main)
+        for again in (False, True):
+            found = reproduce(revision=first[:8], again=again)
+            assert found.same
+            assert (found.folder / CONFIGURATION).read_text() == "gain: 1\n"
+        assert (reproduce("b-0.5").folder / "models/finetuned/b-0.5/deep/config").read_text() == "gain: 2\n"
+        assert reproduce("a-0.5").same  # which this revision records and does not run any more
+        call(main, "git", "reset", "-q", "--hard", first)
+        call(main, "dvc", "checkout", "-q")
+
+    def test_inputs_that_git_and_dvc_do_not_have_are_carried_and_compared(self, main: Path) -> None:
+        first = call(main, "git", "rev-parse", "HEAD").strip()
+        call(main, "git", "rm", "-q", "--cached", "data/raw.dvc")
+        (main / "data/raw.dvc").rename(main.parent / "raw.dvc")
+        commit(main)
+        assert reproduce(again=True).same
+        (main / "data/raw/rows.csv").write_text("others\n")
+        done = CliRunner().invoke(app, ["reproduce", "a-0.5", "--again"])
+        assert done.exit_code == 1
+        _, reason, *_ = str(done.exception).splitlines()
+        assert re.search(r"\bextract\b.*\bdata/raw\b", reason)
+        (main / "data/raw/rows.csv").write_text("rows\n")
+        call(main, "git", "reset", "-q", "--hard", first)
+
+    def test_any_other_stage_by_its_name(self) -> None:
+        assert [file.path for file in reproduce("extract").files] == ["data/splits/train"]
+
+    def test_what_is_not_recorded_is_refused_with_what_to_do(self, main: Path) -> None:
+        for arguments, named in {
+            ("c-0.5",): r"dvc\.lock\b.* c-0\.5\b.* a-0\.5, b-0\.5$",
+            ("a-0.5", "--rev", "nope"): r"^nope .*`git log --oneline`",
+            ("a-0.5", "--rev", "--all"): r"^--all .*`git log --oneline`",
+        }.items():
+            done = CliRunner().invoke(app, ["reproduce", *arguments])
+            assert done.exit_code == 1
+            assert re.search(named, done.output.strip())
+        call(main, "git", "rm", "-q", "--cached", "dvc.lock")
+        call(main, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+        with pytest.raises(CannotReproduce, match=r"dvc\.lock\b"):
+            record("a-0.5")
+        call(main, "git", "reset", "-q", "HEAD~1")
+
+    def test_an_input_that_is_nowhere_is_named(self, main: Path) -> None:
+        forget(main)
+        with pytest.raises(CannotReproduce, match=r"^data/raw .*data/raw\.dvc\b"):
+            reproduce()
+
+    def test_in_a_hook_of_git(self, main: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GIT_DIR", str(main / ".git"))
+        monkeypatch.setenv("GIT_WORK_TREE", str(main))
+        found = reproduce(again=True)
+        monkeypatch.undo()
+        assert found.same
+
+    def test_two_at_once_are_refused(self, main: Path) -> None:
+        with (
+            worktrees.held(main / record("a-0.5").folder),
+            pytest.raises(worktrees.WorkspaceError, match=record("a-0.5").folder.name),
+        ):
+            reproduce()
+
+    def test_one_that_is_killed_leaves_nothing_that_runs_and_the_next_one_works(self, main: Path) -> None:
+        hold = main.parent / "hold"
+        waiting = f"echo extract >> ran.log && while [ -e {hold} ]; do sleep 0.1; done"
+        (main / "dvc.yaml").write_text(PIPELINE.replace("echo extract >> ran.log", waiting))
+        run(main)
+        ran(main)  # before it is committed
+        commit(main)
+        hold.touch()
+        folder = record("a-0.5").folder
+        command = Command(main, BARE, "reproduce", "a-0.5", "--again")
+        until(lambda: (folder / "ran.log").exists() or command.poll() is not None)
+        left = [one.pid for one in psutil.process_iter() if works_in(folder, one)]
+        assert left
+        command.kill()
+        command.end()
+        assert gone(left)
+        hold.unlink()
+        assert reproduce(again=True).same
+        (main / "dvc.yaml").write_text(PIPELINE)  # what `untouched` looks at
+        call(main, "git", "reset", "-q", "--hard", "HEAD~1")
+        call(main, "dvc", "checkout", "-q")
+
+    def test_a_stage_that_fails_is_said_with_its_cause(self, main: Path) -> None:
+        (main / "dvc.yaml").write_text(PIPELINE.replace("tr a-z A-Z <", "tr a-z A-Z < missing"))
+        commit(main)
+        with pytest.raises(CannotReproduce, match=r"finetune@a-0\.5\b.*\bmissing\b"):
+            reproduce(again=True)
+        call(main, "git", "reset", "-q", "--hard", "HEAD~1")
+
+
+def test_packages_that_are_not_those_of_the_revision_are_named() -> None:
+    lines = "torch==0.1\nno-such-package==2\n# comment\n-e .\n"
+    torch, missing = module._packages(lines)
+    assert torch.startswith("torch 2.")
+    assert torch.endswith(" for 0.1")
+    assert missing == "no-such-package none for 2"
+
+
+def test_a_real_study_travels(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage of the repository's own pipeline, with a CSV and a model of the user's: a clone computes nothing."""
+    weights = "models/finetuned/svd-0.5/model.safetensors"
+    main = study.copied(tmp_path / "main")
+    shutil.rmtree(main / ".eckart")  # what a run notes for the next one here
+    (main / MLFLOW).unlink()
+    shutil.copy(ROOT / ".dvc/config", main / ".dvc/config")  # with the remote
+    monkeypatch.chdir(main)
+    call(main, "dvc", "add", "-q", "data/raw", "models/base")
+    commit(main)
+    call(main, "dvc", "push", "-q")
+    other = clone(tmp_path / "other", monkeypatch)
+    call(other, "dvc", "pull", "-q")
+    assert call(other, "dvc", "status", "--json").strip() == "{}"
+    assert set(run(other).values()) == {"Cached"}
+    assert own_files(other) == own_files(main)
+    shutil.rmtree(tmp_path / "eckart-storage")
+    cached_objects.object_path(other / ".dvc/cache", cached_objects.measured(other / weights)[""]).unlink()
+    found = reproduce("svd-0.5")
+    assert found.origin == "made again"
+    assert found.same, found.reasons

@@ -1,0 +1,682 @@
+"""The whole of params.yaml at once: the repository's own and the tiny one pass, each mistake gets one line.
+
+Of a line the path is compared, which stands before the colon, and the names that it gives to choose from; its wording
+is for tests/test_messages.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from eckart.calibration.statistics import STATISTIC_KINDS
+from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
+from tasks.config import validation as checking
+from tasks.config.schema import Importance, ParamsError
+from tasks.config.validation import check, mistakes
+from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
+
+Place = tuple[str | int, ...]
+TINY = tiny_params()
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    return merged(TINY, changes)
+
+
+def paths(lines: list[str]) -> list[str]:
+    return [line.split(":")[0] for line in lines]
+
+
+def only(params: Mapping[str, Any], path: str) -> str:
+    """The single mistake of `params`, which is about `path` and has an advice."""
+    lines = mistakes(params)
+    assert paths(lines) == [path], lines
+    assert lines[0].split("; ", 1)[1]
+    return lines[0]
+
+
+def advice(line: str) -> set[str]:
+    """The words of what to write."""
+    return set(re.findall(r"\w+", line.split("; ", 1)[1]))
+
+
+def places(content: Any, above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Every place in `content` with what stands there."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in items:
+        yield (*above, key), value
+        yield from places(value, (*above, key))
+
+
+def parent(content: Any, place: Place) -> Any:
+    for key in place[:-1]:
+        content = content[key]
+    return content
+
+
+def put(place: Place, value: Any) -> dict[str, Any]:
+    """The tiny parameters with another value at a place."""
+    params = plain(TINY)
+    parent(params, place)[place[-1]] = value
+    return params
+
+
+def without(place: Place) -> dict[str, Any]:
+    params = plain(TINY)
+    del parent(params, place)[place[-1]]
+    return params
+
+
+def dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+EVERYWHERE = dict(places(TINY))
+KEYS = [place for place in EVERYWHERE if isinstance(place[-1], str)]
+MAPPINGS = [place for place, value in EVERYWHERE.items() if isinstance(value, dict) and place != ("recipes",)]
+NUMBERS = [place for place, value in EVERYWHERE.items() if type(value) in (int, float)]
+KINDS_OF_PARTS = [place for place in KEYS if place[-1] == "kind"]
+RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absence the study notices
+
+
+@pytest.fixture(autouse=True)
+def _in_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_repository_s_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    content = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    assert {"recipes", *check()} == set(content)
+
+
+def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
+    write_params(tmp_path, TINY)
+    assert check()["study"].keeps == (0.5,)
+
+
+class TestFoundGood:
+    """What was found good is not checked again, as long as nothing that decides it has changed."""
+
+    @pytest.fixture
+    def checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What was checked since; params.yaml in `tmp_path` was checked once, by code in `tmp_path`/code."""
+        found: list[Any] = []
+
+        def mistakes(content: Any) -> list[str]:
+            found.append(content)
+            return ["seed: is bad"] if content["seed"] == 1 else []
+
+        (tmp_path / "code/part").mkdir(parents=True)
+        monkeypatch.setattr(checking, "code_folders", lambda: {"code": tmp_path / "code"})
+        monkeypatch.setattr(checking, "mistakes", mistakes)
+        write_params(tmp_path, tiny())
+        check()
+        found.clear()
+        return found
+
+    def test_while_file_and_code_stand(
+        self, tmp_path: Path, checks: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert check()["seed"] == tiny()["seed"]
+        write_params(tmp_path / "elsewhere", tiny())
+        assert not checks
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        check()
+        assert checks
+
+    def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
+        write_params(tmp_path, tiny(seed=2))
+        check()
+        assert [content["seed"] for content in checks] == [2]
+
+    def test_other_code_checks_anew(self, tmp_path: Path, checks: list[Any]) -> None:
+        (tmp_path / "code/part/new.py").write_text("")
+        check()
+        assert len(checks) == 1
+
+    def test_mistakes_are_found_every_time(self, tmp_path: Path, checks: list[Any]) -> None:
+        for _ in range(2):
+            write_params(tmp_path, tiny(seed=1))
+            with pytest.raises(ParamsError, match=r"\n  seed: "):
+                check()
+        assert len(checks) == 2
+
+    @pytest.mark.parametrize("content", [b"", b"\xff", None])
+    def test_what_cannot_be_read_was_not_found_good(
+        self, tmp_path: Path, checks: list[Any], content: bytes | None
+    ) -> None:
+        """None: a folder in the place of the file, which is not written either."""
+        good = tmp_path / ".eckart/params-found-good"
+        good.unlink()
+        if content is None:
+            good.mkdir()
+        else:
+            good.write_bytes(content)
+        check()
+        assert len(checks) == 1
+
+    def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
+        write_params(tmp_path, tiny())
+        (tmp_path / ".eckart").write_text("a file where a folder should be")
+        assert check()["study"].name == "tiny"
+
+
+def test_a_missing_key_is_one_line() -> None:
+    for place in set(KEYS) - set(RECIPES) - set(KINDS_OF_PARTS):
+        only(without(place), dotted(place))
+
+
+def test_a_missing_kind_is_one_line() -> None:
+    for place in KINDS_OF_PARTS:
+        (line,) = mistakes(without(place))
+        assert line.startswith(dotted(place[:-1]))
+
+
+def test_an_unknown_kind_is_one_line_with_those_there_are() -> None:
+    for place in KINDS_OF_PARTS:
+        (line,) = mistakes(put(place, "magic"))
+        assert line.startswith(dotted(place[:-1]))
+        assert "magic" in line
+        assert EVERYWHERE[place] in advice(line)
+
+
+def test_an_unknown_key_is_one_line() -> None:
+    for place in MAPPINGS:
+        only(put((*place, "colour"), "red"), f"{dotted(place)}.colour")
+
+
+@pytest.mark.parametrize("value", [None, ["a"]], ids=["null", "list"])
+def test_a_section_that_is_no_mapping_is_one_line(value: Any) -> None:
+    for place in MAPPINGS:
+        only(put(place, value), dotted(place))
+
+
+def test_a_string_for_a_number_is_one_line() -> None:
+    for place in NUMBERS:
+        only(put(place, str(EVERYWHERE[place])), dotted(place))
+
+
+def test_no_number_is_below_zero() -> None:
+    for place in NUMBERS:
+        only(put(place, -1), dotted(place))
+
+
+@pytest.mark.parametrize("value", [None, [], {}, ["svd"]], ids=str)
+def test_recipes_that_are_none_are_one_line(value: Any) -> None:
+    """There is no use in a line for each recipe of the study then: what may it be replaced by?"""
+    only(put(("recipes",), value), "recipes")
+
+
+def test_a_range_begins_with_its_least() -> None:
+    only(tiny(check={"label_range": [5.0, 0.0]}), "check.label_range")
+
+
+def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
+    params = plain(TINY)
+    params["techer"] = params.pop("teacher")
+    lines = mistakes(params)
+    assert sorted(paths(lines)) == ["teacher", "techer"]
+    assert any(line.startswith("techer:") and "teacher" in advice(line) for line in lines)
+
+
+def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
+    line = only(tiny(study={"recipes": ["svd", "kfca"]}), "study.recipes")
+    assert "kfca" in line
+    assert {"svd", "kfac"} <= advice(line)
+
+
+def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
+    params = tiny(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
+    only(params, "recipes.kfac.recovery.steps")
+
+
+@pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
+def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
+    assert re.search(rf"{values[0]} 2\b", only(tiny(study={key: values}), f"study.{key}"))
+
+
+@pytest.mark.parametrize("recipes", [["drone"], ["svd", "svd"]])
+def test_what_is_exported_are_recipes_of_the_study(recipes: list[str]) -> None:
+    assert recipes[0] in only(tiny(export={"recipes": recipes}), "export.recipes")
+
+
+def test_a_summary_s_model_is_not_exported() -> None:
+    params = merged(tiny(export={"recipes": ["svd"]}), {"data": data_of("summarization")})
+    only(params, "export.recipes")
+
+
+def test_statistics_that_a_weighting_lacks_is_named() -> None:
+    line = only(tiny(importance={"statistics": ["inputs"]}), "importance.statistics")
+    assert "output_gradients" in line
+    assert "recipes.kfac" in line
+
+
+def test_each_kind_of_statistics_that_is_lacking_is_named() -> None:
+    lines = mistakes(tiny(importance={"statistics": ["fisher"]}))
+    assert paths(lines) == ["importance.statistics"] * 2
+
+
+def test_statistics_that_only_an_unused_recipe_reads_is_not_asked_for() -> None:
+    assert mistakes(tiny(study={"recipes": ["svd"]}, importance={"statistics": ["fisher"]})) == []
+
+
+COLUMNS = {
+    "question_answering": {"text": "question", "text_pair": "context", "label": "answers"},
+    "language_modeling": {"text": "text", "text_pair": None, "label": None},
+}
+"""Of the kinds whose columns are not those of the tiny parameters."""
+
+
+def data_of(task: TaskKindName, **changes: Any) -> dict[str, Any]:
+    """What `data` is for a kind of task, with `changes`."""
+    own = {"columns": COLUMNS.get(task, {}), "target_length": 8 if task == "summarization" else None}
+    return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
+
+
+METRICS_OF: dict[TaskKindName, set[str]] = {
+    "classification": {"accuracy", "f1", "matthews"},
+    "regression": {"pearson", "spearman"},
+    "token_classification": {"accuracy", "f1"},
+    "question_answering": {"exact_match", "f1"},
+    "summarization": {"rouge1", "rouge2", "rougeL"},
+    "language_modeling": {"perplexity"},
+}
+
+
+@pytest.mark.parametrize("task", TASK_KINDS)
+def test_a_metric_fits_its_task(task: TaskKindName) -> None:
+    for metric in METRICS:
+        params = tiny(data=data_of(task, metric=metric))
+        if metric in METRICS_OF[task]:
+            assert mistakes(params) == []
+        else:
+            line = only(params, "data.metric")
+            assert advice(line) & set(METRICS) == METRICS_OF[task]
+
+
+@pytest.mark.parametrize(
+    ("task", "column", "name"),
+    [
+        *((kind, "label", None) for kind in TASK_KINDS if kind != "language_modeling"),
+        ("language_modeling", "label", "label"),
+        ("question_answering", "text_pair", None),
+        ("token_classification", "text_pair", "other"),
+        ("summarization", "text_pair", "other"),
+        ("language_modeling", "text_pair", "other"),
+    ],
+)
+def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None) -> None:
+    params = tiny(data=data_of(task, columns={column: name}))
+    line = only(params, f"data.columns.{column}")
+    assert task in line
+    assert ("null" in advice(line)) is (name is not None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("target_length", 8, "summarization"),
+        ("prefix", "summarize: ", "summarization"),
+        ("stride", 8, "question_answering"),
+    ],
+)
+def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskKindName) -> None:
+    for task in TASK_KINDS:
+        params = tiny(data=data_of(task, **{key: value}))
+        if task == kind:
+            assert mistakes(params) == []
+        else:
+            assert kind in only(params, f"data.{key}")
+
+
+@pytest.mark.parametrize(
+    ("labels", "kinds"),
+    [("given", set(TASK_KINDS)), ("expected", {"classification"}), ("drawn", {"classification", "language_modeling"})],
+)
+def test_labels_of_the_statistics_fit_the_task(labels: str, kinds: set[TaskKindName]) -> None:
+    for task in TASK_KINDS:
+        params = tiny(data=data_of(task), importance={"labels": labels})
+        if task in kinds:
+            assert mistakes(params) == []
+        else:
+            assert "given" in advice(only(params, "importance.labels"))
+
+
+def test_zero_shot_tasks_are_for_language_models() -> None:
+    params = tiny(evaluate={"zero_shot": ["piqa"]})
+    only(params, "evaluate.zero_shot")
+    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+
+
+def test_summaries_have_a_length() -> None:
+    only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("pair", ["other", None])
+def test_sentences_may_be_pairs(task: TaskKindName, pair: str | None) -> None:
+    assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
+
+
+@pytest.mark.parametrize("key", ["task", "metric"])
+@pytest.mark.parametrize("value", [None, ["accuracy"], {"a": 1}, "magic", 1])
+def test_a_kind_or_metric_that_there_is_not_is_one_line(key: str, value: Any) -> None:
+    assert paths(mistakes(put(("data", key), value))) == [f"data.{key}"]
+
+
+@pytest.mark.parametrize("gain", [-1, 1, 20])
+def test_only_a_perplexity_can_gain_as_much_as_1(gain: float) -> None:
+    params = tiny(promotion={"least_gain": gain})
+    assert "accuracy" in only(params, "promotion.least_gain")
+    assert mistakes(merged(params, {"data": data_of("language_modeling")})) == []
+
+
+@pytest.mark.parametrize("name", ["my-kfac", "a b", "a/b", "", "..", "a.b"])
+def test_a_recipe_s_name_is_a_word(name: str) -> None:
+    """It becomes a part of stage names, where a dash comes before the keep, and of folders."""
+    only(put(("recipes", name), TINY["recipes"]["svd"]), f"recipes.{name}")
+
+
+@pytest.mark.parametrize("name", ["absent", "mixed"])
+def test_the_control_recovers_as_a_recipe_that_a_dense_model_can(name: str) -> None:
+    params = plain(TINY)
+    mixed = {"kind": "mixed_rank", "initial": 0.5, "until": 0.5, "consistency": 1.0, "consistency_after": False}
+    svd = params["recipes"]["svd"]
+    params["recipes"]["mixed"] = {**svd, "recovery": {**svd["recovery"], **mixed}}
+    params["study"]["control"] = name
+    line = only(params, "study.control")
+    assert name in line
+    assert advice(line) & {*params["recipes"]} == {"svd", "kfac"}
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"shares": {"validation": 0.5, "test": 0.5}}, "data.shares"),
+        ({"splits": {"validation": "test", "test": "test"}}, "data.splits"),
+    ],
+)
+def test_splits_leave_something_to_each(change: dict[str, Any], path: str) -> None:
+    only(merged(TINY, {"data": change}), path)
+
+
+def test_a_recipe_s_name_is_a_string() -> None:
+    """The stages look recipes up by the word on their command line: `1` would not be found."""
+    params = plain(TINY)
+    params["recipes"][1] = TINY["recipes"]["svd"]
+    only(params, "recipes.1")
+
+
+def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
+    params = merged(
+        tiny(),
+        {
+            "study": {"recipes": ["svd", "absent"]},
+            "seed": "0",
+            "data": {"sizes": {"train": "all"}},
+            "teacher": {"epochs": -1},
+            "targets": None,
+            "importance": {"statistics": ["inputs", "hearsay"]},
+            "recipes": {"kfac": {"weighting": {"kind": "magic"}}, "x-y": TINY["recipes"]["svd"]},
+            "colour": "red",
+        },
+    )
+    del params["model"]["base"]
+    write_params(tmp_path, params)
+    with pytest.raises(ParamsError) as caught:
+        check()
+    assert set(paths([line.strip() for line in str(caught.value).splitlines()[1:]])) == {
+        "study.recipes",
+        "seed",
+        "data.sizes.train",
+        "teacher.epochs",
+        "targets",
+        "importance.statistics.1",
+        "recipes.kfac.weighting",
+        "recipes.x-y",
+        "colour",
+        "model.base",
+    }
+
+
+@pytest.mark.parametrize("content", [None, "", "seed: [0\n", "- seed\n"], ids=["absent", "empty", "broken", "list"])
+def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "params.yaml").write_text(content)
+    with pytest.raises(ParamsError, match=r"params\.yaml"):
+        check()
+
+
+FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
+IN_ORDER = {"anchor": 0.0, "ridge": 0.01}
+CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
+    ({"weighting": {"kind": "movement"}}, "weighting"),
+    ({"ranks": "softlm", "weighting": {"kind": "kfac", "shrinkage": 0.0}}, "weighting"),
+    ({"ranks": "softlm", "shaping": "lpaf"}, "shaping"),
+    ({"ranks": "drone_tolerance", "residual": "losparse"}, "residual"),
+    ({"recovery": "lpaf", "residual": "losparse"}, "recovery"),
+    ({"residual": "losparse", "recovery.steps": 0}, "recovery.steps"),
+    ({"residual": "losparse", "residual.start": 0.8}, "residual"),
+    ({"residual": "losparse", "residual.window": 43}, "residual.window"),
+    ({"recovery": {"kind": "in_turn", "first": FINETUNE, "then": {**FINETUNE, "steps": 0}}}, "recovery.then.steps"),
+    ({"shaping": "lpaf", "shaping.end": 0.95}, "shaping"),
+    ({"ranks": "softlm", "recovery": "lpaf"}, "recovery"),
+    ({"ranks": "drone_tolerance", "recovery": "lpaf"}, "recovery"),
+    ({"ranks": "kfac", "residual": "losparse", "residual.low_rank": 0.0}, "ranks"),
+    ({"shaping": "lpaf", "shaping.steps": 0}, "shaping.steps"),
+    ({"ranks": "ars", "ranks.selection": "elements", "residual": "losparse"}, "residual"),
+    (
+        {"ranks": {"kind": "borrowed", "weighting": {"kind": "movement"}, "ranks": {"kind": "uniform", "by": "share"}}},
+        "ranks.weighting",
+    ),
+    ({"storage": "pivoted", "ranks": "ars"}, "storage"),
+    ({"storage": "pivoted", "residual": "losparse"}, "storage"),
+    ({"sequential": IN_ORDER}, "sequential"),
+    ({"shaping": "lpaf", "weighting": {"kind": "movement"}, "sequential": IN_ORDER}, "sequential"),
+    (
+        {"weighting": {"kind": "kfac", "shrinkage": 0.0}, "ranks": "drone_tolerance", "sequential": IN_ORDER},
+        "sequential",
+    ),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "residual": "losparse", "sequential": IN_ORDER}, "sequential"),
+    ({"source": "base", "weighting": {"kind": "kfac", "shrinkage": 0.0}}, "source"),
+    ({"source": "base", "ranks": "ars"}, "source"),
+    ({"source": "base", "ranks": "drone_tolerance"}, "source"),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "anchor": 1.5}}, "sequential.anchor"),
+    ({"weighting": {"kind": "kfac", "shrinkage": 0.0}, "sequential": {**IN_ORDER, "ridge": 0.0}}, "sequential.ridge"),
+]
+
+
+def test_parts_that_make_no_sense_together_are_refused() -> None:
+    """A part is given as itself or by the recipe it is taken from."""
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    for parts, where in CONTRADICTIONS:
+        params = plain(ours)
+        recipe = params["recipes"]["svd"]
+        for path, value in parts.items():
+            part, _, key = path.partition(".")
+            if key:
+                recipe[part][key] = value
+            else:
+                recipe[part] = plain(params["recipes"][value][part]) if value in list(params["recipes"]) else value
+        only(params, f"recipes.svd.{where}")
+
+
+def test_factorizing_in_order_is_told_of_all_weightings_that_read_inputs() -> None:
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours["recipes"]["svd"]["sequential"] = IN_ORDER
+    told = advice(only(ours, "recipes.svd.sequential"))
+    assert told & {"none", "fisher", "taylor", "inputs", "movement", "kfac", "fisher_inputs"} == {
+        "inputs",
+        "kfac",
+        "fisher_inputs",
+    }
+
+
+def test_the_parameters_know_every_kind_of_statistics() -> None:
+    """They have a list of their own, since that of eckart comes with torch."""
+    (kinds, _) = get_args(Importance.model_fields["statistics"].annotation)
+    assert get_args(kinds) == STATISTIC_KINDS
+
+
+@pytest.mark.parametrize("option", ["products", "tied"])
+def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> None:
+    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours["targets"][option] = True
+    ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "kfac", "drone_tolerance"], []
+    assert mistakes(ours) == []
+    for name, kind in (("ars", "hypernetwork"), ("softlm", "threshold"), ("losparse", "sparse_rows")):
+        ours["study"]["recipes"] = [name]
+        assert re.search(rf"{kind} .*recipes\.{name}\b", only(ours, f"targets.{option}"))
+
+
+class TestProcesses:
+    """What several processes cannot train together is found before anything runs."""
+
+    def test_a_step_has_rows_for_each(self) -> None:
+        params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
+        assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
+
+    def test_each_training_of_a_recovery_has_them(self) -> None:
+        both = {"kind": "in_turn", "first": {**FINETUNE, "batch_size": 4}, "then": {**FINETUNE, "batch_size": 5}}
+        params = tiny(trainer={"processes": 2})
+        params["recipes"]["svd"]["recovery"] = both
+        assert paths(mistakes(params)) == ["recipes.svd.recovery.then.batch_size"]
+
+    def test_a_step_of_shaping_has_them_too(self) -> None:
+        lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]
+        params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
+        assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]
+
+
+def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:
+    goals = {"goals": [{"speedup": 1.5}, {"bytes": 5, "runtime": "int8"}]}
+    line = only(tiny(study=goals, export={"recipes": []}), "study.goals.1.runtime")
+    assert "recipes" in advice(line)
+    assert mistakes(tiny(study=goals, export={"recipes": ["svd"]})) == []
+
+
+ODD_NAMES = [
+    "",
+    " ",
+    "a b",
+    "a\nb",
+    "a\u2028b",
+    "\x85",
+    "..",
+    "/",
+    "../x",
+    "a/b",
+    "日本",
+    "a@b",
+    "-x",
+    "x" * 300,
+    "${item}",
+]
+ODD_NAMES += ["a: b", "#", "\t", "1", "null", "svd", "dense"]
+ODD_KEYS: list[Any] = [*ODD_NAMES, None, 1, True, 1.5, math.nan]
+ODD_VALUES: list[Any] = [None, True, 0, -1, 1, 0.5, 1e308, 10**30, math.nan, math.inf, *ODD_NAMES]
+ODD_VALUES += [
+    [],
+    [None],
+    [[]],
+    [1.0],
+    [0.0, 1.0, 2.0],
+    ["a\nb"],
+    [["svd"]],
+    {},
+    {"a\nb": 1},
+    {1: 2},
+    {"kind": "a\nb"},
+    {"kind": []},
+]
+PLACES = list(EVERYWHERE)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """The tiny parameters with up to three changes: another value or key, a key more, or one that is gone."""
+    params = plain(TINY)
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.sampled_from(PLACES))
+        try:
+            above = parent(params, place)
+            value = above[place[-1]]
+        except (KeyError, IndexError, TypeError):  # an earlier change
+            continue
+        change = draw(st.sampled_from(["value", "value", "key", "more", "gone"]))
+        if change == "value":
+            above[place[-1]] = draw(st.sampled_from(ODD_VALUES))
+        elif change == "gone" or isinstance(above, list):
+            del above[place[-1]]
+        else:
+            above[draw(st.sampled_from(ODD_KEYS))] = value
+            if change == "key":
+                above.pop(place[-1], None)
+    return params
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(params=mutated())
+def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
+    """Each with a path and what to write, whatever name or value it quotes."""
+    write_params(tmp_path, params)
+    try:
+        check()
+    except ParamsError as error:
+        said = str(error)
+    else:
+        return
+    head, *lines = said.split("\n")
+    assert head.startswith("params.yaml")
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"  .*: .+; .+", line)
+        assert line.isprintable()
+        assert len(line) < 1500
+
+
+HOLDS_ITSELF = "study: &it\n  name: tiny\n  goals: *it\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (HOLDS_ITSELF, "study.goals"),
+        ("? [a, b]\n: 1\n", "('a', 'b')"),
+        ("2020-01-01: 1\n", "2020-01-01"),
+        ("study: {name: !!binary aGVsbG8=}\n", "study.name"),
+        ("seed: 2020-01-01\n", "seed"),
+        ("seed: !!set {a, b}\n", "seed"),
+        ("seed: !!python/object:os.system {}\n", ""),
+        ("seed: \udcff\n", ""),
+        ("seed: \0\n", ""),
+        ("a: 1\na: 2\n", ""),
+        ("seed: *unknown\n", ""),
+        ("--- 1\n--- 2\n", ""),
+        ("seed: 1e\n", "seed"),
+        ("[" * 3000, ""),
+        ("[" * 3000 + "]" * 3000, ""),
+        ("seed: 2020-99-99\n", ""),
+        ("seed: 2020-01-01 99:99:99\n", ""),
+        ("seed: !!int abc\n", ""),
+        ("seed: !!int '_'\n", ""),
+        ("seed: !!float abc\n", ""),
+        ("seed: !!bool maybe\n", ""),
+        ("seed: " + "9" * 5000 + "\n", ""),
+    ],
+)
+def test_what_yaml_has_and_parameters_have_not_is_said(tmp_path: Path, text: str, path: str) -> None:
+    (tmp_path / "params.yaml").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ParamsError, match=r"^params\.yaml ") as caught:
+        check()
+    assert not path or f"\n  {path}: " in str(caught.value)

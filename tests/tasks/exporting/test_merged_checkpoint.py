@@ -1,0 +1,163 @@
+"""Merged models: plain folders that answer as the candidates, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from typer.testing import CliRunner
+
+from eckart.factorization.pivoted_storage import pivot
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model import hf_format
+from eckart.model.layers import factorize_target, factorized
+from eckart.model.targets import find_targets, weight_of
+from flows.cli import app
+from tasks.exporting import merged_checkpoint
+from tasks.exporting.merged_checkpoint import to_plain
+from tasks.runtime.stage_runner import StageError
+from tests import tiny
+from tests.eckart.model.test_attention_products import compressed
+from tests.workspace import digests
+
+BATCH = {name: tiny.collate(tiny.samples(8))[name] for name in ("input_ids", "attention_mask")}
+FAMILIES = {**tiny.FAMILIES, "causal llama": tiny.causal_llama}
+
+
+def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
+    """Every target at rank 3, as factors or pivots, or with two rows of what the factors leave."""
+    for target in find_targets(model, BATCH).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        left, right = (factor.float() for factor in decompose(weight, ErrorNorm()).truncate(3))
+        layer = factorize_target(model, target.name, left, right, weight - left @ right if stored == "rows" else None)
+        if layer.residual is not None and layer.rows is not None:
+            layer.rows, layer.residual = layer.rows[1:3], nn.Parameter(layer.residual.detach()[1:3])
+    if stored == "pivoted":
+        pivot(model)
+    return model.eval()
+
+
+def write(model: PreTrainedModel, folder: str) -> None:
+    hf_format.save(model, Path(folder))
+    tiny.words().save_pretrained(folder)
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**BATCH).logits
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("stored", ["factors", "pivoted", "rows"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_model_answers_alike_and_is_plain(family: str, stored: str) -> None:
+    dense, small = FAMILIES[family](), compress(FAMILIES[family](), stored)
+    write(small, "small")
+    to_plain("small", Path("some/plain"))
+    auto = AutoModelForCausalLM if family == "causal llama" else AutoModelForSequenceClassification
+    loaded = auto.from_pretrained("some/plain")
+    assert factorized(loaded) == {}
+    assert set(loaded.state_dict()) == set(dense.state_dict())
+    assert {"quantization_config", "transformers_weights"}.isdisjoint(
+        json.loads(Path("some/plain/config.json").read_text())
+    )
+    torch.testing.assert_close(logits(loaded), logits(small), rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained("some/plain")("w2 w3") == tiny.words()("w2 w3")
+    assert [path.name for path in Path("some").iterdir()] == ["plain"]
+
+
+def test_a_product_of_queries_and_keys_is_merged() -> None:
+    small, _ = compressed(2)
+    write(small, "small")
+    to_plain("small", Path("plain"))
+    loaded = type(small).from_pretrained("plain")
+    assert factorized(loaded) == {}
+    torch.testing.assert_close(logits(loaded), logits(small), rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_alone_reads_it() -> None:
+    write(compress(tiny.causal_llama(), "factors"), "small")
+    to_plain("small", Path("plain"))
+    code = (
+        "import sys; from transformers import pipeline; "
+        "print(pipeline('text-generation', 'plain')('w2 w3', max_new_tokens=3)); assert 'eckart' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_type_of_the_weights_stays() -> None:
+    write(compress(tiny.causal_llama(), "factors").to(torch.bfloat16), "small")
+    to_plain("small", Path("plain"))
+    loaded, small = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("plain", "small"))
+    assert loaded.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(loaded), logits(small), rtol=0.1, atol=0.1)
+
+
+def test_a_merge_that_answers_otherwise_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(compress(tiny.causal_llama(), "factors"), "small")
+    merge = merged_checkpoint.merge
+
+    def wrong(model: PreTrainedModel, name: str) -> None:
+        with torch.no_grad():
+            merge(model, name).get_parameter("weight").mul_(1.01)
+
+    monkeypatch.setattr(merged_checkpoint, "merge", wrong)
+    with pytest.raises(StageError, match="logits"):
+        to_plain("small", Path("plain"))
+    assert [path.name for path in Path().iterdir()] == ["small"]
+
+
+def test_what_fails_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(model: PreTrainedModel, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError("no space")
+
+    write(compress(tiny.causal_llama(), "factors"), "small")
+    monkeypatch.setattr(merged_checkpoint, "save", full)
+    with pytest.raises(StageError, match=r"plain.*no space"):
+        to_plain("small", Path("plain"))
+    assert [path.name for path in Path().iterdir()] == ["small"]
+
+
+def test_what_is_there_stays() -> None:
+    write(compress(tiny.causal_llama(), "factors"), "small")
+    before = digests(Path("small"))
+    with pytest.raises(StageError, match="small"):
+        to_plain("small", Path("small"))
+    assert digests(Path("small")) == before
+
+
+def test_mistakes_are_named() -> None:
+    write(tiny.causal_llama(), "dense")
+    with pytest.raises(StageError, match="dense"):
+        to_plain("dense", Path("plain"))
+    with pytest.raises(StageError, match="nowhere"):
+        to_plain("nowhere", Path("plain"))
+    write(compress(tiny.causal_llama(), "factors"), "own")
+    config = json.loads(Path("own/config.json").read_text())
+    Path("own/config.json").write_text(json.dumps({**config, "architectures": ["LSTMForCausalLM"]}))
+    with pytest.raises(StageError, match="LSTMForCausalLM"):
+        to_plain("own", Path("plain"))
+    assert not Path("plain").exists()
+
+
+def test_the_command_writes_it() -> None:
+    write(compress(tiny.causal_llama(), "factors"), "small")
+    both = CliRunner().invoke(app, ["export", "small", "plain", "--dense", "--int8"])
+    assert both.exit_code != 0
+    done = CliRunner().invoke(app, ["export", "small", "plain", "--dense"])
+    assert done.exit_code == 0
+    assert "plain" in done.output
+    assert Path("plain/model.safetensors").exists()

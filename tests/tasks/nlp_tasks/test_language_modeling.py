@@ -1,0 +1,301 @@
+"""Language modelling: blocks and perplexity by hand and by their laws, GGUF files, and all stages with a tiny LLaMA."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from gguf import GGUFWriter
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+import eckart as eckart  # teaches transformers to load the candidates
+from eckart.model.targets import Tied
+from tasks.artifacts.importance_files import load_targets
+from tasks.artifacts.task_spec import Task, load_split, load_task
+from tasks.config.schema import Model
+from tasks.data.loading import encoded
+from tasks.models.base_model import load_base
+from tasks.nlp_tasks import language_modeling
+from tasks.nlp_tasks.language_modeling import encode, score
+from tasks.runtime.stage_runner import StageError
+from tests.workspace import a_task, reviews, run_stage, tiny_params, write_params
+
+ALPHABET = sorted(ByteLevel.alphabet())
+END = len(ALPHABET)
+TEXT = " ".join(reviews()["text"])
+BASE = "models/base/tiny"
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A token a byte."""
+    letters = Tokenizer(BPE({letter: position for position, letter in enumerate([*ALPHABET, "</s>"])}, []))
+    letters.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    letters.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", pad_token="</s>")
+
+
+def model(seed: int = 0) -> PreTrainedModel:
+    """Weights large enough for blocks to differ."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=END + 1, max_position_embeddings=64, initializer_range=0.5, **sizes)
+    config.pad_token_id = config.eos_token_id = END
+    config.num_key_value_heads, config.tie_word_embeddings = 1, True
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def task(length: int = 8, sizes: dict[str, int] | None = None) -> Task:
+    one = a_task("language_modeling", (), "perplexity", length)
+    return one.model_copy(
+        update={"sizes": sizes or dict.fromkeys(("train", "validation", "test", "calibration"), 1000)}
+    )
+
+
+def rows(*texts: str) -> pd.DataFrame:
+    return pd.DataFrame({"text": list(texts)})
+
+
+class TestBlocks:
+    def test_by_hand(self) -> None:
+        """Two rows, an empty line between them, four tokens a block; the odd one at the end is dropped."""
+        data = encode(rows("abc", "defgh"), task(4), tokenizer(), "test")
+        ids = tokenizer()("abc\n\ndefgh")["input_ids"]
+        assert data["input_ids"] == [ids[:4], ids[4:8]]
+        assert data["labels"] == data["input_ids"]
+        assert data["attention_mask"] == [[1] * 4] * 2
+
+    def test_tokenized_in_pieces_it_is_the_same_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        frame = reviews()
+        whole = encode(frame, task(), tokenizer(), "test")
+        monkeypatch.setattr(language_modeling, "_ROWS", 7)
+        assert encode(frame, task(), tokenizer(), "test")["input_ids"] == whole["input_ids"]
+
+    def test_calibration_sees_blocks_of_the_training(self) -> None:
+        some = task(8, {"train": 20, "test": 5, "calibration": 6})
+        train, calibration, test = (
+            [tuple(ids) for ids in encode(rows(TEXT), some, tokenizer(), split)["input_ids"]]
+            for split in ("train", "calibration", "test")
+        )
+        assert (len(train), len(calibration), len(test)) == (20, 6, 5)
+        assert set(calibration) <= set(train)
+
+    def test_the_seed_draws(self) -> None:
+        some = task(8, {"train": 20, "test": 5, "calibration": 6})
+        one, again, other = (
+            encode(rows(TEXT), some.model_copy(update={"seed": seed}), tokenizer(), "train")["input_ids"]
+            for seed in (0, 0, 1)
+        )
+        assert one == again != other
+
+    def test_a_text_shorter_than_a_block_is_an_error_that_says_so(self) -> None:
+        with pytest.raises(StageError, match=r"\btest\b.*\b3\b.*data\.max_length=8"):
+            encode(rows("abc"), task(8), tokenizer(), "test")
+
+
+class TestPerplexity:
+    def test_is_e_to_the_mean_loss_of_all_predicted_tokens(self) -> None:
+        one, data = model(), encode(rows(TEXT), task(), tokenizer(), "test")
+        losses = []
+        for ids in data["input_ids"]:
+            with torch.no_grad():
+                chances = one(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            losses += [-float(chances[place, ids[place + 1]]) for place in range(len(ids) - 1)]
+        found = score(one, tokenizer(), rows(TEXT), task(), 4, "test").score
+        assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+        assert found.metric == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
+        assert found.rows == len(data)
+
+    def test_of_a_model_that_knows_nothing_is_the_size_of_its_vocabulary(self) -> None:
+        one = model()
+        with torch.no_grad():
+            one.lm_head.weight.zero_()
+        assert score(one, tokenizer(), rows(TEXT), task(), 4, "test").score.metric == pytest.approx(END + 1, rel=1e-5)
+
+    @pytest.mark.parametrize("batch_size", [1, 3, 64])
+    def test_does_not_depend_on_the_batches(self, batch_size: int) -> None:
+        one = model()
+        expected = score(one, tokenizer(), rows(TEXT), task(), 8, "test").score
+        assert score(one, tokenizer(), rows(TEXT), task(), batch_size, "test").score.loss == pytest.approx(
+            expected.loss, rel=1e-6
+        )
+
+    def test_stays_a_number_however_bad_the_model(self) -> None:
+        one = model()
+        with torch.no_grad():
+            one.lm_head.weight.mul_(1e6)
+        assert math.isfinite(score(one, tokenizer(), rows(TEXT), task(), 8, "test").score.metric)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Running text and a tiny LLaMA."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    model().save_pretrained(BASE)
+    tokenizer().save_pretrained(BASE)
+    Path("data/raw").mkdir(parents=True)
+    Path("data/raw/text.txt").write_text("\n".join(lines(30)))
+    write_params(tmp_path, params())
+    return tmp_path
+
+
+def lines(times: int) -> list[str]:
+    """The reviews so many times, each row with the number of the time: 2,700 characters each time."""
+    return [f"{number} {line}" for number in range(times) for line in reviews()["text"]]
+
+
+def params(**data: Any) -> dict[str, Any]:
+    read = {"source": "data/raw/text.txt", "columns": {"text": "text", "text_pair": None, "label": None}}
+    sizes = {"train": 40, "validation": 5, "test": 6, "calibration": 8}
+    learn = {"task": "language_modeling", "metric": "perplexity", "max_length": 12, "sizes": sizes}
+    return tiny_params(data={**read, **learn, **data}, study={"recipes": ["svd", "kfac"]}, teacher={"epochs": 1})
+
+
+class TestStages:
+    def test_passages_of_the_text_are_carved_and_stay_as_it_grows(self, workspace: Path) -> None:
+        """But for the last one, which may go on in what is new."""
+        sides = []
+        for text in (lines(30), lines(60)):
+            Path("data/raw/text.txt").write_text("\n".join(text) + "\n")
+            run_stage("extract")
+            sides.append({name: list(load_split(name)["text"]) for name in ("train", "validation", "test")})
+            assert sorted(row.strip() for rows in sides[-1].values() for row in rows) == sorted(text)
+            assert load_split("calibration").equals(load_split("train"))
+        length = len("\n".join(lines(30)))
+        early = set("\n".join(lines(30))[: length - 5000].splitlines(keepends=True))
+        for name, rows in sides[0].items():
+            assert [row for row in sides[1][name] if row in early] == [row for row in rows if row in early]
+
+    def test_splits_of_files_stay_as_they_are(self, workspace: Path) -> None:
+        Path("data/raw/wikitext").mkdir()
+        names = ("train", "validation", "test")
+        for name in names:
+            Path(f"data/raw/wikitext/{name}.txt").write_text(f" = {name} = \n\n" + TEXT)
+        source = {"source": "data/raw/wikitext", "splits": {name: name for name in names}}
+        write_params(workspace, params(**source))
+        run_stage("extract")
+        assert [load_split(name)["text"][0] for name in names] == [f" = {name} = \n" for name in names]
+
+    def test_an_empty_text_is_an_error(self, workspace: Path) -> None:
+        Path("data/raw/text.txt").write_text("")
+        with pytest.raises(SystemExit, match=r"^extract: .*data/raw/text\.txt"):
+            run_stage("extract")
+
+    def test_from_text_to_a_comparison(self, workspace: Path) -> None:
+        """With the weight that embedding and head share, by each kind of search that knows it."""
+        settings = params()
+        settings["targets"]["tied"] = True
+        walk = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
+        settings["recipes"]["walk"] = settings["recipes"]["svd"] | {"weighting": {"kind": "inputs"}, "ranks": walk}
+        settings["study"]["recipes"] = ["svd", "kfac", "walk"]
+        write_params(workspace, settings)
+        for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
+            run_stage(stage)
+        (tied,) = (target for target in load_targets().targets if isinstance(target, Tied))
+        for recipe in ("svd", "kfac", "walk"):
+            for stage in ("search", "factorize", "finetune", "evaluate"):
+                run_stage(stage, recipe, "0.5")
+            found = json.loads(Path(f"reports/evaluate/{recipe}-0.5.json").read_text())
+            assert found["targets"][tied.name]["parameters"] <= tied.parameters
+            assert found["target_parameters"] == sum(each["parameters"] for each in found["targets"].values())
+        run_stage("benchmark")
+        run_stage("compare")
+        found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
+        loaded = AutoModelForCausalLM.from_pretrained("models/finetuned/kfac-0.5")
+        again = score(loaded, tokenizer(), load_split("test"), load_task(), 8, "test").score
+        assert found["metric"] == pytest.approx(again.metric, rel=1e-5)
+        assert found["metrics"] == {"perplexity": found["metric"]}
+        assert len(encoded("calibration", tokenizer())) == 8
+        assert "lower is better" in Path("reports/comparison.html").read_text()
+        dense, small = (
+            json.loads(Path(f"reports/{name}.json").read_text())["continuations"]
+            for name in ("dense", "evaluate/kfac-0.5")
+        )
+        assert [one["beginning"] for one in dense] == [one["beginning"] for one in small]
+        assert {len(one["beginning"]) for one in small} == {6}  # bytes, half a block
+        assert "goes on" in Path("reports/cards/kfac-0.5.md").read_text()
+
+    def test_no_steps_of_recovery_are_scored_once(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        settings = params()
+        settings["recipes"]["svd"]["recovery"]["steps"] = 0
+        write_params(workspace, settings)
+        for stage in ("extract", "teacher", "control", "dense", "importance"):
+            run_stage(stage)
+        for stage in ("search", "factorize", "finetune", "evaluate"):
+            run_stage(stage, "svd", "0.5")
+        report = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
+        assert report["factorized"] == report["recovered"]
+        assert not re.search("recovered: .* test rows", capsys.readouterr().out)
+
+
+def write_gguf(file: Path, one: PreTrainedModel) -> None:
+    """`one` as llama.cpp stores it: rotary halves of query and key interleaved, a byte-level vocabulary."""
+    config, weights = one.config, {name: value.numpy() for name, value in one.state_dict().items()}
+    writer = GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*ALPHABET[:-1], "ab", "</s>"])  # llama.cpp asks for a merge
+    writer.add_token_types([1] * len(ALPHABET) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(END)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
+    writer.add_tensor("output.weight", weights["lm_head.weight"])
+    for layer in range(config.num_hidden_layers):
+        before, after = f"model.layers.{layer}", f"blk.{layer}"
+        writer.add_tensor(f"{after}.attn_norm.weight", weights[f"{before}.input_layernorm.weight"])
+        writer.add_tensor(f"{after}.ffn_norm.weight", weights[f"{before}.post_attention_layernorm.weight"])
+        for part in "qkv":
+            value = weights[f"{before}.self_attn.{part}_proj.weight"]
+            if part in heads:
+                value = value.reshape(heads[part], 2, -1, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
+            writer.add_tensor(f"{after}.attn_{part}.weight", np.ascontiguousarray(value))
+        writer.add_tensor(f"{after}.attn_output.weight", weights[f"{before}.self_attn.o_proj.weight"])
+        for part in ("gate", "up", "down"):
+            writer.add_tensor(f"{after}.ffn_{part}.weight", weights[f"{before}.mlp.{part}_proj.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_a_base_model(workspace: Path) -> None:
+    """Unpacked, trainable and without a trace of where it came from."""
+    one = model()
+    write_gguf(Path("models/base/tiny.gguf"), one)
+    base = Model(base="models/base/tiny.gguf", revision=None, dtype="float32", device_map=None)
+    loaded, words = load_base(base, task())[:2]
+    ids = torch.tensor([words("the plot")["input_ids"]])
+    assert words.decode(ids[0]) == "the plot"
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, one(input_ids=ids).logits)
+    loaded.save_pretrained("saved")
+    assert "quantization_config" not in json.loads(Path("saved/config.json").read_text())

@@ -1,0 +1,430 @@
+"""Summarization: rows, batches and ROUGE by hand and by their laws, and all stages with a tiny T5 and a tiny BART."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BlenderbotConfig,
+    BlenderbotForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import eckart as eckart  # teaches transformers to load the candidates
+from eckart.calibration.losses import IGNORED, token_loss
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.layers import factorize_target
+from eckart.model.targets import find_targets, weight_of
+from tasks.artifacts.results_schema import Score
+from tasks.artifacts.task_spec import Task
+from tasks.config.schema import Model
+from tasks.models.base_model import load_base
+from tasks.models.model_io import random_inputs, size
+from tasks.nlp_tasks.summarization import collate, each_summary, encode, rouge, score
+from tasks.runtime.stage_runner import StageError
+from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
+
+PAD, END, UNKNOWN, BEGIN = range(4)
+WORDS = sorted(set(itertools.chain(*reviews()["text"].str.split(), ["positive", "negative", "summarize", ":"])))
+VOCABULARY = {word: position for position, word in enumerate(["<pad>", "</s>", "<unk>", "<s>", *WORDS])}
+
+
+def tokenizer() -> PreTrainedTokenizerBase:
+    """A token a word, and one at the end."""
+    words = Tokenizer(WordLevel(VOCABULARY, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def t5(**changes: Any) -> PreTrainedModel:
+    """Weights large enough for summaries that differ from text to text."""
+    config = T5Config(
+        vocab_size=len(VOCABULARY),
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        initializer_factor=5.0,
+        pad_token_id=PAD,
+        eos_token_id=END,
+        **{"decoder_start_token_id": PAD, **changes},
+    )
+    return drawn(T5ForConditionalGeneration, config)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32,
+    "init_std": 1.0,
+    "pad_token_id": PAD,
+    "bos_token_id": BEGIN,
+    "eos_token_id": END,
+    "decoder_start_token_id": BEGIN,
+    "forced_eos_token_id": None,
+}
+
+
+def bart() -> PreTrainedModel:
+    return drawn(BartForConditionalGeneration, BartConfig(**_SIZES))
+
+
+def blenderbot() -> PreTrainedModel:
+    """Which does not shift labels itself unless they come without decoder inputs."""
+    return drawn(BlenderbotForConditionalGeneration, BlenderbotConfig(**_SIZES))
+
+
+def drawn(family: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return family(config).eval()
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"t5": t5, "bart": bart, "blenderbot": blenderbot}
+
+
+def task(max_length: int = 16, target_length: int = 6, prefix: str | None = None) -> Task:
+    changes = {"target_length": target_length, "prefix": prefix}
+    return a_task("summarization", (), "rouge1", max_length).model_copy(update=changes)
+
+
+def rows(count: int = 60) -> pd.DataFrame:
+    """Reviews of differing lengths, and summaries of two or three words."""
+    frame = reviews().iloc[:: 60 // count]
+    texts = [text + " and dull" * (position % 4) for position, text in enumerate(frame["text"])]
+    pairs = zip(frame["text"], frame["label"], strict=True)
+    wanted = [
+        ("the " if position % 2 else "") + f"{text.split()[1]} {label}" for position, (text, label) in enumerate(pairs)
+    ]
+    return pd.DataFrame({"text": texts, "label": wanted})
+
+
+def ids(text: str) -> list[int]:
+    return [VOCABULARY[word] for word in text.split()]
+
+
+# --- ROUGE -----------------------------------------------------------------------------------------------------------
+
+
+def test_rouge_by_hand() -> None:
+    """Words: 2 of 4 are right of 3; pairs: none of 3 is right of 2; in order: "the" and "dull"."""
+    found = rouge(each_summary(["the dull plot"], ["the warm fresh dull"]))
+    assert found["rouge1"] == pytest.approx(2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3))
+    assert found["rouge2"] == 0
+    assert found["rougeL"] == pytest.approx(found["rouge1"])
+
+
+def test_rouge_l_sees_the_order_that_rouge_1_does_not() -> None:
+    """The longest common subsequence of "a b c" and "c a b" is "a b", and of their pairs one of two is common."""
+    found = rouge(each_summary(["plot dull cast"], ["cast plot dull"]))
+    assert found == pytest.approx({"rouge1": 1, "rouge2": 1 / 2, "rougeL": 2 / 3})
+
+
+def test_rouge_l_is_that_of_the_whole_summary() -> None:
+    """Sentence by sentence, as ROUGE-Lsum has it, it were 1."""
+    assert rouge(each_summary(["plot\ncast"], ["cast\nplot"]))["rougeL"] == pytest.approx(1 / 2)
+
+
+def test_rouge_takes_stems_and_is_a_mean_over_rows() -> None:
+    assert rouge(each_summary(["The endings."], ["the ending"])) == pytest.approx(
+        {"rouge1": 1, "rouge2": 1, "rougeL": 1}
+    )
+    assert rouge(each_summary(["the plot", "cast"], ["the plot", "music"]))["rouge1"] == pytest.approx(1 / 2)
+
+
+def test_an_empty_summary_is_worth_nothing() -> None:
+    assert set(rouge(each_summary(["the plot"], [""])).values()) == {0.0}
+
+
+# --- rows and batches ------------------------------------------------------------------------------------------------
+
+
+def test_documents_and_summaries_are_cut_to_their_lengths_and_end_with_the_end() -> None:
+    frame = pd.DataFrame({"text": ["the plot is dull and flat"], "label": ["the dull plot"]})
+    row = encode(frame, task(max_length=4, target_length=3), tokenizer(), "test")[0]
+    assert row["input_ids"] == [*ids("the plot is"), END]
+    assert row["attention_mask"] == [1, 1, 1, 1]
+    assert row["labels"] == [*ids("the dull"), END]
+    row = encode(frame, task(), tokenizer(), "test")[0]
+    assert row["input_ids"] == [*ids("the plot is dull and flat"), END]
+    assert row["labels"] == [*ids("the dull plot"), END]
+
+
+def test_a_prefix_stands_before_the_document_within_its_length() -> None:
+    frame = pd.DataFrame({"text": ["the plot is dull"], "label": ["plot"]})
+    row = encode(frame, task(max_length=5, prefix="summarize: "), tokenizer(), "test")[0]
+    assert row["input_ids"] == [*ids("summarize : the plot"), END]
+    assert row["labels"] == [*ids("plot"), END]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_decoder_reads_the_labels_shifted_to_the_right(family: str) -> None:
+    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test")
+    some = [data[0], data[1]]
+    batch = collate(tokenizer(), model)(some)
+    for name, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        assert batch[name].shape == batch[mask].shape
+    assert batch["labels"].shape == batch["decoder_input_ids"].shape
+    assert (batch["decoder_attention_mask"] == (batch["labels"] != IGNORED)).all()
+    start = model.config.decoder_start_token_id
+    for row, labels, read, mask in zip(
+        some, batch["labels"], batch["decoder_input_ids"], batch["decoder_attention_mask"], strict=True
+    ):
+        assert labels[mask == 1].tolist() == row["labels"]
+        assert read[mask == 1].tolist() == [start, *row["labels"][:-1]]
+    assert (batch["decoder_attention_mask"] == 0).any()
+    assert (batch["decoder_input_ids"] >= 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_of_a_sample_does_not_depend_on_those_beside_it(family: str) -> None:
+    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test").select(range(5))
+    batch = collate(tokenizer(), model)
+    with torch.no_grad():
+        alone = sum(float(token_loss(model, batch([row]))) for row in data)
+        assert float(token_loss(model, batch(list(data)))) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_minimizes_the_mean_over_tokens(family: str) -> None:
+    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test").select(range(5))
+    batch = collate(tokenizer(), model)(list(data))
+    with torch.no_grad():
+        outputs = model(**batch)
+    real = batch["labels"] != IGNORED
+    expected = cross_entropy(outputs.logits[real], batch["labels"][real])
+    assert float(outputs.loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_model_that_does_not_say_how_a_summary_begins_is_an_error() -> None:
+    with pytest.raises(StageError, match="decoder_start_token_id"):
+        collate(tokenizer(), t5(decoder_start_token_id=None))
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def scored(model: PreTrainedModel, frame: pd.DataFrame, batch_size: int = 8, **changes: Any) -> Score:
+    return score(model, tokenizer(), frame, task(**changes), batch_size, "test").score
+
+
+def constant(word: str, odds: float) -> PreTrainedModel:
+    """A BART that gives `word` so many times the probability of each other token, whatever it reads."""
+    model = bart()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.final_logits_bias[0, VOCABULARY[word]] = math.log(odds)
+    return model
+
+
+def test_a_model_that_writes_one_word_is_scored_by_hand() -> None:
+    """It writes "dull dull dull dull". Against "the dull plot": 1 of 4 and 1 of 3; against "dull": 1 of 4 and 1 of 1.
+
+    Of the six labels, ends of summaries included, two are "dull".
+    """
+    odds, others = 3.0, len(VOCABULARY) - 1
+    frame = pd.DataFrame({"text": ["the plot is dull", "the cast"], "label": ["the dull plot", "dull"]})
+    result = scored(constant("dull", odds), frame, target_length=4)
+    assert result.rows == 2
+    assert result.metric == result.metrics["rouge1"] == pytest.approx((2 / 7 + 2 / 5) / 2)
+    assert result.metrics["rougeL"] == pytest.approx((2 / 7 + 2 / 5) / 2)
+    assert result.metrics["rouge2"] == 0
+    assert result.loss == pytest.approx(math.log(odds + others) - 2 / 6 * math.log(odds), rel=1e-5)
+
+
+def test_a_model_that_ends_at_once_writes_nothing() -> None:
+    assert set(scored(constant("</s>", 3.0), rows(6)).metrics.values()) == {0.0}
+
+
+def factorized(model: PreTrainedModel) -> PreTrainedModel:
+    batch = {**random_inputs(model, 1, 4)}
+    batch["decoder_attention_mask"] = torch.ones_like(batch["attention_mask"])
+    for target in find_targets(model, batch).targets:
+        left, right = decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()).truncate(6)
+        factorize_target(model, target.name, left, right)
+    return model.eval()
+
+
+@torch.no_grad()
+def written(model: PreTrainedModel, text: str, length: int) -> str:
+    """The most likely token after all before it, one at a time, without a cache and without padding."""
+    read = tokenizer()(text, return_tensors="pt")
+    tokens = torch.tensor([[model.config.decoder_start_token_id]])
+    for _ in range(length):
+        logits: Tensor = model(**read, decoder_input_ids=tokens, use_cache=False).logits
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+        if tokens[0, -1] == END:
+            break
+    return tokenizer().decode(tokens[0, 1:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("low_rank", [False, True], ids=["dense", "low rank"])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_score_is_that_of_what_the_model_writes_greedily_row_by_row(family: str, low_rank: bool) -> None:
+    model = factorized(FAMILIES[family]()) if low_rank else FAMILIES[family]()
+    frame = rows(30)
+    texts = [written(model, text, 6) for text in frame["text"]]
+    assert len(set(texts)) > 1
+    frame["label"] = [text or "plot" for text in texts[:15]] + frame["label"].tolist()[15:]  # some are as written
+    result = scored(model, frame, batch_size=7)
+    assert result.metrics == pytest.approx(rouge(each_summary(frame["label"].tolist(), texts)))
+    assert result.metrics["rouge1"] > 0.3
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_the_loss_is_the_mean_over_all_tokens_whatever_the_batches(family: str) -> None:
+    model, frame = FAMILIES[family](), rows(30)
+    batch, data = collate(tokenizer(), model), encode(frame, task(), tokenizer(), "test")
+    with torch.no_grad():
+        sums = [float(model(**batch([row])).loss) * len(row["labels"]) for row in data]
+    expected = sum(sums) / sum(len(row["labels"]) for row in data)
+    results = [scored(model, frame, batch_size) for batch_size in (1, 7, 64)]
+    assert [result.loss for result in results] == pytest.approx([expected] * 3, rel=1e-5)
+    assert results[0].metrics == results[1].metrics == results[2].metrics
+
+
+def test_a_score_does_not_depend_on_the_order_and_leaves_the_model() -> None:
+    model, frame = t5(), rows()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    one, other = scored(model, frame), scored(model, frame.sample(frac=1, random_state=0))
+    assert other.metrics == pytest.approx(one.metrics)
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+    assert scored(model.train(), frame) == one
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_beams_and_chance_of_the_model_s_own_settings_do_not_count() -> None:
+    model = t5()
+    expected = scored(model, rows(10))
+    model.generation_config.update(num_beams=4, do_sample=True, max_length=3)
+    assert scored(model, rows(10)) == expected
+
+
+def test_an_output_that_is_not_finite_is_an_error() -> None:
+    model = constant("dull", 3.0)
+    model.final_logits_bias[0, VOCABULARY["plot"]] = math.nan
+    with pytest.raises(StageError):
+        scored(model, rows(6))
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_macs_count_the_decoder_too(tmp_path: Path, family: str) -> None:
+    """Every linear map of both runs once for every token; attention adds to that, but not as much again."""
+    model = FAMILIES[family]()
+    model.save_pretrained(tmp_path)
+    linear = sum(weight_of(part).numel() for _, part in model.named_modules() if type(part) is torch.nn.Linear)
+    found = size(model, tmp_path, 8).macs_per_token
+    assert linear < found < 2 * linear
+
+
+# --- stages ----------------------------------------------------------------------------------------------------------
+
+STEPS = ("search", "factorize", "finetune", "evaluate")
+
+
+def workspace(root: Path, model: PreTrainedModel, frame: pd.DataFrame, **data: Any) -> None:
+    data = {"task": "summarization", "metric": "rougeL", "target_length": 6, **data}
+    write_params(root, tiny_params(study={"recipes": ["kfac"]}, data=data))
+    (root / REVIEWS).parent.mkdir(parents=True)
+    frame.to_csv(root / REVIEWS, index=False)
+    model.save_pretrained(root / BASE)
+    tokenizer().save_pretrained(root / BASE)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def fail(stage: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        run_stage(stage)
+    return str(caught.value.code)
+
+
+def read(path: str) -> Any:
+    return json.loads(Path(path).read_text())
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_all_stages_of_a_candidate(family: str) -> None:
+    workspace(Path(), FAMILIES[family](), rows())
+    for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
+        run_stage(stage)
+    for stage in STEPS:
+        run_stage(stage, "kfac", "0.5")
+    run_stage("benchmark")
+    names = {target["name"] for target in read("data/importance/targets.json")["targets"]}
+    assert any(".encoder." in f".{name}" for name in names)
+    assert any(".decoder." in f".{name}" for name in names)
+    assert not any("lm_head" in name for name in names)
+    before, after = read("reports/dense.json"), read("reports/evaluate/kfac-0.5.json")
+    assert after["size"]["macs_per_token"] < before["size"]["macs_per_token"]
+    for found in (before["score"], after["factorized"], after["recovered"]):
+        assert found["metric"] == found["metrics"]["rougeL"]
+        assert all(0 <= value <= 1 for value in found["metrics"].values())
+    model = AutoModelForSeq2SeqLM.from_pretrained("models/finetuned/kfac-0.5")
+    again = score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), task(), 5, "test").score
+    assert again.metrics == pytest.approx(after["recovered"]["metrics"])
+    assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
+    assert read("reports/benchmark.json")["kfac-0.5"]["speedup"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    ("label", "named"),
+    [(" ", r"\btrain\b.*\d .*\blabel\b"), (1.5, r"\blabel\b.*data\.columns\b"), (None, r"\b60 .*\blabel\b")],
+)
+def test_a_summary_is_text(label: Any, named: str) -> None:
+    workspace(Path(), t5(), rows().assign(label=label))
+    assert re.search(named, fail("extract"))
+
+
+def test_a_summary_longer_than_the_model_writes_is_a_mistake() -> None:
+    """The tiny BART has 32 positions."""
+    workspace(Path(), bart(), rows(), target_length=33)
+    run_stage("extract")
+    assert "data.target_length" in fail("teacher")
+
+
+@pytest.mark.parametrize(("prefix", "fits"), [(None, False), ("", True), ("summarize: ", True)])
+def test_whether_a_prefix_that_the_model_knows_is_to_be_used_must_be_said(prefix: str | None, fits: bool) -> None:
+    t5(task_specific_params={"summarization": {"prefix": "summarize: "}}).save_pretrained(BASE)
+    tokenizer().save_pretrained(BASE)
+    if fits:
+        load_base(Model(base=BASE, revision=None, dtype="float32", device_map=None), task(prefix=prefix))
+    else:
+        with pytest.raises(StageError, match=r"'summarize: '.* data\.prefix"):
+            load_base(Model(base=BASE, revision=None, dtype="float32", device_map=None), task(prefix=prefix))

@@ -1,0 +1,1051 @@
+"""The compare stage on made-up results: numbers against hand-computed ones, and the laws of its page."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pandas as pd
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from markupsafe import escape
+from ruamel.yaml import YAML
+
+from eckart.model.targets import Target
+from tasks import compare
+from tasks.artifacts.metrics import BY_KIND, MetricName, TaskKindName
+from tasks.multi_seed import seeds_table
+from tasks.report import conclusion, heatmap, names, numbers, plots, results, summary
+from tasks.runtime.stage_runner import StageError
+from tests.tasks.multi_seed.test_seeds_table import finished, made_up
+
+HOSTILE = "<script>alert(1)</script> & $x_1$"
+KINDS = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+REPOSITORY = Path(__file__).parents[3]
+
+
+def write(path: str, content: Any) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def target(name: str) -> dict[str, Any]:
+    """100 parameters; each rank costs 20."""
+    return {"name": name, "out_features": 10, "in_features": 10, "input_of": name}
+
+
+def score(metric: float, loss: float = 0.5, rows: int = 400) -> dict[str, Any]:
+    return {"metric": metric, "loss": loss, "rows": rows, "metrics": {"accuracy": metric}}
+
+
+def size(parameters: int) -> dict[str, int]:
+    return {"model_parameters": parameters, "macs_per_token": 3 * parameters, "bytes": 4 * parameters}
+
+
+def curve(points: int, first: int = 1, **measures: float) -> str:
+    """Task loss 1 ÷ step where anything is measured; the loss of the method is 100 more then."""
+    lines = []
+    for step in range(first, first + points):
+        point = {"step": step, "loss": 1 / step, "learning_rate": 0.1, "grad_norm": 1.0}
+        lines.append({**point, "loss": 100 + 1 / step, "task_loss": 1 / step, **measures} if measures else point)
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def make_study(
+    recipes: list[str],
+    keeps: list[float],
+    target_names: list[str],
+    metric: MetricName = "accuracy",
+    dense: float = 0.8,
+    kind: TaskKindName | None = None,
+) -> None:
+    """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
+    kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
+    params = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    part = {
+        "weighting": {"kind": "none"},
+        "ranks": {"kind": "uniform", "by": "share"},
+        "recovery": {"kind": "finetune", "steps": 60},
+    }
+    params["study"] = {"name": "made-up", "recipes": recipes, "keeps": keeps, "goals": [], "control": recipes[0]}
+    params["recipes"] = dict.fromkeys(recipes, part)
+    params["export"] = {"recipes": []}
+    write("params.yaml", params)  # JSON is YAML
+    labels = ["no", "yes"] if kind in ("classification", "token_classification") else []
+    task = {
+        "kind": kind,
+        "labels": labels,
+        "metric": metric,
+        "max_length": 8,
+        "target_length": None,
+        "prefix": None,
+        "stride": None,
+    }
+    write("data/splits/task.json", {**task, "sizes": {}, "seed": 0})
+    parameters = {"targets": 1000, "linear": {"is a head": 20}, "experts": 0, "embeddings": 300, "rest": 40}
+    found = {"targets": [target(name) for name in target_names], "excluded": {}, "census": parameters}
+    write("data/importance/targets.json", found)
+    write_dense(dense, dense)
+    write("reports/teacher.jsonl", curve(20))
+    write("reports/control.jsonl", curve(10))
+    for position, recipe in enumerate(recipes):
+        for keep in keeps:
+            make_candidate(recipe, keep, target_names, metric_of(position, keep))
+
+
+def write_dense(dense: float, control: float, **changes: Any) -> None:
+    task = json.loads(Path("data/splits/task.json").read_text())
+    trivial = 1000.0 if task["kind"] == "language_modeling" else 0.5
+    scores = {"validation": score(dense), "zero_shot": {}, "continuations": []}
+    report = {
+        "score": score(dense),
+        **scores,
+        "size": size(1000),
+        "licence": {},
+        "trivial": trivial,
+        "control": {"score": score(control), **scores},
+    }
+    write("reports/dense.json", {**report, **changes})
+    write_rows("dense", dense=dense, control=control, trivial=changes.get("trivial", trivial))
+
+
+def write_rows(name: str, **models: float | None) -> None:
+    """What 400 rows contributed to models of these metrics, to the row; correlations are not met.
+
+    Test rows, and of models that could be shipped validation rows, which say the same.
+    """
+    task = json.loads(Path("data/splits/task.json").read_text())
+    Path("reports/rows").mkdir(parents=True, exist_ok=True)
+    frames = [
+        rows_of(task, metric).assign(model=model, split=split)
+        for split, unscored in (("test", ()), ("validation", ("factorized", "trivial")))
+        for model, metric in models.items()
+        if metric is not None and model not in unscored
+    ]
+    pd.concat(frames).to_parquet(f"reports/rows/{name}.parquet", index=False)
+
+
+def rows_of(task: dict[str, Any], metric: float) -> pd.DataFrame:
+    number = np.arange(400)
+    if task["kind"] == "language_modeling":
+        return pd.DataFrame({"loss": math.log(metric) + 0.1 * (-1.0) ** number})
+    if task["kind"] == "regression":
+        return pd.DataFrame({"label": number, "value": number * (number % 10 != 0)})
+    if task["kind"] in ("classification", "token_classification"):
+        right = (number * 0.618 + 7.3 * metric) % 1 < metric  # spread out, and other rows for each metric
+        return pd.DataFrame({"label": number % 2, "guess": np.where(right, number % 2, 1 - number % 2)})
+    return pd.DataFrame({name: np.full(400, metric) for name in BY_KIND[task["kind"]]})
+
+
+def metric_of(recipe: int, keep: float) -> float:
+    """Later recipes and larger keeps are better."""
+    return round(0.6 + 0.01 * recipe + 0.1 * keep, 6)
+
+
+def make_candidate(
+    recipe: str,
+    keep: float,
+    target_names: list[str],
+    metric: float,
+    rows: int = 0,
+    searched: str = "",
+    average_rank: float | None = None,
+    recovered: str | None = None,
+    factorized: float | None = None,
+    shaped: float | None = None,
+    measured: Mapping[str, float] | None = None,
+) -> None:
+    """The first target stays dense; the others have rank 1 or 2 in turn.
+
+    With `rows` they have so many sparse rows beside, and the factorized model has no score; `searched` and `recovered`
+    are curves; `factorized` is the metric before recovery, by default 0.1 lower; `shaped` that of the dense weights
+    before they were factorized; `measured` what targets lose alone, where 0.1, 0.2, … were predicted.
+    """
+    name = f"{recipe}-{keep}"
+    ranks = {each: None if not position else 1 + position % 2 for position, each in enumerate(target_names)}
+    factors = {each: 100 if rank is None else 20 * rank for each, rank in ranks.items()}
+    counts = {each: 0 if rank is None else rows for each, rank in ranks.items()}
+    sizes = {
+        each: {"rank": rank, "rows": counts[each], "parameters": factors[each] + 10 * counts[each]}
+        | {"loss_alone": (measured or {}).get(each)}
+        for each, rank in ranks.items()
+    }
+    after = sum(factors.values())
+    decision = {
+        "keep": keep,
+        "ranks": ranks,
+        "predicted_loss": {each: 0.1 * (place + 1) for place, each in enumerate(ranks)},
+    }
+    decision |= {"parameters_before": 100 * len(target_names), "parameters_after": after}
+    decision |= {"steps": len(searched.splitlines()), "average_rank": average_rank, "as_shaped": shaped is not None}
+    write(f"models/ranks/{name}/ranks.json", decision)
+    write(f"reports/search/{name}.jsonl", searched)
+    before = None if rows else metric - 0.1 if factorized is None else factorized
+    scores = {
+        "shaped": None if shaped is None else score(shaped),
+        "factorized": None if before is None else score(before),
+        "recovered": score(metric),
+        "validation": score(metric),
+    }
+    write_rows(name, factorized=before, recovered=metric)
+    total = after + sum(10 * each["rows"] for each in sizes.values())
+    write(
+        f"reports/evaluate/{name}.json",
+        {
+            **scores,
+            "size": size(700),
+            "zero_shot": {},
+            "continuations": [],
+            "targets": sizes,
+            "target_parameters": total,
+        },
+    )
+    make_benchmark(name, dense={"torch": 1.0}, candidate={"torch": 1.5})
+    write(f"reports/finetune/{name}.jsonl", curve(10) if recovered is None else recovered)
+
+
+def make_benchmark(name: str, **speeds: dict[str, float]) -> None:
+    """Model → what runs it → how many times as fast it is as the dense model in torch."""
+    latency = {
+        model: {
+            runtime: {
+                f"{rows}x16": {
+                    "seconds": 0.1 * rows / speed,
+                    "of_torch": {"median": speed, "low": speed - 0.25, "high": speed + 0.25},
+                    "of_same": dict.fromkeys(("median", "low", "high"), speed / speeds["dense"][runtime]),
+                }
+                for rows in (8, 1)
+            }
+            for runtime, speed in runtimes.items()
+        }
+        for model, runtimes in speeds.items()
+    }
+    speedup = latency["candidate"]["torch"]["8x16"]["of_torch"]
+    file = Path("reports/benchmark.json")
+    others = json.loads(file.read_text()) if file.exists() else {}
+    write(str(file), {**others, name: {"timed": name, "speedup": speedup, "latency": latency}})
+
+
+def make_perplexities(dense: float, **candidates: tuple[float, float]) -> None:
+    """A language model at keep 0.5: recipe = its perplexity before recovery and after."""
+    make_study(list(candidates), [0.5], ["map"], "perplexity", dense)
+    for recipe, (factorized, recovered) in candidates.items():
+        make_candidate(recipe, 0.5, ["map"], recovered, factorized=factorized)
+
+
+def bert_like(layers: int) -> list[str]:
+    return [f"bert.layer.{layer}.{kind}" for layer in range(layers) for kind in KINDS]
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test here writes: none does so into the repository."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def page() -> str:
+    """As it reads without its script, and without what the script alone reads."""
+    text = re.sub(r"<script.*?</script>|<dialog.*?</dialog>", "", whole_page(), flags=re.DOTALL)
+    return re.sub(r' data-[a-z]+="[^"]*"', "", text)
+
+
+def whole_page() -> str:
+    return plain(Path("reports/comparison.html").read_text())
+
+
+def plain(text: str) -> str:
+    """With every space an ordinary one."""
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def columns_of(text: str) -> set[int]:
+    """How many cells the rows of the page's first table have."""
+    table = re.search(r"<table.*?</table>", text, re.DOTALL)
+    assert table
+    return {len(re.findall(r"<t[hd][ >]", row)) for row in re.findall(r"<tr.*?</tr>", table[0], re.DOTALL)}
+
+
+def titles(plot: str) -> list[str]:
+    """The words of a plot that are no numbers and no axis' name."""
+    words = [text.text or "" for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text")]
+    return [word for word in words if word != "step" and not re.fullmatch(r"[-−e\d.]+|[\d.]+.[kMGT]", word)]
+
+
+def numbers_of_files() -> list[str]:
+    """The lines of the CSV without the control's metric and the intervals."""
+    return [line.rsplit(",", 5)[0] for line in Path("reports/comparison.csv").read_text().splitlines()]
+
+
+def test_csv_has_the_numbers_of_the_files(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5, 0.25], bert_like(1))
+    compare.compare()
+    # One dense target of 100 and ranks 2, 1, 2 of 20 each: 200. Metrics: 0.6 + 0.01 recipe + 0.1 keep.
+    assert numbers_of_files() == [
+        "recipe,keep,metric,dense,factorized,recovered,"
+        "target_parameters,model_parameters,macs_per_token,bytes,speedup,speedup_low,speedup_high,search_steps,average_rank,shaped",
+        "dense + recovery,1,accuracy,0.8,,0.8,400,1000,3000,4000,1.0,1.0,1.0,0,,",
+        "svd,0.5,accuracy,0.8,0.55,0.65,200,700,2100,2800,1.5,1.25,1.75,0,,",
+        "svd,0.25,accuracy,0.8,0.525,0.625,200,700,2100,2800,1.5,1.25,1.75,0,,",
+        "kfac,0.5,accuracy,0.8,0.56,0.66,200,700,2100,2800,1.5,1.25,1.75,0,,",
+        "kfac,0.25,accuracy,0.8,0.535,0.635,200,700,2100,2800,1.5,1.25,1.75,0,,",
+    ]
+
+
+def test_csv_of_a_candidate_with_a_residual_and_of_one_that_trained_first(workspace: Path) -> None:
+    make_study(["losparse", "ars"], [0.5], bert_like(1))
+    make_candidate("losparse", 0.5, bert_like(1), 0.7, rows=3)
+    make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(6, R=1.0))
+    compare.compare()
+    # Three rows of 10 beside each of the three factorized targets: 90 more than the factors' 200.
+    assert numbers_of_files()[2:] == [
+        "losparse,0.5,accuracy,0.8,,0.7,290,700,2100,2800,1.5,1.25,1.75,0,,",
+        "ars,0.5,accuracy,0.8,0.6,0.7,200,700,2100,2800,1.5,1.25,1.75,6,,",
+    ]
+
+
+def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], bert_like(1))
+    compare.compare()
+    lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    assert "0.660 *" in lines["kfac-0.5"]
+    assert "0.650 ≈" in lines["svd-0.5"]
+    assert "82.5 %" in lines["kfac-0.5"]  # 0.66 of 0.8
+    assert "1.50 ×" in lines["kfac-0.5"]
+    assert "before" not in compare.TEXT.read_text()
+
+
+def test_tables_have_steps_before_factorization_where_some_were_taken(workspace: Path) -> None:
+    make_study(["svd", "ars"], [0.5], bert_like(1))
+    compare.compare()
+    assert "before factorization" not in page()
+    make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(1200, R=1.0))
+    compare.compare()
+    assert {"steps before", "factorization"} <= {part.strip() for part in re.split(r"\s{2,}", compare.TEXT.read_text())}
+    assert re.search(r"^ *ars-0.5 +1,200 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *svd-0.5 +0 +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert '<th scope="col">steps before factorization</th>' in page()
+    assert '<th scope="row">ars-0.5</th><td>1,200</td><td>0.600</td>' in page()
+    assert columns_of(page()) == {11}
+
+
+def test_tables_have_the_score_after_shaping_where_something_was_shaped(workspace: Path) -> None:
+    """What pruning cost, and what the factorization after it."""
+    make_study(["svd", "lpaf"], [0.5], bert_like(1))
+    compare.compare()
+    assert "shaped" not in compare.TEXT.read_text()
+    make_candidate("lpaf", 0.5, bert_like(1), 0.7, average_rank=6.0, shaped=0.75)
+    compare.compare()
+    assert re.search(r"^ *lpaf-0.5 +0.750 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *svd-0.5 +– +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert '<th scope="row">lpaf-0.5</th><td>0.750</td><td>0.600</td>' in page()
+    assert columns_of(page()) == {11}
+    assert numbers_of_files()[3].endswith(",0,6.0,0.75")
+
+
+def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspace: Path) -> None:
+    make_study(["svd", "losparse"], [0.5, 0.25], bert_like(1))
+    for keep in (0.5, 0.25):
+        make_candidate("losparse", keep, bert_like(1), 0.5, rows=3)
+    compare.compare()
+    lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    assert lines["losparse-0.5"].split()[1:3] == ["–", "0.500"]
+    assert "72.5 %" in lines["losparse-0.5"]  # 290 of 400, after recovery
+    assert '<th scope="row">losparse-0.5</th><td>–</td><td><span>0.500</span></td>' in page()
+    assert "A dash: sparse rows" in page()
+    assert columns_of(page()) == {10}
+    assert "Recovery worsened" not in page()
+
+
+def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5, 0.25], bert_like(2))
+    compare.compare()
+    for name in ("svd-0.5", "svd-0.25", "kfac-0.5", "kfac-0.25"):
+        assert f">{name}</th>" in page()
+    assert page().count('class="best"') == 2
+    assert not re.findall(r"<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", whole_page())
+    ids = re.findall(r'\bid="([^"]+)"', whole_page())
+    assert len(ids) == len(set(ids))
+
+
+def test_inline_plots_are_well_formed(workspace: Path) -> None:
+    make_study(["svd"], [0.5], [HOSTILE])
+    compare.compare()
+    plots = re.findall(r"<svg.*?</svg>", page(), re.DOTALL)
+    assert page().count("<figure") == 4  # by cost, by keep, ranks, training
+    for plot in plots:
+        ElementTree.fromstring(plot)
+
+
+def test_names_from_outside_are_escaped(workspace: Path) -> None:
+    make_study(["svd"], [0.5], [HOSTILE, "other"])
+    compare.compare()
+    assert HOSTILE.partition(" ")[0] not in whole_page()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x_1$: stays dense" in page()
+
+
+def test_two_runs_give_the_same_bytes(workspace: Path) -> None:
+    trained_study()
+    files = [compare.TABLE, compare.PAGE, compare.PICTURE]
+    compare.compare()
+    first = [file.read_bytes() for file in files]
+    # A process of its own: hashes of strings and ids of objects differ there.
+    command = "import sys; sys.path.insert(0, sys.argv[1]); from tasks.compare import compare; compare()"
+    subprocess.run([sys.executable, "-c", command, REPOSITORY], check=True, capture_output=True)
+    assert [file.read_bytes() for file in files] == first
+
+
+@pytest.mark.parametrize(("name", "command"), [("dense", "dense"), ("a-0.5", "evaluate")])
+def test_rows_that_a_table_over_seeds_misses_are_named_with_what_makes_them(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    finished(tmp_path, made_up(seeds=1))
+    (tmp_path / f"reports/rows/{name}.parquet").unlink()
+    with pytest.raises(StageError, match=rf"reports/rows/{re.escape(name)}\.parquet .*tasks\.{command}\b"):
+        seeds_table.collect({0: tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("reports/search/svd-0.5.jsonl", "search --recipe svd --keep 0.5"),
+        ("data/splits/task.json", "extract"),
+        ("data/importance/targets.json", "importance"),
+        ("reports/dense.json", "dense"),
+        ("reports/rows/dense.parquet", "dense"),
+        ("reports/rows/svd-0.5.parquet", "evaluate --recipe svd --keep 0.5"),
+        ("reports/control.jsonl", "control"),
+        ("reports/teacher.jsonl", "teacher"),
+        ("models/ranks/svd-0.5/ranks.json", "search --recipe svd --keep 0.5"),
+        ("reports/finetune/svd-0.5.jsonl", "finetune --recipe svd --keep 0.5"),
+        ("reports/evaluate/svd-0.5.json", "evaluate --recipe svd --keep 0.5"),
+        ("reports/benchmark.json", "benchmark"),
+    ],
+)
+def test_a_missing_or_malformed_file_is_named_with_its_remedy(workspace: Path, file: str, command: str) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    named = f"{re.escape(file)} .*`python -m tasks.{command}`"
+    Path(file).write_text("{}\n")
+    with pytest.raises(StageError, match=named):
+        compare.compare()
+    Path(file).unlink()
+    with pytest.raises(StageError, match=named):
+        compare.compare()
+    assert not compare.PAGE.exists()
+
+
+def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["other"], 0.6)
+    with pytest.raises(StageError, match=r"models/ranks/svd-0\.5.* tasks\.search "):
+        results.load_results()
+    make_candidate("svd", 0.5, ["map"], 0.6)
+    evaluation = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
+    other = {"rank": 1, "rows": 0, "parameters": 20, "loss_alone": None}
+    write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": other}})
+    with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*targets\.json.* tasks\.evaluate "):
+        results.load_results()
+    make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
+    results.load_results()
+    write_dense(0.8, 0.8, score=score(0.8, rows=399))
+    with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*reports/dense\.json"):
+        results.load_results()
+
+
+@pytest.mark.parametrize(
+    ("recipes", "keeps", "target_names", "metric", "dense"),
+    [
+        (1, [1], ["map"], "matthews", 0.0),  # nothing to divide by
+        (9, [0.9, 0.75, 0.5, 0.33, 0.2, 0.1], bert_like(4)[:13], "pearson", 0.9),
+        (2, [0.5], bert_like(75), "f1", 0.9),
+    ],
+    ids=["one", "many candidates", "many targets"],
+)
+def test_any_study_fits(
+    workspace: Path, recipes: int, keeps: list[float], target_names: list[str], metric: str, dense: float
+) -> None:
+    make_study([f"recipe{number}" for number in range(recipes)], keeps, target_names, metric, dense)
+    compare.compare()
+    assert page().count("</title></rect>") == recipes * len(keeps) * len(target_names)
+    for picture in heatmap.heat_maps(results.load_results()):
+        assert picture.width <= 1085
+        last = picture.lines[-1].cells[-1]
+        assert last.x + picture.cell <= picture.width
+
+
+def test_a_keep_is_named_as_it_is_written(workspace: Path) -> None:
+    make_study(["svd"], [1], ["map"])
+    assert results.load_results().candidates[0].name == "svd-1"
+
+
+def test_heat_map_has_shares_by_hand(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
+    (picture,) = heatmap.heat_maps(results.load_results())
+    (line,) = picture.lines
+    assert [(cell.text, cell.share) for cell in line.cells] == [("D", 1.0), ("2", 0.4), ("1", 0.2)]
+    assert [label.text for label in picture.layers] == ["0", "1"]
+    assert [label.text for label in picture.kinds] == ["query", "value", "query"]
+
+
+def test_heat_map_shows_the_recovered_model_with_its_sparse_rows(workspace: Path) -> None:
+    make_study(["losparse"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
+    make_candidate("losparse", 0.5, ["h.0.query", "h.0.value", "h.1.query"], 0.6, rows=9)
+    evaluation = json.loads(Path("reports/evaluate/losparse-0.5.json").read_text())
+    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1, "parameters": 10, "loss_alone": None}
+    write("reports/evaluate/losparse-0.5.json", evaluation)
+    compare.compare()
+    (picture,) = heatmap.heat_maps(results.load_results())
+    cells = picture.lines[0].cells
+    assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("2", 1.3), ("0", 0.1)]  # 40 + 90, 0 + 10
+    assert [plain(cell.title).partition(": ")[2] for cell in cells] == [
+        "stays dense",
+        "rank 2 and 9 sparse rows, 130.0 % of its parameters",
+        "rank 0 and 1 sparse row, 10.0 % of its parameters",
+    ]
+    assert "Sparse rows beside the factors count in the shade." in page()
+    assert set(re.findall(r'fill-opacity="([^"]+)"', page())) == {"1.0", "1", "0.1"}
+
+
+def trained_study() -> None:
+    """One recipe with two measures at both keeps, one that shapes and then searches at one keep, one by formula."""
+    make_study(["svd", "ars", "both"], [0.5, 0.25], bert_like(1))
+    for keep in (0.5, 0.25):
+        make_candidate("ars", keep, bert_like(1), 0.7, searched=curve(5, R=1.0, R_align=1e-6))
+    searched = curve(5, remaining=0.5) + curve(5, first=6, kept=0.4)
+    make_candidate("both", 0.5, bert_like(1), 0.7, searched=searched, average_rank=6.54, recovered=curve(3, rows=0.3))
+
+
+def test_nothing_is_shown_of_searches_and_measures_where_there_are_none(workspace: Path) -> None:
+    make_study(["svd"], [0.5], bert_like(1))
+    compare.compare()
+    assert page().count("<figure") == 4
+    assert not re.search(
+        "Before the factorization|Ranks that shaping left|measured besides|A dash|[Ss]parse row", page()
+    )
+
+
+def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) -> None:
+    """In a panel for each recipe that has both; a target that loses nothing has no place on the scales."""
+    targets = bert_like(1)
+    make_study(["svd", "kfac"], [0.5], targets)
+    assert plots.predictions_svg(results.load_results()) is None
+    rising, falling = (
+        dict(zip(targets, losses, strict=True)) for losses in ([0.0, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
+    )
+    make_candidate("svd", 0.5, targets, 0.7, measured=rising)
+    make_candidate("kfac", 0.5, targets, 0.7, measured=falling)
+    found = results.load_results()
+    words = [word for word in titles(plots.predictions_svg(found) or "") if "correlation" in word]
+    assert [re.findall(r"(\w+):.*?([-−]?1\.00)", word)[0] for word in words] == [("svd", "1.00"), ("kfac", "-1.00")]
+    compare.compare()
+    assert page().count("<figure") == 5
+
+
+def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
+    trained_study()
+    made = plots.search_svgs(results.load_results())
+    assert list(made) == ["ars", "both"]
+    assert titles(made["ars"]) == ["task loss", "R", "R_align", "keep 0.5", "keep 0.25"]
+    assert titles(made["both"]) == ["task loss", "remaining", "kept", "keep 0.5"]
+    assert titles(plots.recovery_svgs(results.load_results())["both"]) == ["rows", "keep 0.5"]
+    compare.compare()
+    assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
+        "R",
+        "R_align",
+        "remaining",
+        "kept",
+        "rows",
+    ]
+    assert page().count("<figure") == 8  # by cost, by keep, 2 maps, 2 searches, training, 1 recovery
+    for plot in re.findall(r"<svg.*?</svg>", page(), re.DOTALL):
+        ElementTree.fromstring(plot)
+    ids = re.findall(r'\bid="([^"]+)"', page())
+    assert len(ids) == len(set(ids))
+    assert not re.search("#01020[3-6]", page())  # colours that the page was to fill in
+
+
+def test_losses_are_compared_without_what_methods_add(workspace: Path) -> None:
+    trained_study()
+    both = next(one for one in results.load_results().candidates if one.name == "both-0.5")
+    assert [point.compared_loss for point in both.curve] == [1, 1 / 2, 1 / 3]
+    assert [point.measures for point in both.curve] == [{"rows": 0.3}] * 3
+    svd = results.load_results().candidates[0]
+    assert [point.compared_loss for point in svd.curve[:2]] == [1, 1 / 2]
+    assert svd.curve[0].measures == {}
+
+
+def test_page_has_the_ranks_that_shaping_left(workspace: Path) -> None:
+    trained_study()
+    compare.compare()
+    row = '<tr><th scope="row">both</th><td>0.5</td><td>6.5</td><td>10.0</td></tr>'  # all targets are 10 × 10
+    assert page().count(row) == 1
+    assert page().count('<table class="ranks">') == 1
+
+
+def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
+    make_study(["ars"], [1, 0.5], ["map"])
+    measures = {f"measure_{number}": 10.0**number for number in (-9, -4, 0, 2, 4, 9)}  # with the others, two full rows
+    make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
+    make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
+    compare.compare()
+    shown = titles(plots.search_svgs(results.load_results())["ars"])
+    assert shown == ["task loss", *measures, HOSTILE, "keep 1", "keep 0.5"]
+
+
+def test_page_states_only_the_parts_that_recipes_have(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    content = json.loads(Path("params.yaml").read_text())
+    common = {"shaping": None, "weighting": {"kind": "none"}, "residual": None}
+    ranks = {"kind": "hypernetwork", "hypernetwork": True, "increase": None}
+    distillation = {"layers": 1.0, "logits": 2.0}
+    content["recipes"]["svd"] = {**common, "recovery": {"kind": "finetune", "steps": 60, "distillation": distillation}}
+    content["recipes"]["kfac"] = {**common, "ranks": ranks, "recovery": {"kind": "finetune", "distillation": None}}
+    write("params.yaml", content)
+    compare.compare()
+    heads = ("recipe", "weighting", "recovery", "ranks")
+    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page()
+    assert "<td>finetune, steps 60, distillation (layers 1.0, logits 2.0)</td><td>–</td>" in page()
+    assert "<td>finetune</td><td>hypernetwork, hypernetwork yes</td>" in page()
+
+
+def test_a_control_that_took_no_step_is_said_to_be_the_dense_model(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    write("reports/control.jsonl", "")
+    assert "recovery of svd takes no step" in " ".join(summary.summary(results.load_results()))
+
+
+def test_summary_says_what_chance_could_do(workspace: Path) -> None:
+    """400 rows tell 0.66 from 0.8, and not from 0.65."""
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    write_dense(0.8, 0.65)
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "With the recovery of svd it reaches 0.650: this is the control." in text
+    assert "At keep 0.5, kfac recovers best: accuracy 0.660, 82.5 % of dense and 101.5 % of the control" in text
+    assert "70.0 % of the model’s parameters" in text
+    assert "1.50 times as fast; these rows cannot tell it from svd." in text
+    assert re.search(
+        r"the dense model this is a loss \(-0.1\d\d to -0.\d+\), against the control no significant difference \(-",
+        text,
+    )
+
+
+def limited(**promotion: Any) -> results.Results:
+    """The results where a promotion has these limits and no others."""
+    content = json.loads(Path("params.yaml").read_text())
+    content["promotion"] |= {"keep": None, "least_speedup": None, "standard_errors": 0.0} | promotion
+    write("params.yaml", content)
+    return results.load_results()
+
+
+def make_five() -> None:
+    """Four candidates and a shape for each: at keep 0.3 of 200 parameters, at 0.5 of 300."""
+    make_study(["svd", "kfac"], [0.3, 0.5], bert_like(1))
+    for recipe, keep, metric in (("svd", 0.3, 0.6), ("kfac", 0.3, 0.795), ("svd", 0.5, 0.8), ("kfac", 0.5, 0.81)):
+        make_candidate(recipe, keep, bert_like(1), metric, rows=0 if keep == 0.3 else 3)
+
+
+def test_the_choice_is_the_best_on_validation_rows_within_the_limits_wherever_it_is_said(workspace: Path) -> None:
+    make_five()
+    assert limited(largest_drop=0.01).choice.chosen == "kfac-0.5"
+    path = Path("reports/evaluate/svd-0.5.json")
+    write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
+    assert limited(largest_drop=0.01).choice.chosen == "svd-0.5"
+    found = limited(largest_drop=0.01, keep=0.6)  # 290 of 400 are too many
+    assert found.choice.chosen == "kfac-0.3"
+    compare.compare()
+    assert json.loads(compare.CHOICE.read_text())["candidate"] == "kfac-0.3"
+    for text in (compare.TEXT.read_text(), re.sub("</?code>", "`", page())):
+        for sentence in conclusion.conclusion(found):
+            assert plain(str(escape(sentence)) if text.startswith("<") else sentence) in plain(text)
+
+
+def test_the_smallest_candidate_of_which_rows_show_no_loss_is_offered_beside_the_choice(workspace: Path) -> None:
+    """With a margin of 0.1 the smaller kfac is non-inferior, with one of 0.01 what is the dense model to the row."""
+    make_five()
+    other = conclusion.alternative(limited(largest_drop=0.1))
+    assert other is not None
+    assert other.name == "kfac-0.3"
+    assert "`eckart promote kfac-0.3`" in " ".join(conclusion.conclusion(results.load_results()))
+    other = conclusion.alternative(limited(largest_drop=0.01))
+    assert other is not None
+    assert other.name == "svd-0.5"
+    found = limited(largest_drop=0.004, keep=0.6)  # which is too large for a promotion
+    assert conclusion.alternative(found) is None
+    assert conclusion.chosen(found).model_dump() == {"candidate": None, "non_inferior": False, "alternative": None}
+
+
+def test_where_none_is_within_the_limits_each_limit_and_the_nearest_are_said(workspace: Path) -> None:
+    make_perplexities(10.0, svd=(90.0, 30.0), kfac=(40.0, 15.0))
+    found = limited(largest_drop=1.0)
+    assert (found.choice.chosen, found.choice.nearest) == (None, "kfac-0.5")
+    text = " ".join(conclusion.conclusion(found))
+    assert "drop from the teacher of 2 candidates" in text
+    assert "kfac-0.5" in text
+
+
+def test_a_teacher_that_is_no_better_than_the_baseline_is_warned_of(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    assert conclusion.teacher_warning(results.load_results()) is None
+    write_dense(0.671, 0.671, trivial=0.651)
+    compare.compare()
+    warned = conclusion.teacher_warning(results.load_results())
+    assert warned is not None
+    for text in (compare.TEXT.read_text(), page(), capsys.readouterr().out):
+        assert warned in plain(text)
+    assert {"teacher.epochs", "data.sizes.train", "teacher.learning_rate"} <= set(re.findall(r"[\w.]+\w", warned))
+
+
+def test_the_baseline_is_a_row_of_every_table(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    compare.compare()
+    assert re.search(r"^ *trivial baseline .* 0\.500 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert '<th scope="row">trivial baseline</th>' in page()
+    assert re.search(r"^\| trivial baseline \| 0\.500 \|", Path("reports/cards/svd-0.5.md").read_text(), re.MULTILINE)
+    assert len(columns_of(page())) == 1
+
+
+def test_a_candidate_that_gives_one_answer_is_named(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    file = Path("reports/rows/kfac-0.5.parquet")
+    rows = pd.read_parquet(file)
+    rows.loc[rows.model == "recovered", "guess"] = 1
+    rows.to_parquet(file)
+    found = limited(largest_drop=1.0)
+    assert found.only_answers == {("kfac-0.5", "recovered"): "yes"}
+    assert found.choice.chosen == "kfac-0.5"
+    compare.compare()
+    sentence = "To every test row the answer is yes: kfac-0.5."
+    assert sentence in compare.TEXT.read_text()
+    assert sentence in page()
+    assert "It answers yes to every test row." in conclusion.conclusion(found)
+    assert "It answers yes" in Path("reports/cards/kfac-0.5.md").read_text()
+    assert "It answers yes" not in Path("reports/cards/svd-0.5.md").read_text()
+
+
+def test_an_interval_is_on_the_side_of_what_rows_decide(workspace: Path) -> None:
+    make_study(["svd", "kfac", "same"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], 0.4)
+    make_candidate("kfac", 0.5, ["map"], 0.8)
+    make_candidate("same", 0.5, ["map"], 0.8)
+    found = results.load_results()
+    svd, kfac, same = found.candidates
+    assert found.difference(svd.after, results.DENSE).high < 0
+    assert found.gain(svd.after, kfac.after) == -1
+    assert (found.difference(kfac.after, same.after).low, found.difference(kfac.after, same.after).high) == (0, 0)
+    assert found.rivals(kfac) == []  # the other is as good, and svd is told from it
+    compare.compare()
+    lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
+    assert "≈" not in lines["svd-0.5"]
+    assert "*" in lines["same-0.5"]
+    rows = list(csv.DictReader(compare.TABLE.read_text().splitlines()))
+    for row in rows:
+        difference = float(row["recovered"]) - float(row["dense"])
+        assert float(row["from_dense_low"]) <= difference <= float(row["from_dense_high"])
+
+
+def test_a_lower_perplexity_is_a_gain(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 15.0))
+    found = results.load_results()
+    svd, kfac = found.candidates
+    assert (found.gain(kfac.after, results.DENSE), found.gain(svd.after, results.DENSE)) == (1, -1)
+    assert found.difference(svd.after, results.CONTROL).low > 0
+
+
+def test_summary_names_all_winners_and_setbacks(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], metric_of(1, 0.5))
+    make_candidate("kfac", 0.5, ["map"], metric_of(1, 0.5), factorized=0.9)
+    evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
+    write("reports/evaluate/kfac-0.5.json", {**evaluation, "recovered": score(0.66, loss=0.4)})
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "kfac and svd recover best" in text  # the lower loss first
+    assert "Recovery worsened the accuracy of kfac-0.5" in text
+
+
+def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
+    found = results.load_results()
+    assert [one.recipe for one in found.at("0.5")] == ["kfac", "svd", "drone"]
+    compare.compare()
+    text = plain(compare.TEXT.read_text())
+    assert "perplexity (lower is better)" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
+    assert "25.00 *" in lines["kfac-0.5"]
+    assert "80.0 %" in lines["kfac-0.5"]  # 20 ÷ 25
+    assert "100.0 %" in lines["dense"]
+    assert [name for name, line in lines.items() if "*" in line] == ["kfac-0.5", "*"]  # and what the star means
+    assert '<td class="best"><span>25.00</span>' in page()
+    assert page().count('class="best"') == 1
+    assert "<dt>of dense</dt><dd>dense ÷ recovered, as lower is better, both" in page()
+
+
+def test_the_highest_share_is_the_best(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"], "rouge1", dense=0.5)
+    make_candidate("svd", 0.5, ["map"], 0.4)
+    make_candidate("kfac", 0.5, ["map"], 0.3)
+    found = results.load_results()
+    assert [one.recipe for one in found.at("0.5")] == ["svd", "kfac"]
+    assert found.retained(0.4, results.DENSE) == 0.8
+    compare.compare()
+    assert "ROUGE-1 on the test split<" in page()
+    assert "<dt>of dense</dt><dd>recovered ÷ dense, both" in page()
+    assert "lower is better" not in page() + compare.TEXT.read_text()
+
+
+def test_summary_of_perplexities(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
+    text = plain(" ".join(summary.summary(results.load_results())))
+    assert "reaches perplexity 20.00 on 400 test rows; lower is better." in text
+    assert "At keep 0.5, kfac recovers best: perplexity 25.00, 80.0 % of dense" in text
+    assert "Recovery worsened the perplexity of drone-0.5" in text
+
+
+@pytest.mark.parametrize(
+    ("worst", "axis"),
+    [
+        (199.0, "(lower is better)"),
+        (13_000.0, "(lower is better, scale finest at dense)"),
+        (1e12, "(lower is better, scale finest at dense)"),
+        (1e304, "(lower is better, scale finest at dense)"),
+    ],
+)
+def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: str) -> None:
+    make_perplexities(20.0, svd=(worst, 30.0), kfac=(25.0, 22.0))
+    assert {"perplexity on the test split", axis} <= set(titles(plots.tradeoff_svg(results.load_results())))
+    compare.compare()
+    assert f"{axis}</text>" in page()
+
+
+def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
+    make_perplexities(20.0, svd=(130_000.0, 40.0), kfac=(25.0, 22.0))
+    ticks = ticks_of(plots.tradeoff_svg(results.load_results()))
+    assert {20.0, 30.0, 100.0, 1000.0, 10_000.0, 100_000.0} <= set(ticks)
+    bottom, top = ticks[20.0], ticks[100_000.0]
+    assert (ticks[50.0] - bottom) / (top - bottom) > 0.45
+    heights = [ticks[value] for value in sorted(ticks)]
+    assert all(after - before > 15 for before, after in itertools.pairwise(heights))  # points; a label has 10
+
+
+def ticks_of(plot: str) -> dict[float, float]:
+    """What the ticks of the vertical axis say → how high they are, in points."""
+    found = {}
+    for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text"):
+        if "text-anchor: end" in text.get("style", ""):
+            found[float((text.text or "").replace(",", ""))] = -float(text.get("y", "nan"))
+    return found
+
+
+def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
+    assert "accuracy on the test split" in titles(plots.tradeoff_svg(results.load_results()))
+
+
+def test_targets_have_short_names_and_layers() -> None:
+    assert names.short({*KINDS}) == {
+        "attention.self.query": "query",
+        "attention.output.dense": "attention.output",
+        "intermediate.dense": "intermediate",
+        "output.dense": "output",
+    }
+    assert names.place("h.10.mlp.experts.3.w1") == names.Place("h", "10", "mlp.experts.3.w1")
+    assert names.place("0.query") == names.Place("", "0", "query")
+    assert names.place("pooler.dense") == names.Place("", "", "pooler.dense")
+    both = [Target(**target(f"{stack}.layers.0.q")) for stack in ("encoder", "decoder")]
+    assert [layer.label for layer in names.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
+
+
+def test_numbers_are_readable() -> None:
+    assert [plain(numbers.count(value)) for value in (7, 999.6, 22_713_986, 999_960, 1.5e9)] == [
+        "7",
+        "1.00 k",
+        "22.7 M",
+        "1.00 M",
+        "1.50 G",
+    ]
+    assert plain(numbers.size(90_867_952)) == "90.9 MB"
+    assert plain(numbers.size(12)) == "12 B"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0.8416, "0.842"),
+        (-0.5, "-0.500"),
+        (0.99996, "1.000"),
+        (8.1268, "8.127"),
+        (9.9996, "10.00"),
+        (23.408, "23.41"),
+        (99.996, "100.0"),
+        (204.31, "204.3"),
+        (999.96, "1,000"),
+        (1203.6, "1,204"),
+        (99_999.6, "1.0e5"),
+        (131_072.0, "1.3e5"),
+        (4.2e14, "4.2e14"),
+        (1.01e304, "1.0e304"),
+    ],
+)
+def test_a_score_has_the_digits_that_its_size_asks_for(value: float, shown: str) -> None:
+    assert numbers.score(value) == shown
+
+
+def test_a_spread_ends_with_the_digit_of_its_mean() -> None:
+    assert numbers.score(0.8416, 0.0182) == "0.842 ± 0.018"
+    assert numbers.score(1203.6, 20.4) == "1,204 ± 20"
+    assert numbers.score(131_072.0, 20_000.0) == "1.3e5 ± 2.0e4"
+    assert numbers.score(1e304, float("inf")) == "1.0e304 ± inf"
+
+
+def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
+    """Without any there is no such table."""
+    make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
+    compare.compare()
+    assert "Zero-shot" not in page()
+    for path, value in (("reports/dense.json", 0.75), ("reports/evaluate/svd-0.5.json", 0.5)):
+        report = json.loads(Path(path).read_text())
+        asked = {"zero_shot": {"piqa": {"acc": value}}}
+        control = {"control": {**report["control"], **asked}} if "control" in report else {}
+        write(path, {**report, **asked, **control})
+    compare.compare()
+    assert "piqa.acc" in page()
+    _, line = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
+    assert (line["zero_shot.piqa.acc"], line["dense.zero_shot.piqa.acc"]) == ("0.5", "0.75")
+
+
+def test_what_language_models_write_is_shown_as_text_alone() -> None:
+    """It may be anything, Markdown and HTML too; without any nothing is said."""
+    make_study(["svd", "kfac"], [0.5], ["map"], metric="perplexity", dense=20.0)
+    compare.compare()
+    cards = [compare.CARDS / name for name in ("svd-0.5.md", "kfac-0.5.md")]
+    assert "What they write" not in page()
+    assert "What it writes" not in cards[0].read_text()
+    nasty = "a <b>\n\n```\n# head\r[x](y)\n~~~\n</code></pre>\n---\n| c | {{ d }} " + "long " * 50
+    texts = {"dense": f"{nasty}, dense", "svd-0.5": f"{nasty}, svd", "kfac-0.5": f"{nasty}, kfac"}
+    for name, text in texts.items():
+        path = "reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json"
+        write(path, {**json.loads(Path(path).read_text()), "continuations": [{"beginning": nasty, "text": text}]})
+    compare.compare()
+    shown = Path("reports/comparison.html").read_bytes().decode()  # line ends as they are
+    assert all(str(escape(text)) in shown for text in texts.values())
+    assert "<b>" not in page()
+    parsed = MarkdownIt("commonmark").parse(ModelCard.load(cards[0]).text)
+    code = [token.content.split() for token in parsed if token.type == "code_block"]
+    assert code == [text.split() for text in (nasty, texts["dense"], texts["svd-0.5"])]
+    assert [token.content for token in parsed if token.type.startswith("html")] == []
+    assert [token.tag for token in parsed if token.type == "heading_open"].count("h1") == 1
+
+
+def test_the_page_says_in_what_precision_and_how_many_processes_models_trained() -> None:
+    make_study(["svd"], [0.5], ["h.0.query"])
+    compare.compare()
+    assert "Trainings" not in page()
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    settings["trainer"] |= {"precision": "bf16", "processes": 2}
+    write("params.yaml", {**settings, "model": {**settings["model"], "dtype": "bfloat16"}})
+    compare.compare()
+    assert "in mixed precision (bf16), in 2 processes" in page()
+    assert ", in bfloat16" in page()
+
+
+def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) -> None:
+    write(
+        f"reports/onnx/{name}.json",
+        {"onnx": {"score": score(onnx), "bytes": 4000}, "int8": {"score": score(int8), "bytes": int8_bytes}},
+    )
+    write_rows(f"{name}.onnx", onnx=onnx, int8=int8)
+
+
+def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them() -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    write("params.yaml", {**settings, "export": {"recipes": ["kfac"]}})
+    make_exports("dense", 0.8, 0.75)
+    make_exports("kfac-0.5", 0.7, 0.65)
+    ways = ("torch", "onnx", "int8")  # each twice as fast as the one before
+    make_benchmark(
+        "kfac-0.5", dense=dict(zip(ways, (1, 2, 4), strict=True)), candidate=dict(zip(ways, (8, 16, 32), strict=True))
+    )
+    compare.compare()
+    lines = list(csv.DictReader(Path("reports/runtimes.csv").read_text().splitlines()))
+    assert [(line["model"], line["runtime"], line["metric"], line["bytes"]) for line in lines] == [
+        ("dense", "torch", "0.8", "4000"),
+        ("dense", "onnx", "0.8", "4000"),
+        ("dense", "int8", "0.75", "1000"),
+        ("kfac-0.5", "torch", "0.66", "2800"),
+        ("kfac-0.5", "onnx", "0.7", "4000"),
+        ("kfac-0.5", "int8", "0.65", "1000"),
+    ]
+    assert [float(line["8x16.of_torch"]) for line in lines] == [1, 2, 4, 8, 16, 32]
+    assert [float(line["1x16.seconds"]) for line in lines] == [0.1 / 2**place for place in range(6)]
+    assert float(lines[0]["from_dense_low"]) == float(lines[0]["from_dense_high"]) == 0
+    assert float(lines[2]["from_dense_low"]) < -0.05 < float(lines[2]["from_dense_high"])
+    text = plain(Path("reports/comparison.txt").read_text())
+    assert re.search(r"kfac-0\.5 +onnxruntime, int8 +0\.650 .* 32\.00 × \(31\.75 to 32\.25\)", text)
+    assert "32.00 ×" in page()
+    assert "alike 8.00 × (8.00 to 8.00)" in page()
+    assert "onnxruntime, int8" in page()
+
+
+def test_a_card_has_the_hubs_metadata_the_numbers_and_the_recipe() -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    compare.compare()
+    assert sorted(file.name for file in compare.CARDS.iterdir()) == ["kfac-0.5.md", "svd-0.5.md"]
+    card = ModelCard.load(compare.CARDS / "kfac-0.5.md")
+    (found,) = card.data.eval_results
+    assert (found.metric_type, found.metric_value) == ("accuracy", 0.66)
+    assert card.data.pipeline_tag == "text-classification"
+    assert card.data.base_model is None  # a folder is no model of the hub
+    params = YAML(typ="safe").load(Path("params.yaml").read_text())
+    stated = YAML(typ="safe").load(card.text.partition("```yaml\n")[2].partition("```")[0])
+    assert stated == {"kfac": params["recipes"]["kfac"]}
+    assert re.search(r"^\| kfac-0\.5 \| 0\.660 \|", card.text, re.MULTILINE)
+    assert "AutoModelForSequenceClassification.from_pretrained" in card.text
+
+
+def test_a_card_states_the_licence_of_the_base_model() -> None:
+    """In the hub's words; where the base model states none, neither does the card."""
+    make_study(["svd"], [0.5], ["map"])
+    for licence in ({}, {"license": "other", "license_name": "own: terms", "license_link": "LICENSE"}):
+        write_dense(0.8, 0.8, licence=licence)
+        compare.compare()
+        found = ModelCard.load(compare.CARDS / "svd-0.5.md").data.to_dict()
+        assert {key: value for key, value in found.items() if key.startswith("license")} == licence
+
+
+def test_a_card_says_what_became_of_the_head() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    write_dense(0.8, 0.8, head="A new head took its place.")
+    compare.compare()
+    assert "A new head took its place." in (compare.CARDS / "svd-0.5.md").read_text()
+
+
+def test_nothing_is_said_of_files_where_none_is_exported() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    compare.compare()
+    assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
+    assert "onnxruntime" not in page() + Path("reports/comparison.txt").read_text()
+
+
+def test_exports_that_are_missing_are_named() -> None:
+    make_study(["svd"], [0.5], ["map"])
+    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
+    write("params.yaml", {**settings, "export": {"recipes": ["svd"]}})
+    with pytest.raises(StageError, match=r"tasks\.export_dense"):
+        compare.compare()
+    make_exports("dense", 0.8, 0.8)
+    with pytest.raises(StageError, match=r"tasks\.export --recipe svd --keep 0\.5"):
+        compare.compare()

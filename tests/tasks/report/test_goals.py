@@ -1,0 +1,208 @@
+"""Goals: where to look next is where a goal is met, and who is chosen is whom the goal asks for."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from flows.goal_search import pursue
+from tasks.compare import compare
+from tasks.config import yaml_edit
+from tasks.config.schema import Goal, ParamsError, parse
+from tasks.report.goals import asked, closer, goal_rows
+from tasks.report.numbers import between, score, size, times
+from tasks.report.results import DENSE, load_results
+from tests.tasks.report.test_compare import make_benchmark, make_candidate, make_exports, make_study, page
+from tests.workspace import REPOSITORY
+
+TARGETS = ["layer.0.query", "layer.0.key"]
+
+
+def looked_at(amount: Any, limit: float, linear: bool, start: list[float]) -> dict[float, float]:
+    """Keep → amount of all that is looked at, one after the other, until nothing is left to look at."""
+    amounts = {keep: amount(keep) for keep in [*start, 1.0]}
+    while (keep := closer(amounts, limit, linear)) is not None:
+        assert keep not in amounts
+        amounts[keep] = amount(keep)
+    return amounts
+
+
+@given(
+    share=st.floats(0.3, 0.99), keep=st.floats(0.05, 0.95), start=st.sampled_from([[0.5], [0.5, 0.33], [0.1], [1.0]])
+)
+def test_time_and_bytes_are_met_in_few_looks(share: float, keep: float, start: list[float]) -> None:
+    """With an amount of 1 - p + p · keep the largest keep that passes is found to a hundredth or a tenth of itself."""
+    limit = 1 - share + share * keep
+    amounts = looked_at(lambda at: 1 - share + share * at, limit, True, start)
+    best = max(at for at, amount in amounts.items() if amount <= limit + 1e-9)
+    assert keep - max(0.01, 0.1 * keep) - 0.01 <= best <= keep + 1e-9
+    assert len(amounts) <= len({*start, 1.0}) + 3
+
+
+@given(
+    power=st.floats(0.5, 4), boundary=st.floats(0.03, 0.97), start=st.sampled_from([[0.5], [0.5, 0.33], [0.1], [1.0]])
+)
+def test_a_drop_is_met_by_bisection(power: float, boundary: float, start: list[float]) -> None:
+    """The smallest keep that passes is found to a tenth of itself, whatever the loss between."""
+    amounts = looked_at(lambda at: (1 - at) ** power, (1 - boundary) ** power, False, start)
+    best = min(at for at, amount in amounts.items() if amount <= (1 - boundary) ** power + 1e-9)
+    assert boundary - 1e-9 <= best <= boundary / 0.88 + 0.015
+    assert len(amounts) <= len({*start, 1.0}) + 7
+
+
+def test_what_is_out_of_reach_ends_the_search() -> None:
+    assert closer({0.5: 60.0, 1.0: 100.0}, 10.0, linear=True) is None  # 20 with no target left
+    assert closer({0.5: 0.3, 0.97: 0.2, 1.0: 0.0}, 0.1, linear=False) is None
+
+
+def test_noise_that_turns_time_around_ends_the_search() -> None:
+    assert closer({0.3: 0.9, 0.5: 0.8, 1.0: 1.0}, 0.7, linear=True) is None
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two recipes at two keeps: what they keep, they have in bytes and on validation rows."""
+    monkeypatch.chdir(tmp_path)
+    make_study(["one", "two"], [0.5, 0.25], TARGETS)
+    for path in Path("reports/evaluate").glob("*.json"):
+        content = json.loads(path.read_text())
+        content["size"]["bytes"] = int(4000 * float(path.stem.partition("-")[2]))
+        path.write_text(json.dumps(content))
+    return tmp_path
+
+
+def ask(**goal: Any) -> None:
+    content = json.loads(Path("params.yaml").read_text())
+    content["study"]["goals"] = [goal]
+    Path("params.yaml").write_text(json.dumps(content))
+
+
+def amounts_of(name: str) -> tuple[float, int, float]:
+    """Metric on validation rows, bytes, speedup."""
+    one = next(one for one in load_results().candidates if one.name == name)
+    return one.evaluation.validation.metric, one.evaluation.size.bytes, one.benchmark.speedup.median
+
+
+def test_of_a_drop_the_smallest_is_chosen_and_of_bytes_the_best(workspace: Path) -> None:
+    dense = load_results().dense.validation.metric
+    ask(largest_drop=max(dense - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")))
+    assert [one.candidate.name for one in asked(load_results()) if one.recipe == "one"] == ["one-0.25"]
+    ask(bytes=max(amounts_of(name)[1] for name in ("two-0.5", "two-0.25")))
+    assert [one.candidate.name for one in asked(load_results()) if one.recipe == "two"] == ["two-0.5"]
+
+
+def test_beside_the_chosen_one_stands_the_smallest_of_which_test_rows_show_it(workspace: Path) -> None:
+    """On validation rows 0.25 is within the drop; on test rows the worse end of its interval is not."""
+    drops = {name: 0.8 - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")}
+    lows = {name: load_results().difference((name, "recovered"), DENSE).low for name in drops}
+    assert -lows["one-0.25"] > max(drops.values()) + 0.001
+    for limit, shown in ((drops["one-0.25"] + 0.001, False), (0.001 - lows["one-0.25"], True)):
+        ask(largest_drop=limit)
+        row = next(iter(goal_rows(load_results())))
+        assert row.candidate == "one-0.25"
+        assert row.shown.startswith("one-0.25 (") is shown
+        interval = load_results().validation_difference(next(iter(load_results().candidates)))
+        assert interval.low < 0
+    ask(bytes=10_000)
+    assert [row.shown for row in goal_rows(load_results())] == ["", ""]
+
+
+def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
+    ask(speedup=1000.0)
+    found = asked(load_results())
+    assert [one.met for one in found] == [False, False]
+    fastest = max(("one-0.5", "one-0.25"), key=lambda name: amounts_of(name)[2])
+    assert amounts_of(found[0].candidate.name)[2] == amounts_of(fastest)[2]
+    assert found[0].candidate.name in next(iter(goal_rows(load_results()))).candidate
+
+
+def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
+    """Of the recipe that is exported alone: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
+    content = json.loads(Path("params.yaml").read_text())
+    Path("params.yaml").write_text(json.dumps(content | {"export": {"recipes": ["two"]}}))
+    for name, bytes_, speed in (("dense", 1000, 4.0), ("two-0.5", 800, 6.0), ("two-0.25", 500, 8.0)):
+        make_exports(name, 0.8, 0.4, int8_bytes=bytes_)
+        if name != "dense":
+            dense = {"torch": 1.0, "onnx": 2.0, "int8": 4.0}
+            make_benchmark(name, dense=dense, candidate=dense | {"int8": speed})
+    for goal in ({"speedup": 2.0}, {"bytes": 500}):
+        ask(**goal, runtime="int8")
+        assert [(one.candidate.name, one.met) for one in asked(load_results())] == [("two-0.25", True)]
+        (row,) = goal_rows(load_results())
+        assert (row.metric, row.bytes, row.speedup) == (score(0.4), size(500), times(2.0))
+        found = load_results().difference(("two-0.25.onnx", "int8"), DENSE)
+        assert row.difference == between(found.low, found.high, 0.4)
+    ask(speedup=2.0, runtime="onnx")
+    assert not any(one.met for one in asked(load_results()))
+
+
+def test_goals_are_on_the_page(workspace: Path) -> None:
+    ask(bytes="1 MB")
+    compare()
+    assert page().count('scope="row">at most 1.00 MB<') == 2
+
+
+def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: Path) -> None:
+    """Each keep that is looked at joins the study, and is run for every recipe."""
+    ask(largest_drop=0.05)
+    runs: list[list[float]] = []
+
+    def run() -> None:
+        keeps = json.loads(json.dumps(YAML(typ="safe").load(Path("params.yaml").read_text())["study"]["keeps"]))
+        runs.append(keeps)
+        for position, recipe in enumerate(["one", "two"]):
+            for keep in keeps:
+                make_candidate(recipe, keep, TARGETS, 0.8 - 0.4 * (1 - keep) - 0.01 * position)
+
+    pursue(run, lambda _: None)
+    assert runs[0] == [0.5, 0.25]
+    assert all(set(before) < set(after) for before, after in pairwise(runs))
+    assert not [one for one in asked(load_results()) if one.closer]
+    assert all(one.met for one in asked(load_results()))
+
+
+def test_nothing_runs_without_a_goal(workspace: Path) -> None:
+    with pytest.raises(ParamsError):
+        pursue(lambda: pytest.fail("it ran"), print)
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {},
+        {"runtime": "int8"},
+        {"speedup": 2.0, "bytes": 5},
+        {"keep": 0.5},
+        {"bytes": "much"},
+        {"speedup": None},
+        {"largest_drop": 0.1, "runtime": "int8"},
+        {"bytes": 5, "runtime": "tflite"},
+    ],
+)
+def test_what_is_no_goal_is_refused(goal: dict[str, Any]) -> None:
+    with pytest.raises(ParamsError):
+        parse(goal, Goal, Path("params.yaml"))
+
+
+def test_bytes_have_units() -> None:
+    assert parse({"bytes": "3.9 MB"}, Goal, Path("params.yaml")).bytes == 3_900_000
+
+
+def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
+    """Nothing but the line that states the value differs, and undoing the change gives the same bytes."""
+    before = (REPOSITORY / "params.yaml").read_text()
+    path = tmp_path / "params.yaml"
+    path.write_text(before)
+    yaml_edit.update({"study": {"keeps": [0.5, 0.33, 0.27]}, "data": {"config": None}}, path)
+    lines = [pair for pair in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if len({*pair}) > 1]
+    assert [line.split("#")[1] for line in lines[0]] == [lines[0][0].split("#")[1]] * 2
+    assert len(lines) == 1
+    yaml_edit.update({"study": {"keeps": [0.5, 0.33]}}, path)
+    assert path.read_text() == before

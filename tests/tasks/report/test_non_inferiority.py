@@ -1,0 +1,129 @@
+"""Non-inferiority: what rows show, what they do not, and how many would."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, smallest, statistics
+from tasks.report.results import CONTROL, DENSE, load_results
+from tests.tasks.report.test_compare import make_candidate, make_perplexities, make_study, score, write, write_dense
+
+MARGIN = st.floats(0.001, 0.1)
+
+
+def test_603_rows_that_see_no_loss_show_no_absence_of_one() -> None:
+    """0.862 for 0.877, -0.035 to +0.005: 0 is within, and so is a loss of three points."""
+    found = Statistics(gain=0.862 - 0.877, low=-0.035, margin=0.02, rows=603, is_mean=True)
+    assert not found.holds
+    # A half-width of 0.020 is to become 0.005: four times narrower, sixteen times the rows.
+    assert found.wanted == pytest.approx(603 * 16, abs=1)
+    assert Statistics(0.862 - 0.877, -0.035, 0.01, 603, True).wanted is None  # the loss itself is beyond the margin
+
+
+@given(gain=st.floats(-0.1, 0.1), width=st.floats(1e-4, 0.2), margin=MARGIN, rows=st.integers(30, 10_000))
+def test_with_the_rows_that_are_wanted_it_holds_and_with_one_less_it_does_not(
+    gain: float, width: float, margin: float, rows: int
+) -> None:
+    found = Statistics(gain, gain - width, margin, rows, is_mean=False)
+    if found.wanted is None:
+        assert gain <= -margin + 1e-9
+        return
+    assume(gain + margin > 1e-4)
+
+    def with_rows(count: int) -> Statistics:
+        return Statistics(gain, gain - width * math.sqrt(rows / count), margin, count, is_mean=False)
+
+    assert with_rows(found.wanted).holds
+    assert found.wanted <= rows or not with_rows(int(0.999 * found.wanted) - 1).holds
+
+
+@given(margin=MARGIN, more=st.floats(0, 0.1), gain=st.floats(-0.1, 0.1), width=st.floats(0, 0.1), is_mean=st.booleans())
+def test_what_holds_for_a_margin_holds_for_a_wider_one(
+    margin: float, more: float, gain: float, width: float, is_mean: bool
+) -> None:
+    if Statistics(gain, gain - width, margin, 100, is_mean).holds:
+        assert Statistics(gain, gain - width, margin + more, 100, is_mean).holds
+
+
+def test_few_rows_without_any_difference_show_little() -> None:
+    """Of 12 rows none differs: that may be so by chance where a quarter of all differ, and of 368 where 1 % do."""
+    assert not Statistics(0.0, 0.0, 0.25, 12, is_mean=True).holds
+    assert Statistics(0.0, 0.0, 0.27, 12, is_mean=True).holds
+    assert 0.99**368 < 0.025 < 0.99**367
+    assert Statistics(0.0, 0.0, 0.01, 12, is_mean=True).wanted == 368
+    assert Statistics(0.0, 0.0, 0.01, 368, is_mean=True).holds
+    assert not Statistics(0.0, 0.0, 0.01, 366, is_mean=True).holds
+
+
+def test_few_blocks_of_a_perplexity_show_nothing() -> None:
+    """Of one block every resample is the same, of few the intervals are too narrow."""
+    for rows in (1, 5, 29):
+        found = Statistics(0.0, 0.0, 0.01, rows, is_mean=False)
+        assert not found.holds
+        assert found.wanted == 30
+    assert Statistics(0.0, 0.0, 0.01, 30, is_mean=False).holds
+
+
+def test_rows_are_said_to_two_digits_and_not_below() -> None:
+    def of(rows: int) -> str:  # which is what a half-width that is to halve wants of a quarter of them
+        return rows_wanted([Statistics(0.0, -0.02, 0.01, rows // 4, False)])
+
+    assert "2,900" in of(2804)
+    assert " 96 " in of(96)
+    assert "10,000,000" in of(10**9)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def limit(largest_drop: float) -> None:
+    content = json.loads(Path("params.yaml").read_text())
+    content["promotion"]["largest_drop"] = largest_drop
+    write("params.yaml", content)
+
+
+def test_the_margin_is_held_against_the_worse_end_for_dense_and_control(workspace: Path) -> None:
+    make_study(["svd"], [0.5], ["map"])
+    write_dense(0.8, 0.85)
+    make_candidate("svd", 0.5, ["map"], 0.79)
+    found = load_results()
+    (one,) = found.candidates
+    ends = {reference: found.difference(one.after, reference).low for reference in (DENSE, CONTROL)}
+    assert ends[CONTROL] < ends[DENSE] < 0
+    for largest, shown in ((-ends[DENSE] + 1e-6, False), (-ends[CONTROL] + 1e-6, True), (-ends[CONTROL] - 1e-6, False)):
+        limit(largest)
+        assert non_inferior(load_results(), one) is shown
+    limit(0.0)
+    gains = {reference: each.gain for reference, each in against_both(load_results(), one).items()}
+    assert gains == pytest.approx({DENSE: -0.01, CONTROL: -0.06})
+
+
+def test_of_a_perplexity_the_worse_end_is_the_higher(workspace: Path) -> None:
+    make_perplexities(20.0, better=(90.0, 19.0), worse=(90.0, 21.0))
+    found = load_results()
+    better, worse = (statistics(found, one, DENSE, 1.5) for one in found.candidates)
+    assert (better.gain, worse.gain) == pytest.approx((1.0, -1.0))
+    assert worse.low == pytest.approx(-found.difference(("worse-0.5", "recovered"), DENSE).high)
+    assert better.low <= better.gain
+    for beyond, holds in ((1e-6, True), (-1e-6, False)):
+        assert statistics(found, found.candidates[1], DENSE, -worse.low + beyond).interval_holds is holds
+
+
+def test_of_equally_small_ones_the_best_on_validation_rows(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    path = Path("reports/evaluate/svd-0.5.json")
+    write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
+    found = load_results()
+    best = smallest(found, found.candidates)
+    assert best is not None
+    assert best.name == "svd-0.5"
+    assert smallest(found, []) is None

@@ -1,0 +1,190 @@
+"""What every stage does around its work: errors in one line, outputs all or nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.artifacts.names import candidate_name, candidate_of, recipe_and_keep, stage_name
+from tasks.runtime.stage_runner import StageError, explained, output, run
+from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fill(path: Path, name: str, error: BaseException | None = None) -> None:
+    """Write a file called `name` into the output `path`, and then fail with `error`."""
+    with output(path) as folder:
+        (folder / name).write_text(name)
+        if error:
+            raise error
+
+
+def exit_message(name: str, *candidate: str) -> str:
+    """What a stage that fails in this process says at its end."""
+    with pytest.raises(SystemExit) as caught:
+        run_stage(name, *candidate)
+    assert isinstance(caught.value.code, str)  # which Python prints, before it exits with 1
+    return caught.value.code
+
+
+def test_a_mistake_of_the_input_ends_the_process_with_1_and_without_a_traceback(here: Path) -> None:
+    """An unknown data set, with no hub to ask: quick and clear."""
+    write_params(here, tiny_params(data={"source": "nobody/nothing"}))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tasks.extract"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("extract: nobody/nothing")
+    assert "Traceback" not in done.stderr
+    assert not Path("data/splits").exists()
+
+
+def test_a_mistake_of_the_parameters_names_the_stage(here: Path) -> None:
+    write_params(here, tiny_params(data={"max_length": "long"}))
+    message = exit_message("extract")
+    assert message.startswith("extract: ")
+    assert "data.max_length" in message
+
+
+def take_all() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def take_all_of_python() -> None:
+    bytearray(2**60)
+
+
+@pytest.mark.parametrize("work", [take_all, take_all_of_python])
+def test_memory_that_is_used_up_is_said_with_the_stage(
+    here: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]
+) -> None:
+    write_params(here, tiny_params())
+    monkeypatch.setattr(sys, "argv", ["extract"])
+    with pytest.raises(SystemExit, match=r"^extract: .*--workers"):
+        run("extract", work)
+
+
+def test_an_absent_params_file_names_the_stage(here: Path) -> None:
+    assert exit_message("extract").startswith("extract: params.yaml ")
+
+
+@pytest.mark.parametrize("stage", ["search", "factorize", "finetune", "evaluate"])
+def test_a_stage_of_a_candidate_is_called_by_its_name(here: Path, stage: str) -> None:
+    write_params(here, tiny_params(threads={"candidate": 0}))
+    assert exit_message(stage, "kfac", "0.5").startswith(f"{stage}@kfac-0.5: ")
+
+
+@pytest.mark.parametrize("stage", ["search", "factorize", "finetune"])
+def test_a_recipe_that_there_is_not_is_a_mistake(here: Path, stage: str) -> None:
+    tiny_workspace(here)
+    message = exit_message(stage, "absent", "0.5")
+    assert message.startswith(f"{stage}@absent-0.5: ")
+    assert "recipes.absent" in message
+
+
+@pytest.mark.parametrize(("stage", "arguments"), [("extract", ()), ("search", ("svd", "0.5"))])
+def test_a_stage_takes_the_threads_of_its_kind(
+    here: Path, monkeypatch: pytest.MonkeyPatch, stage: str, arguments: tuple[str, ...]
+) -> None:
+    """They order the sums, so they are part of the result."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    write_params(here, {**tiny_params(threads={"shared": 3, "candidate": 5}), "data": None, "recipes": None})
+    exit_message(stage, *arguments)
+    assert asked[0] == {"extract": 3, "search": 5}[stage]
+
+
+def test_a_candidate_and_its_stages_are_named_by_recipe_and_keep() -> None:
+    assert stage_name("finetune", candidate_name("kfac", "0.33")) == "finetune@kfac-0.33"
+
+
+@pytest.mark.parametrize("keep", ["1", "0.33", "1e-05"])
+def test_a_name_says_what_it_was_made_of(keep: str) -> None:
+    candidate = candidate_name("kfac_2", keep)
+    assert recipe_and_keep(candidate) == ("kfac_2", keep)
+    assert candidate_of(stage_name("finetune", candidate)) == candidate
+    assert candidate_of("teacher") == ""
+
+
+def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:
+    with pytest.raises(StageError, match=r"^the cause$"), explained():
+        raise ValueError("the cause")
+
+
+def test_explained_leaves_a_bug_a_bug() -> None:
+    with pytest.raises(KeyError), explained():
+        raise KeyError("target")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+@pytest.mark.parametrize("numbers", [10, 10**6])
+def test_a_full_disk_is_named_although_torch_does_not_name_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, numbers: int
+) -> None:
+    """As a checkpoint is written: few numbers fail with another error than many."""
+    write_params(here, tiny_params())
+    monkeypatch.setattr(sys, "argv", ["work"])
+    with pytest.raises(SystemExit, match=r"^work: "):
+        run("work", lambda: torch.save({"state": torch.zeros(numbers)}, "/dev/full"))
+
+
+def test_an_output_is_what_was_written_and_the_folders_above_it_are_made(here: Path) -> None:
+    with output(here / "models" / "ranks" / "svd-0.5") as folder:
+        (folder / "ranks.json").write_text("{}")
+    assert [path.name for path in (here / "models" / "ranks").iterdir()] == ["svd-0.5"]
+    assert (here / "models/ranks/svd-0.5/ranks.json").read_text() == "{}"
+
+
+def test_an_output_is_not_there_before_it_is_complete(here: Path) -> None:
+    with output(here / "result") as folder:
+        (folder / "part").write_text("1")
+        assert not (here / "result").exists()
+
+
+@pytest.mark.parametrize("error", [StageError, ValueError, KeyboardInterrupt, SystemExit])
+def test_nothing_half_made_is_left_at_the_path(here: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        fill(here / "result", "part", error("half-way"))
+    assert not (here / "result").exists()
+
+
+def test_an_old_output_stays_whole_if_its_successor_fails(here: Path) -> None:
+    fill(here / "result", "old")
+    with pytest.raises(StageError):
+        fill(here / "result", "new", StageError("half-way"))
+    assert [path.name for path in (here / "result").iterdir()] == ["old"]
+
+
+def test_an_output_replaces_an_old_one_wholly(here: Path) -> None:
+    fill(here / "result", "old")
+    (here / "result" / "folder").mkdir()
+    fill(here / "result", "new")
+    assert [path.name for path in (here / "result").iterdir()] == ["new"]
+
+
+def test_what_a_failed_attempt_left_is_not_in_the_next(here: Path) -> None:
+    with pytest.raises(StageError):
+        fill(here / "result", "rest", StageError("half-way"))
+    fill(here / "result", "whole")
+    assert [path.name for path in (here / "result").iterdir()] == ["whole"]
+    assert [path.name for path in here.iterdir()] == ["result"]
+
+
+def test_an_output_whose_old_files_cannot_be_written_to_is_replaced(here: Path) -> None:
+    """As DVC leaves them where its cache is linked into the workspace."""
+    fill(here / "result", "old")
+    (here / "result" / "old").chmod(0o444)
+    fill(here / "result", "new")
+    assert [path.name for path in (here / "result").iterdir()] == ["new"]

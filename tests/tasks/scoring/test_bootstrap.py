@@ -1,0 +1,155 @@
+"""Paired bootstrap intervals: by hand, against the libraries that score, and how often they hold the truth."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import bootstrap
+
+from tasks.artifacts.metrics import BY_KIND, MetricName, TaskKindName
+from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks import question_answering, sequence_classification, summarization, token_classification
+from tasks.scoring.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled, standard_error
+from tests.workspace import a_task
+
+EVERY = [(kind, metric) for kind, metrics in BY_KIND.items() for metric in metrics]
+
+
+def task(kind: TaskKindName, metric: MetricName, labels: tuple[str, ...] = ("no", "yes")) -> Task:
+    return a_task(kind, labels if "classification" in kind else (), metric)
+
+
+def drawn(kind: TaskKindName, rows: int = 60, seed: int = 0, classes: int = 2) -> pd.DataFrame:
+    """What rows might contribute."""
+    generator = np.random.default_rng(seed)
+    if kind == "regression":
+        label = generator.normal(size=rows).round(1)  # with ties
+        return pd.DataFrame({"label": label, "value": label + generator.normal(size=rows)})
+    if kind == "language_modeling":
+        return pd.DataFrame({"loss": generator.gamma(3.0, size=rows)})
+    if kind == "classification":
+        return pd.DataFrame({name: generator.integers(classes, size=rows) for name in ("label", "guess")})
+    if kind == "token_classification":
+        lengths = generator.integers(1, 8, size=rows)
+        tags = {name: [generator.integers(classes, size=length) for length in lengths] for name in ("label", "guess")}
+        return pd.DataFrame(tags)
+    return pd.DataFrame({name: generator.random(rows) for name in BY_KIND[kind]})
+
+
+def difference(one: Task, some: pd.DataFrame, others: pd.DataFrame) -> Interval:
+    found = resampled(one, {"some": some, "others": others})
+    return interval(found["some"] - found["others"])
+
+
+def as_scored(one: Task, rows: pd.DataFrame) -> float:
+    """What the kind of task itself makes of these rows."""
+    labels = rows.get("label")
+    if one.kind == "classification":
+        return sequence_classification.metrics(one, np.eye(len(one.labels))[rows["guess"]], labels.to_numpy())[
+            one.metric
+        ]
+    if one.kind == "regression":
+        return sequence_classification.metrics(one, rows[["value"]].to_numpy(), labels.to_numpy())[one.metric]
+    if one.kind == "token_classification":
+        guesses, wanted = (padded(rows[name]) for name in ("guess", "label"))
+        return token_classification.metrics(one, guesses, wanted)[one.metric]
+    if one.kind == "question_answering":
+        return question_answering.metrics(rows)[one.metric]
+    return summarization.rouge(rows)[one.metric] if one.kind == "summarization" else math.exp(rows["loss"].mean())
+
+
+def padded(rows: pd.Series) -> np.ndarray:
+    return np.array([[*row, *[-100] * (8 - len(row))] for row in rows])
+
+
+@pytest.mark.parametrize(("kind", "metric"), EVERY)
+@pytest.mark.parametrize("labels", [("no", "yes"), ("O", "B-a", "I-a"), ("one", "two", "three")], ids=len)
+def test_on_every_draw_a_metric_is_that_of_its_kind(
+    kind: TaskKindName, metric: MetricName, labels: tuple[str, ...]
+) -> None:
+    """Classes that a draw has none of included."""
+    one, rows = task(kind, metric, labels), drawn(kind, 12, classes=len(labels))
+    draws = np.stack([np.arange(12), *np.random.default_rng(1).integers(12, size=(20, 12))])
+    expected = [as_scored(one, rows.iloc[draw]) for draw in draws]
+    assert metric_of(one, rows)(Draws(draws)) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"), [("regression", "pearson"), ("regression", "spearman"), ("classification", "matthews")]
+)
+def test_of_a_constant_a_correlation_is_0(kind: TaskKindName, metric: MetricName) -> None:
+    rows = drawn(kind)
+    rows[rows.columns[1]] = 1
+    assert not resampled(task(kind, metric), {None: rows})[None].any()
+
+
+@pytest.mark.parametrize(("kind", "metric"), EVERY)
+def test_identical_models_differ_by_nothing(kind: TaskKindName, metric: MetricName) -> None:
+    one = task(kind, metric)
+    found = difference(one, drawn(kind), drawn(kind))
+    assert (found, found.sign) == (Interval(0, 0), 0)
+
+
+def test_the_standard_error_of_a_mean_of_pairs_is_that_of_their_differences() -> None:
+    one, some, others = task("summarization", "rouge1"), drawn("summarization", 300), drawn("summarization", 300, 1)
+    found = resampled(one, {"some": some, "others": others})
+    expected = (some["rouge1"] - others["rouge1"]).std() / 300**0.5
+    assert standard_error(found["some"] - found["others"]) == pytest.approx(expected, rel=0.1)
+    assert standard_error(found["some"] - found["some"]) == 0
+
+
+def test_a_perplexity_without_end_is_excused_by_no_chance() -> None:
+    one = task("language_modeling", "perplexity")
+    endless = pd.DataFrame({"loss": np.linspace(500, 900, 60)})
+    found = resampled(one, {"endless": endless, "good": drawn("language_modeling")})
+    assert standard_error(found["endless"] - found["good"]) == 0
+
+
+def test_two_rows_by_hand() -> None:
+    """Differences 0 and 1 ÷ 2: a draw of two has 0, 1 or 2 of the second row, in shares of 1 ÷ 4, 1 ÷ 2 and 1 ÷ 4."""
+    one = task("classification", "accuracy")
+    right, half = (pd.DataFrame({"label": [0, 1], "guess": guess}) for guess in ([0, 1], [0, 0]))
+    found = resampled(one, {"right": right, "half": half})
+    differences = found["right"] - found["half"]
+    values, counts = np.unique(differences, return_counts=True)
+    assert values.tolist() == [0, 0.5, 1]
+    assert counts / RESAMPLES == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
+    assert interval(differences) == Interval(0, 1)
+
+
+def test_it_is_scipy_s_of_pairs() -> None:
+    """Whose draws are others."""
+    one, some, others = task("summarization", "rouge1"), drawn("summarization", 300), drawn("summarization", 300, 1)
+    found = difference(one, some, others)
+    theirs = bootstrap(
+        (some["rouge1"], others["rouge1"]),
+        lambda a, b, axis: np.mean(a, axis=axis) - np.mean(b, axis=axis),
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=RESAMPLES,
+        rng=1,
+    ).confidence_interval
+    width = theirs.high - theirs.low
+    assert (found.low, found.high) == pytest.approx(tuple(theirs), abs=0.1 * width)
+
+
+def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
+    """Two models right on 80 and 75 % of all rows there are, and on the same ones mostly."""
+    one, generator, held, trials = task("classification", "accuracy"), np.random.default_rng(0), 0, 100
+    for _ in range(trials):
+        chance = generator.random(300)
+        models = [np.where(chance < 0.7, True, generator.random(300) < rest) for rest in (1 / 3, 1 / 6)]
+        found = difference(one, *(pd.DataFrame({"label": 1, "guess": right.astype(int)}) for right in models))
+        held += found.low <= 0.05 <= found.high
+    assert held / trials == pytest.approx(0.95, abs=0.05)
+
+
+def test_large_splits_are_drawn_in_parts_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, rows = task("classification", "accuracy"), drawn("classification", 50)
+    whole = resampled(one, {None: rows})
+    monkeypatch.setattr("tasks.scoring.bootstrap._AT_ONCE", 1000)
+    assert np.array_equal(resampled(one, {None: rows})[None], whole[None])

@@ -1,0 +1,169 @@
+"""Trainings that are killed: they go on to the same bytes, and never from what is not theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save
+from torch import Tensor
+
+from eckart.factorization.factorize import rest
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.layers import factorize_target, low_rank_layers
+from eckart.model.targets import find_targets, weight_of
+from eckart.recovery.distillation import Distillation, DistillationRule
+from eckart.residual.sparse_rows import RowPruning, SparseRows
+from eckart.training.rules import Rule
+from tasks.training.checkpoints import CHECKPOINTS, SECONDS
+from tasks.training.loop import train
+from tests.workspace import bert, collate, rows, tiny_tokenizer
+
+OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0, "steps": 22}
+"""A point of the curve is two steps, so that a training may be killed between two checkpoints."""
+CURVE = Path("curve.jsonl")
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(Rule):
+    """A rule with a memory, and with a death at a step."""
+
+    def __init__(self, step: int | None = None) -> None:
+        self.step = step
+        self.seen = torch.zeros(1)
+
+    def after_update(self, step: int) -> None:
+        self.seen += step
+        if step == self.step:
+            raise Killed
+
+    def measures(self) -> dict[str, float]:
+        return {"seen": float(self.seen)}
+
+    def state(self) -> dict[str, Tensor]:
+        return {"seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.fixture(autouse=True)
+def _workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own, and with a checkpoint at every logged point."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SECONDS, "0")
+
+
+def trained(rule: Rule, data: Dataset | None = None, **changes: Any) -> bytes:
+    """The weights that training leaves."""
+    model = bert()
+    train(model, collate(), rows() if data is None else data, CURVE, rules=[rule], **{**OPTIONS, **changes})
+    return save(dict(model.state_dict()))
+
+
+def killed(step: int, **changes: Any) -> None:
+    with pytest.raises(Killed):
+        trained(Kill(step), **changes)
+
+
+def steps_taken(output: str) -> int:
+    return int(output.partition("goes on from step ")[2].split()[0]) if "goes on" in output else 0
+
+
+def test_a_killed_training_goes_on_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, curve = trained(Kill()), CURVE.read_text()
+    for step in (2, 11, 20):
+        killed(step)
+        CURVE.unlink()  # as DVC does before it runs a stage
+        capsys.readouterr()
+        assert trained(Kill()) == whole
+        assert CURVE.read_text() == curve
+        assert step - 2 <= steps_taken(capsys.readouterr().out) <= step
+
+
+def pruned_and_taught(kill: int | None) -> bytes:
+    """Rows of a residual are pruned while the dense model teaches: rules whose state is in scores and in a model."""
+    model, teacher = bert(), bert()
+    batch = tiny_tokenizer()(["the plot is dull"], return_tensors="pt")
+    for target in find_targets(model, batch).targets:
+        weight = weight_of(model.get_submodule(target.name))
+        left, right = decompose(weight, ErrorNorm()).truncate(2)
+        factorize_target(model, target.name, left, right, rest(weight, left, right))
+    settings = SparseRows(kind="sparse_rows", low_rank=0.2, smoothing=0.85, start=0.1, end=0.3, window=None)
+    budget = sum(layer.left.numel() + layer.right.numel() for layer in low_rank_layers(model).values()) + 2000
+    taught = DistillationRule(teacher, Distillation(layers=1.0, logits=1.0, temperature=2.0), classification=True)
+    rules = [RowPruning(model, settings, budget, OPTIONS["steps"]), taught, Kill(kill)]
+    train(model, collate(), rows(), CURVE, rules=rules, **OPTIONS)
+    return save(dict(model.state_dict()))
+
+
+def test_rows_and_a_teacher_go_on_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, curve = pruned_and_taught(None), CURVE.read_text()
+    with pytest.raises(Killed):
+        pruned_and_taught(11)
+    capsys.readouterr()
+    assert pruned_and_taught(None) == whole
+    assert CURVE.read_text() == curve
+    assert steps_taken(capsys.readouterr().out) == 10
+
+
+def test_no_checkpoint_outlives_its_training() -> None:
+    killed(10)
+    assert list(CHECKPOINTS.rglob("digest"))
+    trained(Kill())
+    assert not list(CHECKPOINTS.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 2e-3}, {"seed": 1}, {"steps": 23}, {"weight_decay": 0.0}])
+def test_other_settings_start_anew(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    killed(10)
+    trained(Kill(), **changes)
+    assert steps_taken(capsys.readouterr().out) == 0
+
+
+def test_other_data_start_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    killed(10)
+    trained(Kill(), rows().select(range(50)))
+    assert steps_taken(capsys.readouterr().out) == 0
+
+
+def test_a_checkpoint_that_is_not_complete_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = trained(Kill())
+    killed(10)
+    for file in CHECKPOINTS.rglob("digest"):
+        file.unlink()
+    assert trained(Kill()) == whole
+    assert steps_taken(capsys.readouterr().out) == 0
+
+
+def test_a_curve_that_two_trainings_share_goes_on() -> None:
+    model = bert()
+    for before in (0, 2):
+        options = {**OPTIONS, "steps": 2}
+        assert train(model, collate(), rows(), CURVE, **options, before=before) == 2
+    assert [json.loads(line)["step"] for line in CURVE.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_a_rule_finishes_also_where_there_is_no_step() -> None:
+    class Finished(Kill):
+        def finish(self) -> None:
+            self.seen += 7
+
+    rule = Finished()
+    trained(rule, steps=0)
+    assert rule.seen == 7
+
+
+def test_what_a_rule_measures_is_in_the_curve() -> None:
+    trained(Kill(), steps=3)
+    assert [json.loads(line)["seen"] for line in CURVE.read_text().splitlines()] == [0, 1, 3]
+    assert all("task_loss" in json.loads(line) for line in CURVE.read_text().splitlines())

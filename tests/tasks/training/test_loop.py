@@ -1,0 +1,143 @@
+"""The training loop: what it writes, what it repeats, and that it does not go on from a broken loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from transformers import PreTrainedModel
+
+from tasks.runtime.stage_runner import StageError
+from tasks.training.loop import train
+from tests.workspace import bert, collate, rows
+
+POINTS = 20
+OPTIONS = {"batch_size": 8, "learning_rate": 1e-3, "warmup": 0.1, "weight_decay": 0.01, "seed": 0}
+
+
+@pytest.fixture
+def curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In a folder that is not there yet."""
+    monkeypatch.chdir(tmp_path)
+    return Path("reports/curve.jsonl")
+
+
+def trained(curve: Path, model: PreTrainedModel | None = None, **changes: Any) -> PreTrainedModel:
+    model = model or bert()
+    train(model, collate(), rows(), curve, **{**OPTIONS, "steps": 3, **changes})
+    return model
+
+
+def points(curve: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in curve.read_text().splitlines()]
+
+
+def weights(model: PreTrainedModel) -> bytes:
+    return save(dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 19, 20, 21, 39, 45])
+def test_a_curve_climbs_to_the_last_step(curve: Path, steps: int) -> None:
+    trained(curve, steps=steps, batch_size=2)
+    climb = [point["step"] for point in points(curve)]
+    assert climb == sorted(set(climb))
+    assert climb[0] >= 1
+    assert climb[-1] == steps
+
+
+@pytest.mark.parametrize("steps", [39, 40])
+def test_a_curve_has_twenty_points_at_most(curve: Path, steps: int) -> None:
+    trained(curve, steps=steps, batch_size=2)
+    assert POINTS // 2 <= len(points(curve)) <= POINTS
+
+
+def test_a_curve_is_finite_and_has_what_the_plots_read(curve: Path) -> None:
+    trained(curve)
+    for point in points(curve):
+        assert set(point) == {"step", "loss", "learning_rate", "grad_norm"}
+        assert all(map(math.isfinite, point.values()))
+        assert point["loss"] > 0
+
+
+def test_a_curve_replaces_an_old_one(curve: Path) -> None:
+    trained(curve, steps=3)
+    trained(curve, steps=2)
+    assert [point["step"] for point in points(curve)] == [1, 2]
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero(curve: Path) -> None:
+    """Ten steps, the first two of which warm up: 0, 1/2, then from 1 by eighths towards 0."""
+    trained(curve, steps=10, warmup=0.2, learning_rate=0.008)
+    rates = [point["learning_rate"] for point in points(curve)]
+    assert rates == pytest.approx([0, 0.004, *(0.001 * eighths for eighths in range(8, 0, -1))])
+
+
+def test_training_learns(curve: Path) -> None:
+    """One word in two tells the label."""
+    trained(curve, steps=60, learning_rate=5e-3)
+    losses = [point["loss"] for point in points(curve)]
+    assert losses[0] > 0.6
+    assert losses[-1] < 0.2
+
+
+def test_no_steps_leave_the_model_as_it_is(curve: Path) -> None:
+    model = bert()
+    before = weights(model)
+    trained(curve, model, steps=0)
+    assert weights(model) == before
+    assert curve.read_text() == ""
+
+
+def test_a_step_changes_the_model(curve: Path) -> None:
+    assert weights(trained(curve, steps=2)) != weights(bert())
+
+
+def test_the_same_seed_gives_the_same_bytes(curve: Path) -> None:
+    """Whatever was drawn before; dropout is on."""
+    torch.manual_seed(1)
+    first, first_curve = weights(trained(curve, seed=5)), curve.read_text()
+    torch.manual_seed(2)
+    assert weights(trained(curve, seed=5)) == first
+    assert curve.read_text() == first_curve
+
+
+def test_another_seed_gives_other_bytes(curve: Path) -> None:
+    assert weights(trained(curve, seed=5)) != weights(trained(curve, seed=6))
+
+
+def test_weight_decay_draws_weights_to_zero(curve: Path) -> None:
+    norms = [trained(curve, weight_decay=decay).classifier.weight.norm() for decay in (0.0, 100.0)]
+    assert norms[1] < norms[0]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_model_is_in_eval_mode_afterwards(curve: Path, steps: int, mode: bool) -> None:
+    assert not any(module.training for module in trained(curve, bert().train(mode), steps=steps).modules())
+
+
+def test_weights_that_are_not_finite_are_seen_at_the_first_step(curve: Path) -> None:
+    model = bert()
+    with torch.no_grad():
+        model.classifier.weight.fill_(math.nan)
+    with pytest.raises(StageError, match=r"\bstep 1\b"):
+        trained(curve, model)
+    assert points(curve) == []
+
+
+def test_a_learning_rate_that_breaks_the_loss_is_named_with_its_step(curve: Path) -> None:
+    """The curve keeps what was sound."""
+    with pytest.raises(StageError, match=r"\bstep ([2-9]|1\d)\b"):
+        trained(curve, steps=20, warmup=0.0, learning_rate=1e30)
+    assert points(curve)
+    assert all(map(math.isfinite, (point["loss"] for point in points(curve))))
+
+
+def test_nothing_but_the_curve_is_written(curve: Path) -> None:
+    trained(curve)
+    assert [str(path) for path in Path().rglob("*") if path.is_file()] == [str(curve)]

@@ -1,0 +1,88 @@
+"""Training in several processes and in mixed precision: the settings of the Trainer, seen from the stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from tasks.artifacts.results_schema import DENSE_METRICS, TEACHER_CURVE
+from tasks.artifacts.task_spec import load_split, load_task
+from tasks.models.model_io import load
+from tasks.nlp_tasks import kind_of
+from tasks.runtime import stage_runner
+from tests.workspace import BASE, run_stage, tiny_workspace
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def teacher(root: Path, *others: str, **changes: object) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Its weights and its curve, and `others` after it; without dropout, which each process draws for itself."""
+    tiny_workspace(root, **changes)
+    config = root / BASE / "config.json"
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **rates}))
+    for name in ("extract", "teacher", *others):
+        run_stage(name)
+    curve = [json.loads(line) for line in TEACHER_CURVE.read_text().splitlines()]
+    return load_file("models/teacher/model.safetensors"), curve
+
+
+def test_two_processes_learn_what_one_learns(workspace: Path) -> None:
+    """Each takes half of the rows of a step, and their gradients are averaged: the same steps, but for rounding."""
+    one, curve = teacher(workspace)
+    two, joined = teacher(workspace, trainer={"processes": 2})
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-5)
+    assert [point["step"] for point in joined] == [point["step"] for point in curve]
+
+
+def test_rows_that_cannot_be_shared_are_an_error_that_says_so(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each of the processes; this is the first of two."""
+    tiny_workspace(workspace, trainer={"processes": 2}, teacher={"batch_size": 7})
+    run_stage("extract")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=r"^teacher: 7 .*\b2\b"):
+        run_stage("teacher")
+    assert not Path("models/teacher").exists()
+
+
+def test_what_ended_one_of_them_ends_the_stage(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real processes of another stage, which needs no seconds to import what trains."""
+    tiny_workspace(workspace, trainer={"processes": 2})
+    code = workspace / "tasks/teacher.py"
+    code.parent.mkdir()
+    (code.parent / "__init__.py").touch()
+    code.write_text("import os, sys\nsys.exit('teacher: the cause' if os.environ['RANK'] == '1' else 0)\n")
+    monkeypatch.setattr(stage_runner, "__file__", str(code))
+    with pytest.raises(SystemExit, match=r"^teacher: the cause$"):
+        run_stage("teacher")
+
+
+def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Path) -> None:
+    plain, _ = teacher(workspace)
+    mixed, _ = teacher(workspace, "control", "dense", trainer={"precision": "bf16"})
+    assert {value.dtype for value in mixed.values()} == {torch.float32}
+    loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
+    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8, "test").score
+    reported = json.loads(DENSE_METRICS.read_text())["score"]
+    assert reported["loss"] == again.loss  # scored as candidates are, not in mixed precision
+    assert any(not torch.equal(mixed[name], value) for name, value in plain.items())
+    for name, value in plain.items():
+        torch.testing.assert_close(mixed[name], value, rtol=0.1, atol=0.02)
+
+
+def test_checkpointed_activations_change_nothing(workspace: Path) -> None:
+    plain, _ = teacher(workspace)
+    again, _ = teacher(workspace, trainer={"checkpoint_activations": True})
+    for name, value in plain.items():
+        torch.testing.assert_close(again[name], value)
