@@ -47,8 +47,11 @@ from flows.registry.pyfunc_model import ANSWERS, Served
 from flows.registry.versions import CHAMPION, connected
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
+from tests import tiny
 from tests.flows.servers import free_port
-from tests.tasks.nlp_tasks import test_answers, test_scores, test_summarization, test_token_classification, tiny
+from tests.tasks.nlp_tasks import test_question_answering as test_answers
+from tests.tasks.nlp_tasks import test_summarization, test_token_classification
+from tests.tasks.scoring import test_scores
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer
 
 TASK = a_task("classification", ("bad", "good"), "accuracy", 6)
