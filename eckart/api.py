@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.calibration.batches import checked
+from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, logits_of, row_of
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect, has_gradients
@@ -167,7 +167,7 @@ def compress(
 ) -> Compressed:
     """Factorize a copy of `model`, which stays as it is.
 
-    Statistics of all targets is in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
+    Statistics of all targets are in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
     three where a keep is searched for: what does not fit is for the pipeline.
 
     Args:
@@ -204,7 +204,7 @@ def compress(
     _check_goal(keep, largest_drop, score)
     wanted = _recipe(recipe)
     need = None if loss else _needs_labels(wanted)
-    data = checked(model, batches)
+    data = prepare_batches(model, batches)
     found = find_targets(
         model, _first_rows(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
     )

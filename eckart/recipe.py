@@ -68,7 +68,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
     for part in (recipe.weighting, recipe.ranks):
         if part.statistics:
-            yield "source", f"is base, but {part.kind} reads statistics, which is the teacher's; write teacher"
+            yield "source", f"is base, but {part.kind} reads statistics, which are the teacher's; write teacher"
     if recipe.ranks.asks_frozen and recipe.shaping is None:
         yield (
             "source",

@@ -78,7 +78,7 @@ FAMILIES = {
         "classification",
         tiny.bert,
         16,
-        {"not all that it reads belongs to the samples of a batch": 1},
+        {"not all of its inputs belong to examples of the batch": 1},
         everything=True,
     ),
     # 6 a layer; the head is two maps
@@ -129,7 +129,7 @@ FAMILIES = {
             pooler_hidden_size=16,
         ),
         8,
-        {HEAD: 2, "not all that it reads belongs to the samples of a batch": 4},
+        {HEAD: 2, "not all of its inputs belong to examples of the batch": 4},
         3,
     ),
     # one layer of 6 that runs 3 times, the map before it and the pooler

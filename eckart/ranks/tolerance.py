@@ -339,8 +339,8 @@ class _Walks:
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
         if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
-        names = {name for each in target.maps for name in (each.name, each.input_of)}
-        wanted = [each for some in self.targets for each in some.maps if each.name in names]
+        names = {name for each in target.layers for name in (each.name, each.input_of)}
+        wanted = [each for some in self.targets for each in some.layers if each.name in names]
         self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.calibration_loss)
         return self.gathered[1]
 
@@ -408,7 +408,7 @@ def _run(
 ) -> None:
     """Call `before` with each target's name and input and `after` with its name and output, in every call."""
     hooks: list[Any] = []
-    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.maps):
+    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.layers):
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:

@@ -32,7 +32,7 @@ def probabilities(model, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "albert", "mobilebert"])
-def test_expected_statistics_is_the_sum_over_labels_each_by_its_probability(family):
+def test_expected_statistics_are_the_sum_over_labels_each_by_its_probability(family):
     """Second moments of each sample's gradients by each label, from autograd; not those of the mean gradient."""
     model, targets = case(family)
     expected: dict[tuple[str, str], Tensor] = {}

@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from eckart.calibration.second_moments import add_gram, mirror, square_sums
 from eckart.calibration.statistics import (
     STATISTIC_KINDS,
-    add_gram,
     collect,
     load_statistics,
     mean_loss_times_batch,
-    mirror,
     passes,
     save_statistics,
-    square_sums,
 )
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny
@@ -97,7 +95,7 @@ def by_hand(model: nn.Module, targets: Sequence[Target], samples: Sequence[tiny.
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("length", [3, 12])
-def test_statistics_is_that_of_autograd_sample_by_sample(family, length):
+def test_statistics_are_those_of_autograd_sample_by_sample(family, length):
     """Short samples take the form that needs no gradient, long ones the gradient itself."""
     model = double(family)
     targets = targets_of(model)
@@ -107,7 +105,7 @@ def test_statistics_is_that_of_autograd_sample_by_sample(family, length):
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_statistics_does_not_depend_on_batch_size(family, size):
+def test_statistics_do_not_depend_on_batch_size(family, size):
     model = double(family)
     targets = targets_of(model)
     assert_same(
@@ -117,7 +115,7 @@ def test_statistics_does_not_depend_on_batch_size(family, size):
 
 @pytest.mark.parametrize("length", [8, 11, 20])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_statistics_does_not_depend_on_padding_to_the_right(family, length):
+def test_statistics_do_not_depend_on_padding_to_the_right(family, length):
     model = double(family)
     targets = targets_of(model)
     alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
@@ -126,14 +124,14 @@ def test_statistics_does_not_depend_on_padding_to_the_right(family, length):
 
 @pytest.mark.parametrize("length", [8, 11, 20])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_statistics_does_not_depend_on_padding_to_the_left(family, length):
+def test_statistics_do_not_depend_on_padding_to_the_left(family, length):
     model = double(family)
     targets = targets_of(model)
     alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
     assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length, "left"), targets), alone)
 
 
-def test_statistics_does_not_depend_on_what_stands_in_the_padding():
+def test_statistics_do_not_depend_on_what_stands_in_the_padding():
     model = double("bert")
     targets = targets_of(model)
     batch = tiny.collate(SAMPLES[:4], 10)
@@ -410,7 +408,7 @@ def test_a_model_in_training_gives_the_statistics_of_eval_mode():
     assert_same(first, collect(model.eval(), tiny.batches(SAMPLES, 4), targets), rtol=0, atol=0)
 
 
-def test_statistics_is_gathered_where_gradients_are_off():
+def test_statistics_are_gathered_where_gradients_are_off():
     model = double("bert")
     targets = targets_of(model)
     expected = collect(model, tiny.batches(SAMPLES, 4), targets)

@@ -16,7 +16,7 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.error_compensation import DenseModules, anchor_targets, anchored
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
-from eckart.factorization.layerwise_forward import walking
+from eckart.factorization.layerwise_forward import layerwise_forward
 from eckart.factorization.weighted_svd import weighted_loss
 from eckart.factorization.weightings import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weighting, weigh
 from eckart.model.attention_products import find_products
@@ -100,8 +100,8 @@ def chain(seed: int = 0) -> tuple[Chain, Tensor, list[Target]]:
     """
     *weights, x = draw(seed, (6, 5), (7, 6), (4, 7), (7, 3, 5))
     model = Chain(weights)
-    model.maps.insert(1, nn.Tanh())
-    names = ["maps.0", "maps.2", "maps.3"]
+    model.layers.insert(1, nn.Tanh())
+    names = ["layers.0", "layers.2", "layers.3"]
     shapes = [{"out_features": len(weight), "in_features": len(weight.T)} for weight in weights]
     return model, x, [Target(name=name, input_of=name, **shape) for name, shape in zip(names, shapes, strict=True)]
 
@@ -113,19 +113,19 @@ def gathered(model: Chain, x: Tensor, targets: Sequence[Target]) -> Statistics:
 def read(model: Chain, x: Tensor, position: int) -> Tensor:
     """What a map reads `(tokens, in)`."""
     with torch.no_grad():
-        return model.maps[:position](x).flatten(0, 1)
+        return model.layers[:position](x).flatten(0, 1)
 
 
 @pytest.mark.parametrize("rank", [None, 6])
 def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solution(rank):
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
-    ranks = {"maps.0": 2, "maps.2": rank}
+    ranks = {"layers.0": 2, "layers.2": rank}
     factorize_in_order(model, targets[:2], ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
     lost, wanted = read(model, x, 2), read(dense, x, 3)
     best = lost.numpy() @ np.linalg.lstsq(lost.numpy(), wanted.numpy(), rcond=None)[0]
     np.testing.assert_allclose(read(model, x, 3).numpy(), best, rtol=1e-6, atol=1e-6)
-    assert torch.dist(lost @ dense.maps[2].weight.T, wanted) > 1.01 * torch.dist(torch.from_numpy(best), wanted)
+    assert torch.dist(lost @ dense.layers[2].weight.T, wanted) > 1.01 * torch.dist(torch.from_numpy(best), wanted)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
@@ -136,11 +136,11 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
     model = copy.deepcopy(dense)
     kept = DenseModules(model)
     kept.keep(targets[:1])
-    factorize_at_once(model, targets[:1], {"maps.0": 2}, PLAIN, {})
+    factorize_at_once(model, targets[:1], {"layers.0": 2}, PLAIN, {})
     lost, wanted = read(model, x, 2), read(dense, x, 3)
     statistics = collect(dense, [{"x": x}], targets[1:2], weighting.statistics)
-    with walking(model, [targets[1:2]], [{"x": x}], kept) as walk:
-        statistics = {**statistics, **walk.to(targets[1:2])}
+    with layerwise_forward(model, [targets[1:2]], [{"x": x}], kept) as forward:
+        statistics = {**statistics, **forward.advance_to(targets[1:2])}
     norm = ErrorNorm(left=weigh(weighting, targets[1], statistics).left)
 
     def error(weight: Tensor) -> float:
@@ -149,9 +149,9 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
     plain, best = copy.deepcopy(model), model
     anchor_targets(best, targets[1:2], statistics, 1.0, 1e-9)
     for some in (plain, best):
-        factorize_at_once(some, targets[1:2], {"maps.2": 3}, weighting, statistics)
-    least, layer = error(best.maps[2].dense()), best.maps[2]
-    assert least < 0.999 * error(plain.maps[2].dense())
+        factorize_at_once(some, targets[1:2], {"layers.2": 3}, weighting, statistics)
+    least, layer = error(best.layers[2].dense()), best.layers[2]
+    assert least < 0.999 * error(plain.layers[2].dense())
     generator = torch.Generator().manual_seed(seed)
     for scale in (1e-4, 1e-2, 1.0):
         for _ in range(30):
@@ -164,11 +164,11 @@ def test_what_stays_dense_is_anchored_too_and_the_model_it_was_made_of_is_not_ch
     model = copy.deepcopy(dense)
     modules = [model.get_submodule(target.name) for target in targets]
     before = [module.weight.detach().clone() for module in modules]
-    ranks = {"maps.0": 2, "maps.2": None, "maps.3": None}
+    ranks = {"layers.0": 2, "layers.2": None, "layers.3": None}
     factorize_in_order(model, targets, ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
-    assert set(factorized(model)) == {"maps.0"}
+    assert set(factorized(model)) == {"layers.0"}
     assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
-    assert not any(torch.equal(model.maps[position].weight, before[position - 1]) for position in (2, 3))
+    assert not any(torch.equal(model.layers[position].weight, before[position - 1]) for position in (2, 3))
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
@@ -199,9 +199,9 @@ def test_beside_itself_a_model_reads_the_same_in_every_family(family):
     targets = [target for target in targets if not target.repeated]
     expected = collect(model, batches, targets, ["inputs"], loss)["inputs"]
     groups = [[target for target in targets if target.input_of == name] for name in expected]
-    with walking(model, groups, batches, DenseModules(model)) as walk:
+    with layerwise_forward(model, groups, batches, DenseModules(model)) as forward:
         for name, group in zip(expected, groups, strict=True):
-            found = walk.to(group)
+            found = forward.advance_to(group)
             torch.testing.assert_close(found["inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
             assert ("dense_inputs" in found) != is_embedding(model.get_submodule(name))
             if "dense_inputs" in found:
@@ -222,11 +222,11 @@ def test_full_rank_gives_the_model_back_in_every_family(family):
 
 def test_the_maps_of_a_product_are_anchored():
     model, targets, batches, _ = case("bert", products=True)
-    first, second = [target for target in targets if len(target.maps) > 1]
+    first, second = [target for target in targets if len(target.layers) > 1]
     ranks = {target.name: None for target in targets} | {first.name: 2}
-    before = [weight_of(model.get_submodule(each.name)).clone() for each in second.maps]
+    before = [weight_of(model.get_submodule(each.name)).clone() for each in second.layers]
     factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(1.0))
-    for each, weight in zip(second.maps, before, strict=True):
+    for each, weight in zip(second.layers, before, strict=True):
         assert not torch.equal(weight_of(model.get_submodule(each.name)), weight)
 
 
@@ -262,9 +262,9 @@ def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(fami
     kept.keep(below)
     factorize_at_once(model, below, {target.name: 1 for target in below}, PLAIN, {})
     found: dict[str, Tensor] = {}
-    with walking(model, [[target] for target in above], batches, kept) as walk:
+    with layerwise_forward(model, [[target] for target in above], batches, kept) as forward:
         for target in above:
-            found |= walk.to([target])["dense_inputs"]
+            found |= forward.advance_to([target])["dense_inputs"]
     expected = dict.fromkeys(found, 0.0)
     count = 0
     for sample in double(architectures.samples(architectures.FAMILIES[family].kind)):
@@ -338,10 +338,10 @@ def test_meanwhile_the_model_answers_others():
     targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
     with torch.no_grad():
         before = model(**BATCHES[0]).logits
-        with walking(model, [[target] for target in targets], BATCHES) as walk:
-            walk.to(targets[:1])
+        with layerwise_forward(model, [[target] for target in targets], BATCHES) as forward:
+            forward.advance_to(targets[:1])
             assert torch.equal(model(**BATCHES[0]).logits, before)
-            walk.to(targets[1:2])
+            forward.advance_to(targets[1:2])
 
 
 def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
@@ -359,11 +359,17 @@ def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
 def test_a_target_that_not_every_batch_runs_is_named():
     class Sometimes(Chain):
         def forward(self, x: Tensor):
-            return self.maps[0](x) if len(x) < 3 else self.maps(x)
+            return self.layers[0](x) if len(x) < 3 else self.layers(x)
 
     weights = draw(0, (5, 5), (5, 5))
     model, (large, small) = Sometimes(weights), draw(1, (4, 3, 5), (2, 3, 5))
-    with pytest.raises(ValueError, match=r"maps\.1"):
+    with pytest.raises(ValueError, match=r"layers\.1"):
         factorize_in_order(
-            model, targets_of(weights), {"maps.0": 2, "maps.1": 2}, INPUTS, {}, [{"x": large}, {"x": small}], order(0.5)
+            model,
+            targets_of(weights),
+            {"layers.0": 2, "layers.1": 2},
+            INPUTS,
+            {},
+            [{"x": large}, {"x": small}],
+            order(0.5),
         )

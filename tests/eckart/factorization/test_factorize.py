@@ -29,17 +29,17 @@ class Chain(nn.Module):
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
-        self.maps = nn.Sequential(*(nn.Linear(*reversed(weight.shape), bias=False).double() for weight in weights))
-        for module, weight in zip(self.maps, weights, strict=True):
+        self.layers = nn.Sequential(*(nn.Linear(*reversed(weight.shape), bias=False).double() for weight in weights))
+        for module, weight in zip(self.layers, weights, strict=True):
             module.weight.data.copy_(weight)
 
     def forward(self, x: Tensor) -> SimpleNamespace:
-        y = self.maps(x)
+        y = self.layers(x)
         return SimpleNamespace(loss=y.square().sum() / 2 / len(x), y=y)
 
 
 def targets_of(weights: Sequence[Tensor]) -> list[Target]:
-    shapes = [(f"maps.{position}", *weight.shape) for position, weight in enumerate(weights)]
+    shapes = [(f"layers.{position}", *weight.shape) for position, weight in enumerate(weights)]
     return [Target(name=name, out_features=rows, in_features=columns, input_of=name) for name, rows, columns in shapes]
 
 

@@ -69,7 +69,7 @@ def test_a_product_gives_way_as_a_whole() -> None:
     """At full width its maps compute another query and key, and the same products: one map alone would not."""
     dense = tiny.bert().eval()
     found = find_products(dense, BATCHES[0], find_targets(dense, BATCHES[0]))
-    products = [target for target in found.targets if len(target.maps) > 1]
+    products = [target for target in found.targets if len(target.layers) > 1]
     small = deepcopy(dense)
     factorize_at_once(small, products, {target.name: products[0].out_features // 2 for target in products}, PLAIN, {})
     losses = losses_alone(dense, small, products, BATCHES, objective())
@@ -111,7 +111,7 @@ def test_what_layers_before_a_target_answered_stands_for_running_them_and_change
     make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All run where texts pass a layer twice, where layers share more than answers, or where there is no room."""
-    monkeypatch.setattr(single_target_ablation, "_ROOM", room)
+    monkeypatch.setattr(single_target_ablation, "_MOST_BYTES", room)
     dense = make().eval()
     targets = find_targets(dense, BATCHES[0]).targets
     small = deepcopy(dense)
@@ -121,6 +121,6 @@ def test_what_layers_before_a_target_answered_stands_for_running_them_and_change
     dense.get_submodule(first).register_forward_pre_hook(lambda *_: runs.append(first))
     found = losses_alone(dense, small, targets, BATCHES, objective())
     fewer = len(runs)
-    monkeypatch.setattr(single_target_ablation._Layers, "_known_before", lambda *_: 0)
+    monkeypatch.setattr(single_target_ablation._RecordedBlocks, "_blocks_before", lambda *_: 0)
     assert losses_alone(dense, small, targets, BATCHES, objective()) == found
     assert (fewer < len(runs) - fewer) == (bool(room) and make not in (looped, sharing))

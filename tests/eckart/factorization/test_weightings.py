@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from eckart.calibration.statistics import collect, square_sums
+from eckart.calibration.second_moments import square_sums
+from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose, weighted_loss
 from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
 from eckart.model.targets import Target, find_targets, weight_of

@@ -172,7 +172,7 @@ def assert_is_by_hand(model: PreTrainedModel, targets: Sequence[Target], family:
         )
 
 
-def test_statistics_is_that_of_autograd_whatever_the_batches_and_the_padding(case):
+def test_statistics_are_those_of_autograd_whatever_the_batches_and_the_padding(case):
     assert_is_by_hand(copy.deepcopy(case.model), case.targets, case.family)
 
 

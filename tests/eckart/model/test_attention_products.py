@@ -63,7 +63,7 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Product, Mapp
 
 def heads_of(model: PreTrainedModel, product: Product) -> tuple[Tensor, Tensor]:
     """The weights of queries and keys, each `(heads, d, in)` in float64."""
-    query, key = (weight_of(model.get_submodule(each.name)).double() for each in product.maps)
+    query, key = (weight_of(model.get_submodule(each.name)).double() for each in product.layers)
     return query.unflatten(0, (product.heads, -1)), key.unflatten(0, (product.heads, -1))
 
 
@@ -144,14 +144,14 @@ def scores(model: PreTrainedModel, product: Product) -> list[tuple[Tensor, Tenso
     seen: dict[str, Tensor] = {}
     hooks = [
         model.get_submodule(each.name).register_forward_hook(lambda _, args, y, name=each.name: seen.update({name: y}))
-        for each in product.maps
+        for each in product.layers
     ]
     result = []
     for batch in BATCHES:
         with torch.no_grad():
             model(**batch)
         real = batch["attention_mask"].bool()
-        q, k = (seen[each.name][real].double().unflatten(-1, (product.heads, -1)) for each in product.maps)
+        q, k = (seen[each.name][real].double().unflatten(-1, (product.heads, -1)) for each in product.layers)
         result.append((q, k))
     for hook in hooks:
         hook.remove()
@@ -203,9 +203,9 @@ def test_without_data_it_is_the_svd_of_each_heads_product(case) -> None:
     model, product, statistics = case
     queries, keys = heads_of(model, product)
     isotropic = {
-        "inputs": {each.input_of: torch.eye(each.in_features) for each in product.maps},
-        "input_sums": {each.input_of: torch.zeros(each.in_features) for each in product.maps},
-        "tokens": {each.input_of: torch.tensor(0.0) for each in product.maps},
+        "inputs": {each.input_of: torch.eye(each.in_features) for each in product.layers},
+        "input_sums": {each.input_of: torch.zeros(each.in_features) for each in product.layers},
+        "tokens": {each.input_of: torch.tensor(0.0) for each in product.layers},
     }
     for weighting, given in ((NONE, statistics), (INPUTS, isotropic)):
         parts = decompose_product(model, product, weighting, given)
@@ -257,7 +257,7 @@ def test_its_parameters_are_counted_and_gone() -> None:
     dense, (small, targets) = tiny.bert(), compressed(3)
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
     saved = sum(each.parameters for each in targets.targets) - total(targets.targets, ranks)
-    biases = sum(each.heads * (8 - 3) * len(each.maps) for each in products(targets))
+    biases = sum(each.heads * (8 - 3) * len(each.layers) for each in products(targets))
     assert dense.num_parameters() - small.num_parameters() == saved + biases
     for each in products(targets):
         assert largest_rank(each) == 7
@@ -267,7 +267,7 @@ def test_its_parameters_are_counted_and_gone() -> None:
 def test_it_comes_back_from_a_folder(tmp_path: Path) -> None:
     model, targets = compressed(3)
     save(model, tmp_path)
-    maps = [each.name for product in products(targets) for each in product.maps]
+    maps = [each.name for product in products(targets) for each in product.layers]
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["heads"] == dict.fromkeys(maps, 2)
     loaded = AUTO["classification"].from_pretrained(tmp_path)
@@ -288,7 +288,7 @@ def test_in_order_of_layers_the_first_is_that_of_the_dense_model() -> None:
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
     factorize_in_order(model, targets.targets, ranks, INPUTS, {}, BATCHES, InOrder(anchor=0.5, ridge=0.01))
     first, second = products(targets)
-    for each in first.maps:
+    for each in first.layers:
         ours, others = (some.get_submodule(each.name).factor for some in (model, once))
         torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-5)
     assert not torch.equal(

@@ -56,7 +56,7 @@ def change(**changes: object) -> None:
     "importance",
     [{"layers_at_once": 1}, {"offload_activations": True}, {"layers_at_once": 2, "offload_activations": True}],
 )
-def test_statistics_does_not_depend_on_how_memory_is_saved(workspace: Path, importance: dict[str, object]) -> None:
+def test_statistics_do_not_depend_on_how_memory_is_saved(workspace: Path, importance: dict[str, object]) -> None:
     before = statistics()
     change(importance=importance)
     run_stage("importance")

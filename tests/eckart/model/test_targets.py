@@ -343,7 +343,7 @@ def test_a_map_of_which_the_model_asks_more_than_a_low_rank_layer_has_is_exclude
 def test_a_map_that_also_reads_what_belongs_to_no_sample_is_excluded():
     """Its gradient cannot be told apart by sample."""
     result = changed(lambda block, x: plain(block, x) + block.up_proj(torch.ones(1, 16)).sum())
-    assert result.excluded[NAME] == "not all that it reads belongs to the samples of a batch"
+    assert result.excluded[NAME] == "not all of its inputs belong to examples of the batch"
 
 
 def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without_statistics():
@@ -365,7 +365,7 @@ def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without
 
 def test_a_map_that_reads_tokens_and_something_else_is_excluded():
     result = changed(lambda block, x: plain(block, x) + block.up_proj(x.mean(1)).mean())
-    assert result.excluded[NAME] == "its rows are not the tokens of attention_mask"
+    assert result.excluded[NAME] == "its inputs are not the tokens of attention_mask"
 
 
 def test_a_map_that_runs_once_for_each_token_is_a_target():
@@ -490,7 +490,7 @@ class TestWhatSlipsThrough:
 
             parent.forward = forward  # type: ignore[method-assign]
 
-        assert "order of samples" in self.excluded(time_first)
+        assert "order of the examples" in self.excluded(time_first)
 
     def test_tokens_that_the_model_makes_up(self) -> None:
         """Always eight, whatever the batch has."""

@@ -99,7 +99,7 @@ def test_what_matches_no_pattern_leaves_the_other_no_target() -> None:
     assert {EMBEDDING, HEAD} <= set(found.excluded)
 
 
-def test_statistics_is_that_of_each_and_of_many_outputs_squares_alone() -> None:
+def test_statistics_are_those_of_each_and_of_many_outputs_squares_alone() -> None:
     """Each token of a sample, by autograd."""
     model, batch = language(), rows()
     found = collect(model, [batch], [pair_of(model)], ["inputs", "output_gradients"], causal_loss)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSequenceClassification
 
 import eckart
-from eckart.calibration.batches import checked
+from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import (
     causal_loss,
@@ -29,12 +29,12 @@ from eckart.model.targets import Targets, find_targets
 from tests import tiny, unusual
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer tokens:UserWarning", "ignore:Targets are only:UserWarning")
-NO_TOKENS = "its rows are not the tokens of attention_mask"
+NO_TOKENS = "its inputs are not the tokens of attention_mask"
 
 
 def probed(case: unusual.Case) -> Targets:
     model, batch = case
-    ready = checked(model, [batch])[0]
+    ready = prepare_batches(model, [batch])[0]
     return find_targets(model, {name: values[:2] for name, values in ready.items()})
 
 
@@ -207,13 +207,13 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_is_chosen_by_what_the_model_does(name):
     model, batch = unusual.CASES[name]()
-    assert objective_of(model, checked(model, [batch]), "kfac").loss is LOSSES[name]
+    assert objective_of(model, prepare_batches(model, [batch]), "kfac").loss is LOSSES[name]
 
 
 @pytest.mark.parametrize("name", ["embedded", "swin", *LOSSES])
-def test_statistics_does_not_depend_on_how_samples_are_batched(name):
+def test_statistics_do_not_depend_on_how_samples_are_batched(name):
     model, batch = unusual.CASES[name]()
-    data = checked(model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}])
+    data = prepare_batches(model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}])
     targets = find_targets(model, row_of(data[0], 0)).targets
     loss = objective_of(model, data, "kfac").loss
     rows = [row_of(data[0], row) for row in range(unusual.ROWS)]
@@ -227,7 +227,7 @@ def test_statistics_does_not_depend_on_how_samples_are_batched(name):
 @pytest.mark.parametrize("build", [unusual.two_heads, unusual.told_from_made_up])
 def test_a_loss_that_is_no_sum_over_samples_is_an_error_unless_each_stands_alone(build):
     model, batch = build()
-    data = checked(model, [batch])
+    data = prepare_batches(model, [batch])
     with pytest.raises(ValueError, match=r"loss="):
         objective_of(model, data, "kfac")
     rows = [row_of(batch, row) for row in range(unusual.ROWS)]
@@ -311,4 +311,4 @@ def test_it_is_compressed_saved_and_loaded(name, tmp_path: Path):
     assert report.parameters[1] < report.parameters[0]
     small.save_pretrained(tmp_path)
     loaded = type(small).from_pretrained(tmp_path)
-    tiny.assert_same(small, loaded, checked(model, [batch])[0])
+    tiny.assert_same(small, loaded, prepare_batches(model, [batch])[0])
