@@ -131,7 +131,7 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a model returns for a batch: its loss and logits, with gradients of the loss.
+    """The loss and logits that a model returns for a batch, with gradients of the loss.
 
     Attributes:
         gradients: by each of the logits.

@@ -41,11 +41,11 @@ from eckart.ranks.budget import Ranks
 
 
 class InOrder(BaseModel):
-    """How targets are factorized in order.
+    """Settings of the factorization in order of execution (sequential calibration).
 
     Attributes:
-        anchor: a, from 0, the dense weight, to 1, the map that makes up best for what was lost before.
-        ridge: λ of that map ÷ the mean of the inputs' second moments.
+        anchor: a, from 0, which factorizes W, to 1, which factorizes W*, the best correction of earlier errors.
+        ridge: λ of W* ÷ the mean of the inputs' second moments.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -51,7 +51,7 @@ NEEDED = "factorized: install the Python package eckart, and `import eckart` bef
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
-    """How a compressed model is stored; layers without a rank are dense.
+    """The storage of a compressed model, as config.json states it; layers without a rank are dense.
 
     Attributes:
         ranks: layer → rank.

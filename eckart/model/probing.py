@@ -50,7 +50,7 @@ def is_embedding(module: nn.Module) -> bool:
 
 @dataclass
 class _Reads:
-    """What a layer read in a forward of another batch than the probe's.
+    """The inputs of a layer in a forward of another batch than the probe's.
 
     Attributes:
         counts: the number of input vectors of each call.
@@ -66,7 +66,7 @@ _OtherLength = tuple[int, Mapping[str, _Reads]]
 
 
 class Probe:
-    """What layers read when the model runs: for a batch, for every example twice, and for other lengths.
+    """Records what layers read when the model runs a batch, every example of it twice, and other lengths.
 
     Raises:
         ValueError: the model cannot be called with the batch.

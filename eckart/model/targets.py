@@ -21,7 +21,7 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
-"""How a layer of rank r is stored: as two factors, r (out + in) parameters, or as r rows of the matrix and the
+"""The storage of a layer of rank r: as two factors, r (out + in) parameters, or as r rows of the matrix and the
 coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
 
 
@@ -50,7 +50,7 @@ class Target(BaseModel):
     of_vocabulary: bool = False
     """Whether it has an output for each word of the vocabulary; then only the diagonal of C_out is gathered."""
     storage: Storage = Field(default="factors", exclude=True)
-    """How a recipe stores it at a rank; set by `stored` of eckart/ranks/budget.py, not by probing."""
+    """The storage that a recipe chooses for it; set by `stored` of eckart/ranks/budget.py, not by probing."""
 
     @property
     def parameters(self) -> int:

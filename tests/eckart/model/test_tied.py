@@ -260,9 +260,9 @@ def test_the_call_takes_it_for_a_target() -> None:
     )
 
 
-def test_as_onnx_the_weight_is_there_once_and_rounded_once(tmp_path: Path) -> None:
+def test_as_onnx_the_weight_is_stored_once_and_rounded_once(tmp_path: Path) -> None:
     config = tiny.causal_llama().config
-    config.vocab_size = 20_000
+    config.vocab_size, config.num_hidden_layers = 20_000, 1
     model = in_factors(tiny.drawn(type(tiny.causal_llama()), config).eval(), 4)
     file, small = tmp_path / "model.onnx", tmp_path / "int8.onnx"
     export(model, tiny.words(), file)

@@ -213,7 +213,9 @@ def test_the_loss_is_chosen_by_what_the_model_does(name):
 @pytest.mark.parametrize("name", ["embedded", "swin", *LOSSES])
 def test_statistics_do_not_depend_on_how_samples_are_batched(name):
     model, batch = unusual.CASES[name]()
-    data = prepare_batches(model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}])
+    data = prepare_batches(
+        model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}]
+    )
     targets = find_targets(model, row_of(data[0], 0)).targets
     loss = objective_of(model, data, "kfac").loss
     rows = [row_of(data[0], row) for row in range(unusual.ROWS)]
