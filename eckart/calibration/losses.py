@@ -134,7 +134,7 @@ def drawn_loss(predictions: Predictions, seed: int) -> Loss:
         logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         ids, mask = batch["input_ids"].cpu(), batch["attention_mask"].cpu() != 0
         seeds = [zlib.crc32(tokens[real].numpy().tobytes(), seed) for tokens, real in zip(ids, mask, strict=True)]
-        drawn = torch.stack([_draw(*one) for one in zip(logs.detach().exp().cpu(), seeds, strict=True)])
+        drawn = torch.stack(list(map(_draw, logs.detach().exp().cpu(), seeds)))
         return -logs.gather(-1, drawn.to(logs.device)).mean(1).sum()
 
     return loss

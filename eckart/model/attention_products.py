@@ -25,8 +25,8 @@ _ROUNDING = 0.02  # change that counts as rounding ÷ change if only one layer i
 _FOLLOWING = 3  # layers that are compared: the value may run first, and it reads what query and key read
 
 
-def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Targets) -> Targets:
-    """Join every two targets of `found` that are a product; only layers of one module, of the same width, are tried.
+def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: Targets) -> Targets:
+    """Join every two targets of `single` that are a product; only layers of one module, of the same width, are tried.
 
     Args:
         batch: model inputs, each `(batch, …)`.
@@ -34,10 +34,10 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Ta
     Raises:
         ValueError: no two targets are a product.
     """
-    targets = {target.name: target for target in found.targets}
+    targets = {target.name: target for target in single.targets}
     with eval_mode(model), torch.no_grad():
-        probe = _Probe(model, batch, found.targets)
-        for first, second in combinations(found.targets, 2):
+        probe = _Probe(model, batch, single.targets)
+        for first, second in combinations(single.targets, 2):
             same_module = first.name.rpartition(".")[0] == second.name.rpartition(".")[0]
             if not same_module or first.out_features != second.out_features:
                 continue
@@ -46,12 +46,12 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], found: Ta
             if heads := probe.heads(first, second):
                 targets[first.name] = Product(**first.model_dump(), heads=heads, other=second)
                 del targets[second.name]
-    if len(targets) == len(found.targets):
+    if len(targets) == len(single.targets):
         raise ValueError(
             "no two targets are a product: queries and keys are one layer or no targets, something acts on them, such "
             f"as rotary positions, or the rounding of {model.dtype} hides it: write targets.products: false"
         )
-    return found.model_copy(update={"targets": tuple(targets.values())})
+    return single.model_copy(update={"targets": tuple(targets.values())})
 
 
 class _Probe:

@@ -21,8 +21,8 @@ def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) ->
     tokens = np.flatnonzero(real)
     begins, ends = offsets[tokens].reshape(-1, 2).T
     first = np.searchsorted(ends, word_ends - lengths, side="right")  # the first token that reaches into the word
-    found = first < len(tokens)
-    found[found] = begins[first[found]] < word_ends[found]  # a word may have no token at all
+    has_token = first < len(tokens)
+    has_token[has_token] = begins[first[has_token]] < word_ends[has_token]
     result = np.full(len(words), -1)
-    result[found] = tokens[first[found]]
+    result[has_token] = tokens[first[has_token]]
     return result

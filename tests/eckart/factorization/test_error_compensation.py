@@ -57,7 +57,7 @@ def test_the_anchor_is_the_least_squares_solution(out_features):
     torch.testing.assert_close(found, torch.from_numpy(best), rtol=1e-8, atol=1e-9)
 
 
-def test_with_a_ridge_it_is_that_of_samples_which_nothing_has_changed():
+def test_a_ridge_acts_as_additional_unchanged_inputs():
     """√λ I stands below both inputs: W* = W (D + λ I) (C + λ I)⁻¹."""
     weight, x, lost = draw(1, (5, 6), (40, 6), (40, 6))
     ridge = 0.3
@@ -66,7 +66,7 @@ def test_with_a_ridge_it_is_that_of_samples_which_nothing_has_changed():
     torch.testing.assert_close(anchored(weight, lost.T @ lost, x.T @ lost, 1.0, ridge), best)
 
 
-def test_it_lies_between_the_dense_weight_and_the_anchor():
+def test_the_anchor_interpolates_between_the_dense_weight_and_the_solution():
     weight, x, lost = draw(2, (5, 6), (40, 6), (40, 6))
     c, d = lost.T @ lost, x.T @ lost
     whole = anchored(weight, c, d, 1.0, 0.01)
@@ -76,13 +76,13 @@ def test_it_lies_between_the_dense_weight_and_the_anchor():
 
 
 @pytest.mark.parametrize("samples", [0, 3, 40])
-def test_nothing_changes_where_nothing_was_lost(samples):
+def test_unchanged_inputs_leave_the_weight_as_it_is(samples):
     """Nor where there are fewer samples than inputs, or none that are not zero."""
     weight, x = draw(3, (5, 6), (samples, 6))
     assert torch.equal(anchored(weight, x.T @ x, x.T @ x, 1.0, NONE), weight)
 
 
-def test_dead_inputs_and_few_samples_leave_it_finite_and_as_good():
+def test_dead_inputs_and_few_tokens_give_a_finite_solution():
     weight, x, lost = draw(4, (5, 6), (4, 6), (4, 6))
     lost[:, 2] = 0
     found = anchored(weight, lost.T @ lost, x.T @ lost, 1.0, 1e-9)
@@ -117,7 +117,7 @@ def read(model: Chain, x: Tensor, position: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rank", [None, 6])
-def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solution(rank):
+def test_a_full_rank_layer_after_a_truncated_one_is_the_least_squares_solution(rank):
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
     ranks = {"layers.0": 2, "layers.2": rank}
@@ -130,7 +130,7 @@ def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solut
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
+def test_no_matrix_of_the_same_rank_is_closer_to_the_original_outputs(weighting, seed):
     """‖L (W Xᵀ − Ŵ X̂ᵀ)‖ of other factors, near and far, and of those that the dense weight gives."""
     dense, x, targets = chain(seed)
     model = copy.deepcopy(dense)
@@ -159,7 +159,7 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
             assert least <= error((layer.left + noise[0]) @ (layer.right + noise[1])) * (1 + 1e-9)
 
 
-def test_what_stays_dense_is_anchored_too_and_the_model_it_was_made_of_is_not_changed():
+def test_dense_targets_are_anchored_too_and_the_original_weights_are_kept():
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
     modules = [model.get_submodule(target.name) for target in targets]
@@ -193,22 +193,6 @@ def case(family: str, products: bool = False):
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
-def test_beside_itself_a_model_reads_the_same_in_every_family(family):
-    """D = C = what a pass gathers, whatever the padding; ids have no D."""
-    model, targets, batches, loss = case(family)
-    targets = [target for target in targets if not target.repeated]
-    expected = collect(model, batches, targets, ["inputs"], loss)["inputs"]
-    groups = [[target for target in targets if target.input_of == name] for name in expected]
-    with layerwise_forward(model, groups, batches, DenseModules(model)) as forward:
-        for name, group in zip(expected, groups, strict=True):
-            found = forward.advance_to(group)
-            torch.testing.assert_close(found["inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
-            assert ("dense_inputs" in found) != is_embedding(model.get_submodule(name))
-            if "dense_inputs" in found:
-                torch.testing.assert_close(found["dense_inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("family", architectures.FAMILIES)
 def test_full_rank_gives_the_model_back_in_every_family(family):
     model, targets, batches, loss = case(family)
     with torch.no_grad():
@@ -220,7 +204,7 @@ def test_full_rank_gives_the_model_back_in_every_family(family):
     torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_maps_of_a_product_are_anchored():
+def test_the_layers_of_a_product_are_anchored():
     model, targets, batches, _ = case("bert", products=True)
     first, second = [target for target in targets if len(target.layers) > 1]
     ranks = {target.name: None for target in targets} | {first.name: 2}
@@ -234,7 +218,7 @@ def test_the_maps_of_a_product_are_anchored():
 
 
 def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, Tensor]:
-    """What each target reads in all its calls `(tokens, in)`."""
+    """Return the inputs of each target in all its calls, `(tokens, in)`."""
     seen: dict[str, list[Tensor]] = {}
     hooks = [
         model.get_submodule(target.name).register_forward_hook(
@@ -252,8 +236,8 @@ def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
-def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(family):
-    """Of padded batches, against one sample at a time."""
+def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family):
+    """Padded batches against one example at a time."""
     model, targets, batches, _ = case(family)
     dense, kept = copy.deepcopy(model), DenseModules(model)
     targets = [target for target in targets if not is_embedding(model.get_submodule(target.name))]
@@ -276,7 +260,7 @@ def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(fami
         torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)
 
 
-def test_a_context_brings_the_dense_model_back_and_then_the_other():
+def test_the_original_model_can_be_put_back_for_a_while():
     dense, model = tiny.bert().eval(), tiny.bert().eval()
     batch = tiny.collate(tiny.samples(4))
     targets = find_targets(model, batch).targets
@@ -291,7 +275,7 @@ def test_a_context_brings_the_dense_model_back_and_then_the_other():
     assert not torch.equal(lost, dense(**batch).logits)
 
 
-def test_one_forward_of_each_model_is_enough_and_none_is_left():
+def test_each_model_runs_every_batch_once():
     model, batches = tiny.bert(), tiny.batches(tiny.samples(12), 4)
     targets = find_targets(model, batches[0]).targets
     statistics = collect(model, batches, targets, KFAC.statistics)
@@ -302,7 +286,7 @@ def test_one_forward_of_each_model_is_enough_and_none_is_left():
     assert Counter(ran) == dict.fromkeys(ran, 2 * len(batches))
 
 
-def test_afterwards_the_model_trains_as_before():
+def test_the_factorized_model_can_be_trained_afterwards():
     """Also the anchored copies of what stays dense, which were made while nothing trained."""
     model = tiny.bert().train()
     targets = find_targets(model, BATCHES[0]).targets
@@ -319,7 +303,7 @@ def broken_batches() -> Iterator[Batch]:
     raise OSError("cannot be read")
 
 
-def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
+def test_an_error_in_the_data_leaves_the_model_unchanged():
     model = tiny.bert().eval()
     targets = find_targets(model, BATCHES[0]).targets
     with torch.no_grad():
@@ -333,7 +317,7 @@ def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
     assert "forward" not in vars(model.get_submodule(targets[0].name))
 
 
-def test_meanwhile_the_model_answers_others():
+def test_the_model_can_be_called_while_forwards_are_paused():
     model = tiny.bert().eval()
     targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
     with torch.no_grad():
@@ -344,7 +328,7 @@ def test_meanwhile_the_model_answers_others():
             forward.advance_to(targets[1:2])
 
 
-def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
+def test_an_error_in_a_forward_reaches_the_caller_and_the_model_is_usable():
     model, batches = tiny.bert().train(), [dict(batch) for batch in BATCHES]
     targets = find_targets(model, BATCHES[0]).targets
     batches[1]["input_ids"] = batches[1]["input_ids"] + 10**6

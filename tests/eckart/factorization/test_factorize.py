@@ -1,4 +1,4 @@
-"""Laws of factorizing in order: full rank gives W back, and fresh inputs are never worse on a chain of two maps."""
+"""Laws of factorizing in order: full rank gives W back, and fresh inputs are never worse on a chain of two layers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
     assert fresh < stale  # and they differ, as the inputs do
 
 
-def test_a_dense_layer_below_changes_nothing():
+def test_a_dense_first_layer_changes_nothing():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
     x = torch.randn(9, 3, 5, generator=generator, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_full_rank_gives_the_model_back(weighting):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_each_target_is_that_of_the_inputs_which_the_model_has_by_then(family, weighting):
+def test_each_target_is_decomposed_under_its_current_inputs(family, weighting):
     """Bit for bit as from a forward of its own, on what is factorized so far, for each tensor that targets read."""
     found, expected = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
     targets = find_targets(found, BATCHES[0]).targets
@@ -117,7 +117,7 @@ def test_each_target_is_that_of_the_inputs_which_the_model_has_by_then(family, w
     assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
-def test_a_shared_input_is_captured_though_its_first_reader_stays_dense():
+def test_a_shared_input_is_gathered_also_if_its_first_reader_stays_dense():
     model = tiny.llama()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: None if target.input_of == target.name else 2 for target in targets}

@@ -29,7 +29,7 @@ def objective(classes: bool = True) -> Objective:
 
 
 @pytest.mark.parametrize("classes", [True, False])
-def test_it_is_the_distance_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
+def test_the_loss_is_that_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
     """And the last batch, which is smaller, counts by its rows."""
     dense = tiny.bert().eval()
     targets = find_targets(dense, BATCHES[0]).targets
@@ -52,7 +52,7 @@ def test_it_is_the_distance_of_a_model_with_this_target_alone_factorized(classes
         assert float(expected) > 0
 
 
-def test_the_dense_model_comes_back_as_it_was() -> None:
+def test_the_original_model_is_restored() -> None:
     dense = tiny.gpt2().train()
     before = {name: value.clone() for name, value in dense.state_dict().items()}
     targets = find_targets(dense, BATCHES[0]).targets
@@ -65,7 +65,7 @@ def test_the_dense_model_comes_back_as_it_was() -> None:
     assert dense.training
 
 
-def test_a_product_gives_way_as_a_whole() -> None:
+def test_both_layers_of_a_product_are_replaced_together() -> None:
     """At full width its maps compute another query and key, and the same products: one map alone would not."""
     dense = tiny.bert().eval()
     found = find_products(dense, BATCHES[0], find_targets(dense, BATCHES[0]))
@@ -107,7 +107,7 @@ def sharing() -> PreTrainedModel:
 
 @pytest.mark.parametrize("room", [2**30, 0])
 @pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2, tiny.llama, looped, sharing])
-def test_what_layers_before_a_target_answered_stands_for_running_them_and_changes_nothing(
+def test_replaying_the_blocks_before_a_target_changes_nothing(
     make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All run where texts pass a layer twice, where layers share more than answers, or where there is no room."""

@@ -1,4 +1,4 @@
-"""Each weighting states what its method says matters, on the right side and from the statistics it asks for."""
+"""Each weighting gives its method's norm of an error, from the statistics that it asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from eckart.calibration.second_moments import square_sums
 from eckart.calibration.statistics import collect
@@ -65,7 +65,7 @@ def test_every_weighting_is_tested_here():
 
 @pytest.mark.parametrize("written", WRITTEN)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_statistics_needed_is_enough(family, written):
+def test_the_statistics_that_a_weighting_asks_for_are_enough(family, written):
     """Gathering nothing but what a weighting asks for gives every target metrics that fit it."""
     model = tiny.FAMILIES[family]()
     targets = find_targets(model, tiny.collate(tiny.samples(2))).targets
@@ -78,7 +78,7 @@ def test_the_statistics_needed_is_enough(family, written):
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-def test_nothing_is_asked_for_in_vain(written):
+def test_a_weighting_reads_all_statistics_that_it_asks_for(written):
     """A weighting reads the kinds it asks for and no other; tokens come with inputs."""
     weighting = parse(written)
     full = token_statistics(torch.ones(2, 3, 6), torch.ones(2, 3, 4))
@@ -95,19 +95,13 @@ def test_nothing_is_asked_for_in_vain(written):
 
 
 @pytest.mark.parametrize("written", WRITTEN[1:])
-def test_what_was_not_gathered_is_named(written):
+def test_missing_statistics_are_an_error_that_names_them(written):
     weighting = parse(written)
     with pytest.raises(ValueError, match=weighting.statistics[0]):
         weigh(weighting, KEY, {})
 
 
-@pytest.mark.parametrize("bad", [{"kind": "fisher"}, {"kind": "none", "axis": "input"}, {"kind": "fishr"}, {}])
-def test_what_is_not_a_weighting_is_refused(bad):
-    with pytest.raises(ValidationError):
-        parse(bad)
-
-
-def test_none_weighs_nothing():
+def test_kind_none_is_the_identity():
     assert weigh(parse({"kind": "none"}), KEY, {}) == ErrorNorm()
 
 
@@ -122,7 +116,7 @@ def test_scores_of_inputs_weigh_columns_and_scores_of_outputs_rows(kind):
     assert by_output.right is None
 
 
-def test_movement_weighs_rows_by_the_scores_of_shaping_themselves():
+def test_movement_weighs_rows_by_the_scores_and_not_their_roots():
     """LPAF, section 4.2: L = diag(Ŝ), so its square is the metric."""
     metrics = weigh(parse({"kind": "movement"}), KEY, {"movement": {"key.output": torch.arange(4.0)}})
     assert torch.equal(metrics.left, torch.tensor([0.0, 1.0, 4.0, 9.0]))
@@ -159,7 +153,7 @@ def test_the_loss_under_kfac_is_the_squared_change_of_the_loss(calibration):
 
 
 @given(calibrations(), st.floats(0, 0.99))
-def test_shrunk_kfac_weighs_a_share_of_the_error_as_if_every_output_had_the_mean_gradient(calibration, share):
+def test_shrinkage_mixes_kfac_with_the_mean_gradient_of_all_outputs(calibration, share):
     x, delta, error = calibration
     gathered = token_statistics(x, delta)
     plain, shrunk = (weigh(parse({"kind": "kfac", "shrinkage": some}), KEY, gathered) for some in (0.0, share))
@@ -170,7 +164,7 @@ def test_shrunk_kfac_weighs_a_share_of_the_error_as_if_every_output_had_the_mean
 
 
 @given(calibrations(samples=400, tokens=3))
-def test_kfac_is_in_units_of_loss_where_tokens_are_independent(calibration):
+def test_kfac_is_in_units_of_loss_if_tokens_are_independent(calibration):
     """Then the mean of ⟨G, E⟩² is tokens · E[(δᵀ E x)²], which is what the factors say once divided by the tokens."""
     x, delta, error = calibration
     metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))

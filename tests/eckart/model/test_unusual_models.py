@@ -58,13 +58,13 @@ def probed(case: unusual.Case) -> Targets:
         ("falcon", {"attention_mask": 8}, {"is a head": 1}),
     ],
 )
-def test_what_is_masked_by_what(name, masks, excluded):
+def test_each_target_has_the_right_mask(name, masks, excluded):
     found = probed(unusual.CASES[name]())
     assert Counter(target.mask for target in found.targets) == masks
     assert Counter(found.excluded.values()) == excluded
 
 
-def test_what_a_router_sends_to_an_expert_are_no_tokens():
+def test_experts_that_are_linear_layers_are_excluded():
     """Whether it was sent any of two rows or none."""
     found = probed(unusual.CASES["switch"]())
     reasons = [reason for name, reason in found.excluded.items() if ".experts." in name]
@@ -75,13 +75,13 @@ def test_what_a_router_sends_to_an_expert_are_no_tokens():
     assert not any(".experts." in target.name for target in (*found.targets, *unmasked.targets))
 
 
-def test_where_nothing_can_be_told_apart_the_reason_is_said():
+def test_a_model_without_attributable_inputs_is_an_error_with_the_reason():
     with pytest.raises(ValueError, match=rf"\b{NO_TOKENS}\b"):
         probed(unusual.CASES["layoutlmv3"]())
 
 
-def test_a_mask_beside_the_texts_hides_padding_too():
-    """What the model computes of hidden patches is no statistics."""
+def test_masks_of_other_entries_hide_padding():
+    """Hidden patches do not count in the statistics."""
     model, batch = unusual.patches_with_a_mask()
     found = probed((model, batch))
     assert Counter(target.mask for target in found.targets)["pixel_attention_mask"] == 13
@@ -98,7 +98,7 @@ def test_hidden_parts_of_pictures_are_an_error():
         probed((model, batch | {"pixel_mask": torch.zeros(unusual.ROWS, 16, 16)}))
 
 
-def test_a_head_beside_the_layers_is_one():
+def test_a_head_beside_the_layers_is_excluded():
     model, batch = unusual.picture_classes()
     assert probed((model, batch)).excluded == {"classifier": "is a head"}
 
@@ -114,20 +114,20 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.more
 
 
-def test_a_layer_with_a_parameter_more_stays():
+def test_a_linear_subclass_with_more_parameters_is_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     model.layoutlm.encoder.layer[0].attention.self.query = Adapted()
     assert "Adapted" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
 
 
-def test_a_weight_that_is_made_of_others_stays():
+def test_a_parametrized_weight_is_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     attention = model.layoutlm.encoder.layer[0].attention.self
     nn.utils.parametrizations.weight_norm(attention.query)
     assert "no parameter" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
 
 
-def test_what_is_drawn_at_random_is_said():
+def test_layers_with_random_inputs_are_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     layer = model.layoutlm.encoder.layer[1]
     layer.register_forward_pre_hook(lambda _, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
@@ -142,7 +142,7 @@ def test_a_mask_of_pairs_of_tokens_is_an_error():
         probed((model, batch | {"attention_mask": mask[:, None, None, :] * mask[:, None, :, None]}))
 
 
-def test_a_batch_that_the_model_does_not_take_is_an_error_that_names_its_inputs():
+def test_a_batch_that_does_not_fit_is_an_error_that_names_its_inputs():
     model, batch = unusual.CASES["embedded"]()
     with pytest.raises(ValueError, match=r"BertForSequenceClassification .*\binputs_embeds\b"):
         probed((model, batch | {"inputs_embeds": batch["inputs_embeds"][..., 1:]}))
@@ -162,7 +162,7 @@ def test_a_census_counts_a_shared_weight_once():
     assert not found.experts
 
 
-def test_experts_of_one_tensor_are_counted_and_warned_of():
+def test_experts_in_one_tensor_are_counted_and_warned_of():
     """By hand: 2 layers of 4 experts with 16 → 2 · 24 and 24 → 16; routers of 4 × 16; head and embedding of 64 × 16."""
     found = probed(unusual.mixtral())
     assert found.census.targets == 2 * 4 * 16 * 16
@@ -173,7 +173,7 @@ def test_experts_of_one_tensor_are_counted_and_warned_of():
     assert probed(unusual.CASES["falcon"]()).census.warning is None
 
 
-def test_experts_cost_what_the_tokens_that_reach_them_cost():
+def test_experts_cost_as_many_macs_as_tokens_reach_them():
     """Each token goes to 2 of 4: as many products as for a dense network of 2 experts."""
     model, batch = unusual.mixtral()
     rows, layers = batch["input_ids"].numel(), 2
@@ -183,7 +183,7 @@ def test_experts_cost_what_the_tokens_that_reach_them_cost():
     assert macs(model, batch) == rows * (layers * (2 * expert + router + attention) + head)
 
 
-def test_linear_layers_of_another_class_are_named():
+def test_other_linear_classes_are_named():
     config = IBertConfig(vocab_size=64, pad_token_id=1, max_position_embeddings=32, **unusual.LAYERS)
     with pytest.raises(ValueError, match="QuantLinear"):
         probed((IBertForSequenceClassification(config), unusual.labelled()))
@@ -205,13 +205,13 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_chosen_by_what_the_model_does(name):
+def test_the_loss_is_found_from_the_models_behaviour(name):
     model, batch = unusual.CASES[name]()
     assert objective_of(model, prepare_batches(model, [batch]), "kfac").loss is LOSSES[name]
 
 
 @pytest.mark.parametrize("name", ["embedded", "swin", *LOSSES])
-def test_statistics_do_not_depend_on_how_samples_are_batched(name):
+def test_statistics_do_not_depend_on_how_examples_are_batched(name):
     model, batch = unusual.CASES[name]()
     data = prepare_batches(
         model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}]
@@ -227,7 +227,7 @@ def test_statistics_do_not_depend_on_how_samples_are_batched(name):
 
 
 @pytest.mark.parametrize("build", [unusual.two_heads, unusual.told_from_made_up])
-def test_a_loss_that_is_no_sum_over_samples_is_an_error_unless_each_stands_alone(build):
+def test_a_loss_that_is_no_sum_over_examples_needs_batches_of_one(build):
     model, batch = build()
     data = prepare_batches(model, [batch])
     with pytest.raises(ValueError, match=r"loss="):
@@ -236,14 +236,14 @@ def test_a_loss_that_is_no_sum_over_samples_is_an_error_unless_each_stands_alone
     assert objective_of(model, rows, "kfac").loss is mean_loss_times_batch
 
 
-def test_a_loss_of_two_parts_is_no_loss_of_tokens():
+def test_a_loss_of_two_parts_is_an_error():
     model = BertForPreTraining(BertConfig(**unusual.WORDS, **unusual.LAYERS))
     batch = unusual.text() | {"labels": unusual.masked_words(), "next_sentence_label": torch.arange(unusual.ROWS) % 2}
     with pytest.raises(ValueError, match=r"loss="):
         objective_of(model, [batch], "kfac")
 
 
-def test_what_a_loss_adds_beside_its_logits_is_seen():
+def test_a_loss_with_a_term_beside_the_logits_is_an_error():
     """The balance of a router is no mean over samples, though each has as many tokens."""
     model, batch = unusual.mixtral()
     whole = {name: values[:, :4] for name, values in batch.items()}
@@ -253,7 +253,7 @@ def test_what_a_loss_adds_beside_its_logits_is_seen():
         objective_of(model, [whole], "kfac")
 
 
-def test_what_a_head_ignores_is_seen():
+def test_ignored_labels_are_detected():
     """Pixels of the label 255."""
     model, batch = unusual.pixels()
     assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
@@ -262,7 +262,7 @@ def test_what_a_head_ignores_is_seen():
         objective_of(model, [batch], "kfac")
 
 
-def test_rows_without_a_label_are_passed_over_where_that_is_right():
+def test_examples_without_labels_are_skipped_in_token_losses_only():
     model, batch = unusual.CASES["masked_language_model"]()
     batch["labels"][0] = -100
     assert objective_of(model, [batch], "kfac").loss is token_loss
@@ -278,7 +278,7 @@ def test_the_loss_is_found_in_half_precision_too(name):
     assert objective_of(model.to(torch.bfloat16), [batch], "kfac").loss is (LOSSES[name])
 
 
-def test_spans_are_found_by_what_the_batch_holds():
+def test_span_losses_are_found_from_the_batch():
     model = unusual.made("BertForQuestionAnswering", BertConfig, **unusual.WORDS, **unusual.LAYERS).eval()
     batch = unusual.text() | {
         "start_positions": torch.tensor([1, 1, 2, 1]),
@@ -294,7 +294,7 @@ def test_spans_are_found_by_what_the_batch_holds():
     torch.testing.assert_close(span_loss(model, unmasked), span_loss(model, {n: v[:1] for n, v in batch.items()}))
 
 
-def test_a_frozen_model_is_asked_all_the_same_and_stays_frozen():
+def test_a_frozen_model_works_and_stays_frozen():
     model, batch = unusual.CASES["layoutlm"]()
     model.requires_grad_(False)
     assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
@@ -305,7 +305,7 @@ def test_a_frozen_model_is_asked_all_the_same_and_stays_frozen():
 
 
 @pytest.mark.parametrize("name", [name for name in unusual.CASES if name != "layoutlmv3"])
-def test_it_is_compressed_saved_and_loaded(name, tmp_path: Path):
+def test_an_unusual_model_is_compressed_saved_and_loaded(name, tmp_path: Path):
     """`compress` has compared the answers of a first time already."""
     model, batch = unusual.CASES[name]()
     small, report = eckart.compress(model, [batch], 0.5, "drone")

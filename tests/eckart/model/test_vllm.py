@@ -83,7 +83,7 @@ def as_part(plugin: Any, layer: nn.Module) -> Any:
 
 @pytest.mark.parametrize("shards", [("q", "k", "v"), (0, 1, 2)])
 @pytest.mark.parametrize("kind", ["factors", "rows", "pivoted", "mixed"])
-def test_maps_in_one_layer_answer_as_they_do_apart(plugin: Any, kind: str, shards: tuple[str | int, ...]) -> None:
+def test_a_fused_layer_computes_the_same_as_its_parts(plugin: Any, kind: str, shards: tuple[str | int, ...]) -> None:
     torch.manual_seed(0)
     maps, layer, x, bias = some_maps()[kind], nn.Module(), torch.randn(3, IN), torch.randn(sum(OUTS))
     method = plugin.LowRankMethod([as_part(plugin, each) for each in maps])
@@ -98,7 +98,7 @@ def test_maps_in_one_layer_answer_as_they_do_apart(plugin: Any, kind: str, shard
     torch.testing.assert_close(method.apply(layer, x, bias), wanted + bias)
 
 
-def test_a_layer_that_is_one_map_in_the_file(plugin: Any) -> None:
+def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
     """As GPT-2's query, key and value are."""
     torch.manual_seed(0)
     whole, layer, x = drawn(LowRankLinear(IN, sum(OUTS), 3, bias=False)), nn.Module(), torch.randn(2, IN)
@@ -111,7 +111,7 @@ def test_a_layer_that_is_one_map_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
-def test_what_it_does_not_run_is_an_error(plugin: Any) -> None:
+def test_unsupported_storage_is_an_error(plugin: Any) -> None:
     method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         method.create_weights(layer, IN, [6], IN, 12, torch.float32)
@@ -163,7 +163,7 @@ def losses(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
 )
-def test_vllm_answers_as_transformers_do(family: str, stored: str, tmp_path: Path) -> None:
+def test_vllm_generates_as_transformers(family: str, stored: str, tmp_path: Path) -> None:
     from vllm import LLM, SamplingParams
 
     model = compress(causal(family), stored)
