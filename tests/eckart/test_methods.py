@@ -1,4 +1,4 @@
-"""Every method, and recombinations of their parts, through the stages of a candidate in a tiny workspace."""
+"""Every method, and recipes that recombine their parts, through the stages of a candidate in a tiny workspace."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def recipes() -> dict[str, Any]:
 
 
 def write(root: Path, chosen: dict[str, Any]) -> None:
-    """params.yaml of a study of these recipes."""
+    """Write params.yaml of a study of these recipes."""
     params = tiny_params(study={"recipes": list(chosen)})
     write_params(root, {**params, "recipes": chosen})
 
 
 def run(recipe: str, *stages: str) -> None:
-    """Stages of a candidate, in a study of one more recipe: to read all again and again takes seconds."""
+    """Run stages of a candidate, in a study of two recipes: to validate all of them each time takes seconds."""
     write(Path(), {name: recipes()[name] for name in (IN_TURN, recipe)})
     for stage in stages:
         run_stage(stage, recipe, KEEP)
@@ -190,7 +190,7 @@ def test_every_measure_has_a_caption(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_LOW_RANK, indirect=True)
 def test_factorizing_weights_of_low_rank_loses_nothing(name: str) -> None:
-    """Law 12, and the same for the ranks that tolerance found and for selected elements."""
+    """For soft thresholds, for the ranks that tolerance found, and for selected elements."""
     torch.testing.assert_close(
         logits(f"models/factorized/{name}"), logits(f"models/ranks/{name}/shaped"), rtol=1e-4, atol=1e-4
     )
@@ -219,7 +219,6 @@ def test_borrowed_ranks_are_factorized_under_the_recipes_own_weighting(name: str
 
 @pytest.mark.parametrize("name", WITH_ROWS, indirect=True)
 def test_before_recovery_factors_and_residual_add_up_to_the_weight(name: str) -> None:
-    """Law 11."""
     torch.testing.assert_close(logits(f"models/factorized/{name}"), logits("models/teacher"), rtol=1e-4, atol=1e-4)
 
 

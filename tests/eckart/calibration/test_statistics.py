@@ -121,7 +121,7 @@ def test_a_conv1d_target_has_the_statistics_of_the_linear_of_its_transpose():
 
 
 def test_a_custom_loss_does_not_depend_on_batch_size():
-    """Next-token prediction: the mean over the tokens of each sample, summed over samples."""
+    """Next-token prediction: the mean over the tokens of each example, summed over examples."""
 
     def loss(model, batch):
         logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
@@ -144,7 +144,7 @@ def test_a_custom_loss_does_not_depend_on_batch_size():
     "shape", [(5, 2, 9, 8), (2, 3, 300, 2), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)]
 )
 def test_square_sums_are_those_of_each_examples_gradient(shape):
-    """Few tokens and many, on either side of where the cheaper form changes; more rows than are squared at a time."""
+    """For few and many tokens, which take different forms, and for more rows than are squared at a time."""
     batch, tokens, rows, columns = shape
     generator = torch.Generator().manual_seed(0)
     x, delta, weight = (
@@ -171,7 +171,7 @@ def test_a_gram_matrix_in_panels_is_the_product(tokens, features):
 
 
 def test_wide_layers_have_whole_matrices():
-    """Wider than what is added at a time, in two batches."""
+    """Wider than the panels that are added at a time, in two batches."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -193,7 +193,7 @@ def test_wide_layers_have_whole_matrices():
 
 
 class Sum(nn.Module):
-    """y = x Wᵀ with W = (2, -1); a sample's loss is the sum of y over its tokens, so that every Δ is one."""
+    """y = x Wᵀ with W = (2, -1); an example's loss is the sum of y over its tokens, so that every Δ is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_two_samples_solved_by_hand():
 
 @pytest.mark.parametrize("filling", [0.0, 5.0, float("inf"), float("nan")])
 def test_padding_does_not_count_whatever_it_holds(filling):
-    """A model may leave anything in the rows of padding, as long as nothing reads them."""
+    """A model may compute anything at padding, as long as nothing reads it."""
     padded = torch.full((2, 5, 2), filling)
     padded[:, :2] = TWO
     mask = torch.tensor([[1, 1, 0, 0, 0]] * 2)
@@ -281,7 +281,7 @@ def test_the_model_is_restored_if_the_data_raise_an_error():
 
 
 def test_a_model_in_training_gives_the_statistics_of_eval_mode():
-    """No dropout: the same numbers twice, and those of the model in eval mode."""
+    """Dropout is off: two passes give the same numbers, and so does the model in eval mode."""
     model = double("bert").train()
     targets = targets_of(model)
     first, second = (collect(model, tiny.batches(SAMPLES, 4), targets) for _ in range(2))
@@ -323,7 +323,7 @@ def test_statistics_that_are_not_finite_are_an_error_that_names_the_target():
 
 
 class Reshaped(Sum):
-    """Hands its map something else than `(batch, tokens, features)`."""
+    """A model whose layer reads something else than `(batch, tokens, features)`."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def test_padding_that_cannot_be_told_from_data_is_an_error():
 @pytest.mark.parametrize("tokens", [3, 4])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_inputs_with_tokens_before_examples_are_an_error(tokens, padding):
-    """`(tokens, batch, features)` divides by the batch size too, but its rows are not those of samples."""
+    """`(tokens, batch, features)` is divisible by the batch size too, but not in the order of the examples."""
     x = torch.arange(4.0 * tokens).reshape(2, tokens, 2)
     mask = torch.ones(2, tokens, dtype=torch.int64)
     mask[1, tokens - padding :] = 0
@@ -358,7 +358,7 @@ def test_inputs_with_tokens_before_examples_are_an_error(tokens, padding):
 
 
 def test_flattened_tokens_are_attributed_to_their_examples():
-    """Some models flatten to `(batch × tokens, features)` before their linear maps."""
+    """Some models flatten to `(batch × tokens, features)` before their linear layers."""
     flat = collect(Reshaped(lambda x: x.flatten(0, 1)), [{"x": TWO}], [MAP])
     assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
 
@@ -367,7 +367,7 @@ def test_flattened_tokens_are_attributed_to_their_examples():
 
 
 class Cell(nn.Module):
-    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens, of all samples."""
+    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ CELL = Target(name="map", out_features=3, in_features=3, input_of="map", repeate
 
 
 def rows(left: bool) -> list[dict[str, Tensor]]:
-    """Samples of 1 to 5 tokens with all padding on one side, as batches of one; then all of them as one batch."""
+    """Return examples of 1 to 5 tokens as batches of one; then all as one batch, padded on one side."""
     generator = torch.Generator().manual_seed(0)
     each, padded = [], []
     for length in (2, 5, 1, 3):
@@ -443,7 +443,7 @@ def test_a_target_that_runs_again_unexpectedly_is_an_error():
 
 
 def test_each_target_is_masked_by_its_own_mask():
-    """The same numbers, masked by one or the other side of the batch."""
+    """The same inputs, with the mask of either side of the batch."""
     mask, other = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 0], [0, 1]])
 
     class Two(Sum):
@@ -465,7 +465,7 @@ def test_a_batch_without_the_mask_of_a_target_is_an_error():
 
 
 def test_inputs_without_a_mask_all_count():
-    """Those of a picture, beside a text that is padded; each sample has as many."""
+    """Such as those of a picture beside a padded text; each example has the same number."""
     target = MAP.model_copy(update={"mask": None})
     assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
     twice = torch.cat([TWO, TWO], 1)
@@ -480,7 +480,7 @@ def test_inputs_without_a_mask_all_count():
 
 
 def in_parts(model, targets, layers, folder, **options):
-    """Statistics that were gathered by `layers` layers, each part written and let go."""
+    """Gather statistics of `layers` layers at a time, save each part, and load all."""
     for number, part in enumerate(passes(targets, layers), 1):
         gathered = collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then, **options)
         save_statistics(gathered, folder, number)
@@ -532,7 +532,7 @@ def test_a_pass_for_inputs_stops_after_its_layers():
 
 
 class Late(Sum):
-    """Runs its map after another one that was said to come later, and before it too."""
+    """A model that runs its first layer before and after the other one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,7 +551,7 @@ def test_a_pass_does_not_stop_before_a_target_runs_again():
 
 
 def test_the_graph_begins_at_the_first_target():
-    """Activations below it are not kept."""
+    """So activations before it are not kept."""
     model = tiny.llama()
     second, graphs = passes(targets_of(model), 1)[1], []
     model.model.layers[0].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
@@ -599,7 +599,7 @@ def test_half_precision_is_summed_in_single_and_near_it():
 
 
 def spread(family: str, folder, device_map: dict[str, str]) -> nn.Module:
-    """A tiny model as accelerate places it."""
+    """Load a tiny model with a device map."""
     model = tiny.FAMILIES[family]()
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder, device_map=device_map, offload_folder=folder / "offload")
@@ -672,7 +672,7 @@ def test_a_target_that_no_gradient_reaches_weighs_nothing():
 
 
 def test_sums_of_squares_are_never_negative():
-    """A channel that is constant over tokens whose gradients cancel: all that the Gram form has left is rounding."""
+    """A channel that is constant over tokens whose gradients cancel leaves the Gram form nothing but rounding."""
     torch.manual_seed(0)
     x, delta, weight = torch.randn(1, 16, 64), torch.randn(1, 16, 64), torch.empty(64, 64)
     x[..., 0] = 30.0

@@ -1,4 +1,4 @@
-"""Laws of anchoring: least squares at full rank, the best of its rank below, and nothing where nothing was lost."""
+"""Laws of error compensation: least squares at full rank, the optimum at lower ranks, no change if nothing was lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHTINGS: list[Weighting] = [
 INPUTS, KFAC, _ = WEIGHTINGS
 PLAIN = Plain(kind="none")
 NONE = 1e-12
-"""A ridge of next to nothing."""
+"""With a negligible ridge."""
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -46,7 +46,7 @@ def order(anchor: float, ridge: float = 1e-9) -> InOrder:
     return InOrder(anchor=anchor, ridge=ridge)
 
 
-# --- the map that makes up for what was lost -------------------------------------------------------------------------
+# --- the corrected weight --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out_features", [3, 9])
@@ -58,7 +58,7 @@ def test_the_anchor_is_the_least_squares_solution(out_features):
 
 
 def test_a_ridge_acts_as_additional_unchanged_inputs():
-    """√λ I stands below both inputs: W* = W (D + λ I) (C + λ I)⁻¹."""
+    """With √λ I appended to both inputs, W* = W (D + λ I) (C + λ I)⁻¹."""
     weight, x, lost = draw(1, (5, 6), (40, 6), (40, 6))
     ridge = 0.3
     more = (ridge * (lost.T @ lost).diagonal().mean()).sqrt() * torch.eye(6, dtype=torch.float64)
@@ -77,7 +77,7 @@ def test_the_anchor_interpolates_between_the_dense_weight_and_the_solution():
 
 @pytest.mark.parametrize("samples", [0, 3, 40])
 def test_unchanged_inputs_leave_the_weight_as_it_is(samples):
-    """Nor where there are fewer samples than inputs, or none that are not zero."""
+    """Also if all inputs are zero."""
     weight, x = draw(3, (5, 6), (samples, 6))
     assert torch.equal(anchored(weight, x.T @ x, x.T @ x, 1.0, NONE), weight)
 
@@ -93,10 +93,10 @@ def test_dead_inputs_and_few_tokens_give_a_finite_solution():
 
 
 def chain(seed: int = 0) -> tuple[Chain, Tensor, list[Target]]:
-    """Three maps, the first of which has a bend behind it, and seven samples of three tokens.
+    """Three linear layers, a tanh after the first, and seven examples of three tokens.
 
-    Without the bend nothing could be made up for: what a weighted SVD loses on the inputs is orthogonal to what it
-    keeps.
+    Without the tanh there would be nothing to correct: the error of a weighted SVD on its inputs is orthogonal to what
+    it keeps.
     """
     *weights, x = draw(seed, (6, 5), (7, 6), (4, 7), (7, 3, 5))
     model = Chain(weights)
@@ -111,7 +111,7 @@ def gathered(model: Chain, x: Tensor, targets: Sequence[Target]) -> Statistics:
 
 
 def read(model: Chain, x: Tensor, position: int) -> Tensor:
-    """What a map reads `(tokens, in)`."""
+    """Return the inputs of a layer, `(tokens, in)`."""
     with torch.no_grad():
         return model.layers[:position](x).flatten(0, 1)
 
@@ -131,7 +131,7 @@ def test_a_full_rank_layer_after_a_truncated_one_is_the_least_squares_solution(r
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_matrix_of_the_same_rank_is_closer_to_the_original_outputs(weighting, seed):
-    """‖L (W Xᵀ − Ŵ X̂ᵀ)‖ of other factors, near and far, and of those that the dense weight gives."""
+    """Compare ‖L (W Xᵀ − Ŵ X̂ᵀ)‖ with that of other factors, near and far, and of those of the dense weight."""
     dense, x, targets = chain(seed)
     model = copy.deepcopy(dense)
     kept = DenseModules(model)
@@ -287,7 +287,7 @@ def test_each_model_runs_every_batch_once():
 
 
 def test_the_factorized_model_can_be_trained_afterwards():
-    """Also the anchored copies of what stays dense, which were made while nothing trained."""
+    """So can the anchored copies of dense layers, which were made while the model was frozen."""
     model = tiny.bert().train()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: 2 if target is targets[0] else None for target in targets}

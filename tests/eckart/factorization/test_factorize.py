@@ -25,7 +25,7 @@ IN_ORDER = InOrder(anchor=0.0, ridge=1e-9)
 
 
 class Chain(nn.Module):
-    """y = x W₁ᵀ W₂ᵀ …; a sample's loss is half the square of its outputs."""
+    """y = x W₁ᵀ W₂ᵀ …; an example's loss is half the square of its outputs."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def targets_of(weights: Sequence[Tensor]) -> list[Target]:
 
 
 def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None]) -> tuple[float, float]:
-    """‖Y − Ŷ‖² with the statistics of the dense chain, and with that of the chain as it is factorized by then."""
+    """Return ‖Y − Ŷ‖² with statistics of the dense chain, and with those of the partly factorized one."""
     targets, batches = targets_of(weights), [{"x": x}]
     wanted = dict(zip([target.name for target in targets], ranks, strict=True))
     at_once, in_order, dense = Chain(weights), Chain(weights), Chain(weights)
@@ -57,9 +57,9 @@ def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None]) ->
 
 
 def test_a_chain_solved_by_hand():
-    """W₁ = diag(2, 1) at rank 1 keeps the first channel alone; the second map then has only that to keep.
+    """W₁ = diag(2, 1) at rank 1 keeps the first channel alone, the only one that the second layer then reads.
 
-    By the dense inputs it keeps the other one, which is worth 3 · 1 against 1 · 2, and nothing is left of the output.
+    Under the dense inputs it keeps the other one, as 3 · 1 > 1 · 2, and nothing is left of the output.
     """
     weights = [torch.diag(torch.tensor([2.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 3.0])).double()]
     x = torch.eye(2, dtype=torch.float64).unsqueeze(1)  # two samples of one token
@@ -70,7 +70,7 @@ def test_a_chain_solved_by_hand():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
-    """Eckart and Young for W₂ on the inputs that it has: what Ŵ₁ lost is orthogonal to them."""
+    """Eckart and Young for W₂ on its current inputs: the error of Ŵ₁ is orthogonal to them."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -104,7 +104,7 @@ def test_full_rank_gives_the_model_back(weighting):
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
 def test_each_target_is_decomposed_under_its_current_inputs(family, weighting):
-    """Bit for bit as from a forward of its own, on what is factorized so far, for each tensor that targets read."""
+    """Bit for bit as with a separate forward of the partly factorized model for each tensor that targets read."""
     found, expected = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
     targets = find_targets(found, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)

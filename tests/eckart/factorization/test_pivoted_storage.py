@@ -1,4 +1,4 @@
-"""Pivoted storage computes what factors do, from as many numbers as a matrix of that rank has degrees of freedom."""
+"""Pivoted storage computes the same as factors, with as many numbers as the matrix has degrees of freedom."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def growing(rank: int) -> Tensor:
-    """Wilkinson's matrix, of which Gauss takes the rows as they stand, and a row that is 2^k of each of them."""
+    """Wilkinson's matrix, whose rows Gaussian elimination takes in order, and a row of 2^k times each of them."""
     rows = torch.eye(rank, dtype=torch.float64) - torch.ones(rank, rank, dtype=torch.float64).tril(-1)
     return torch.cat([rows, torch.ones(1, rank, dtype=torch.float64), 0.1 * drawn(5, rank)])
 
 
 def kahan(rank: int) -> Tensor:
-    """Of which pivoted QR takes the first rows as they stand, though these are far from independent."""
+    """A matrix whose first rows pivoted QR takes in order, though they are nearly dependent."""
     sine, cosine = 0.6, 0.8
     upper = torch.eye(rank, dtype=torch.float64) - cosine * torch.ones(rank, rank, dtype=torch.float64).triu(1)
     return torch.cat([(sine ** torch.arange(rank).double()).diag() @ upper, torch.eye(rank).double()], 1).T
@@ -90,7 +90,7 @@ def test_coefficients_of_directions_are_at_most_about_one(left):
 
 @LEFT
 def test_outputs_are_rounded_no_more_than_those_of_a_dense_layer(left):
-    """Each by its own row, though another output may be a million times as large."""
+    """Each output relative to its own row, though another one may be a million times as large."""
     right, x = drawn(left.shape[1], 17, seed=2), drawn(200, 17, seed=3).float()
     weight = left @ right
     layer = of(left, right)
@@ -121,7 +121,7 @@ def test_both_forms_of_the_forward_give_the_same_outputs_and_gradients(rank, tok
 
 
 def of(left: Tensor, right: Tensor) -> nn.Module:
-    """A module with a map of these factors, in float32."""
+    """Return a module with a low-rank layer of these factors, in float32."""
     layer = LowRankLinear(right.shape[1], len(left), len(right), bias=False)
     layer.left.data.copy_(left)
     layer.right.data.copy_(right)
@@ -129,7 +129,7 @@ def of(left: Tensor, right: Tensor) -> nn.Module:
 
 
 def adversarial(family: str) -> PreTrainedModel:
-    """Factors in coordinates that suit no rounding: steep spectra, outputs of many sizes."""
+    """Factors that are hard on rounding: steep spectra, outputs of many sizes."""
     model = tiny.FAMILIES[family]().eval()
     for number, target in enumerate(find_targets(model, BATCH).targets):
         weight = weight_of(model.get_submodule(target.name)).double()

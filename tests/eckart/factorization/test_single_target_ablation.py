@@ -1,4 +1,4 @@
-"""What each target's factors do alone: that it is zero where they lose nothing, and adds up by hand."""
+"""Ablation of single targets: it is zero at full rank, and equals a computation by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def objective(classes: bool = True) -> Objective:
 
 @pytest.mark.parametrize("classes", [True, False])
 def test_the_loss_is_that_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
-    """And the last batch, which is smaller, counts by its rows."""
+    """The last batch is smaller and counts by its examples."""
     dense = tiny.bert().eval()
     targets = find_targets(dense, BATCHES[0]).targets
     small = deepcopy(dense)
@@ -66,7 +66,7 @@ def test_the_original_model_is_restored() -> None:
 
 
 def test_both_layers_of_a_product_are_replaced_together() -> None:
-    """At full width its maps compute another query and key, and the same products: one map alone would not."""
+    """At full rank its layers compute other queries and keys but the same products; one layer alone would not."""
     dense = tiny.bert().eval()
     found = find_products(dense, BATCHES[0], find_targets(dense, BATCHES[0]))
     products = [target for target in found.targets if len(target.layers) > 1]
@@ -78,7 +78,7 @@ def test_both_layers_of_a_product_are_replaced_together() -> None:
 
 
 def looped() -> PreTrainedModel:
-    """BERT, through whose layers each text goes twice."""
+    """A BERT that runs its layers twice."""
     model = tiny.bert()
     once = model.bert.encoder.forward
     model.bert.encoder.forward = lambda states, *rest, **options: once(
@@ -88,7 +88,7 @@ def looped() -> PreTrainedModel:
 
 
 def sharing() -> PreTrainedModel:
-    """BERT, whose second layer takes what the first has left beside its answer."""
+    """A BERT whose second layer reads what the first passes on beside its output."""
     model = tiny.bert()
     first, second, *_ = model.bert.encoder.layer
     left: list[int] = []
@@ -110,7 +110,7 @@ def sharing() -> PreTrainedModel:
 def test_replaying_the_blocks_before_a_target_changes_nothing(
     make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All run where texts pass a layer twice, where layers share more than answers, or where there is no room."""
+    """Every block runs if one runs twice, if blocks share more than outputs, or if outputs take too much memory."""
     monkeypatch.setattr(single_target_ablation, "_MOST_BYTES", room)
     dense = make().eval()
     targets = find_targets(dense, BATCHES[0]).targets

@@ -180,7 +180,7 @@ def test_no_other_candidate_of_the_same_rank_is_better(problem, seed, data):
 
 @given(problems(REGULAR + SINGULAR + OUTLIERS))
 def test_factors_of_a_component_have_equal_norms(problem):
-    """Whatever the weighting, so that one learning rate means the same to all; without one, both norms are √S."""
+    """Under any weighting, so that one learning rate suits all; without a weighting, both norms are √S."""
     weight, metrics = problem
     result = decompose(weight, metrics)
     norms = result.left.norm(dim=0)
@@ -266,7 +266,7 @@ def test_a_correlated_metric_solved_by_hand():
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
 def test_a_dead_channel_costs_nothing(shape):
-    """Whatever W holds for a dead output and a dead input, the rest is approximated as if they were not there."""
+    """The other channels are approximated as if the dead output and the dead input did not exist."""
     generator = torch.Generator().manual_seed(3)
     weight = normal(generator, *shape)
     weight[0], weight[:, 0] = 1e3, 1e3
@@ -295,7 +295,7 @@ def test_a_weight_of_zero_is_no_special_case():
 
 
 def test_single_precision_inputs_are_decomposed_in_double():
-    """Small singular values of a float32 weight survive: 1e-6 of the largest, beyond what float32 energies hold."""
+    """Singular values of a float32 weight survive down to 1e-6 of the largest; their squares would not in float32."""
     weight = torch.diag(torch.tensor([1.0, 1e-6]))
     values = decompose(weight, ErrorNorm(right=torch.ones(2))).spectrum
     torch.testing.assert_close(values, weight.diagonal().double(), rtol=1e-5, atol=0)

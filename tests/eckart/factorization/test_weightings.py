@@ -37,7 +37,7 @@ def parse(written: dict[str, Any]) -> Weighting:
 
 
 def token_statistics(x: torch.Tensor, delta: torch.Tensor):
-    """The statistics of `KEY` from inputs `(samples, tokens, in)` and output gradients `(samples, tokens, out)`."""
+    """Statistics of `KEY` from inputs `(examples, tokens, in)` and output gradients `(examples, tokens, out)`."""
     count = len(x)
     flat_x, flat_delta = x.flatten(0, 1), delta.flatten(0, 1)
     weight = x.new_zeros(delta.shape[-1], x.shape[-1])
@@ -66,7 +66,7 @@ def test_every_weighting_is_tested_here():
 @pytest.mark.parametrize("written", WRITTEN)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_statistics_that_a_weighting_asks_for_are_enough(family, written):
-    """Gathering nothing but what a weighting asks for gives every target metrics that fit it."""
+    """They give every target a norm of its shape."""
     model = tiny.FAMILIES[family]()
     targets = find_targets(model, tiny.collate(tiny.samples(2))).targets
     weighting = parse(written)
@@ -128,7 +128,7 @@ def test_movement_weighs_rows_by_the_scores_and_not_their_roots():
 
 @given(calibrations())
 def test_the_loss_under_inputs_is_the_error_of_the_outputs(calibration):
-    """DRONE, eq. 3: the mean over samples of ‖X Wᵀ − X Ŵᵀ‖²."""
+    """DRONE, eq. 3: the mean over examples of ‖X Wᵀ − X Ŵᵀ‖²."""
     x, delta, error = calibration
     metrics = weigh(parse({"kind": "inputs"}), KEY, token_statistics(x, delta))
     torch.testing.assert_close(weighted_loss(error, metrics), (x @ error.T).square().sum() / len(x))
@@ -145,7 +145,7 @@ def test_the_loss_under_fisher_and_inputs_weighs_that_error_by_output(calibratio
 
 @given(calibrations(samples=1, tokens=1))
 def test_the_loss_under_kfac_is_the_squared_change_of_the_loss(calibration):
-    """For one sample of one token the factors are exact: tr(A E B Eᵀ) = ⟨G, E⟩²."""
+    """For one example of one token the factors are exact: tr(A E B Eᵀ) = ⟨G, E⟩²."""
     x, delta, error = calibration
     metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))
     change = ((delta[0].T @ x[0]) * error).sum()
@@ -165,7 +165,7 @@ def test_shrinkage_mixes_kfac_with_the_mean_gradient_of_all_outputs(calibration,
 
 @given(calibrations(samples=400, tokens=3))
 def test_kfac_is_in_units_of_loss_if_tokens_are_independent(calibration):
-    """Then the mean of ⟨G, E⟩² is tokens · E[(δᵀ E x)²], which is what the factors say once divided by the tokens."""
+    """Then the mean of ⟨G, E⟩² is tokens · E[(δᵀ E x)²], which the factors divided by the tokens give."""
     x, delta, error = calibration
     metrics = weigh(parse({"kind": "kfac", "shrinkage": 0.0}), KEY, token_statistics(x, delta))
     changes = torch.einsum("nto,oi,nti->n", delta, error, x)

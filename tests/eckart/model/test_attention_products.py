@@ -1,4 +1,4 @@
-"""The attention product: which maps are one, the optimum of its error, what takes its place, and a candidate of it."""
+"""Attention products: how they are found, the optimum of their error, their layers, and a candidate with them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_heads_have_their_full_width_also_if_the_output_is_two_numbers() -> None
 
 
 def test_rotated_queries_and_keys_are_no_product() -> None:
-    """With as many key heads as query heads, so that nothing but the rotation tells."""
+    """With as many key heads as query heads, so that only the rotation tells them apart."""
     config = LlamaConfig(
         vocab_size=tiny.VOCABULARY,
         num_labels=tiny.LABELS,
@@ -140,7 +140,7 @@ def test_full_rank_is_the_identity(case) -> None:
 
 
 def scores(model: PreTrainedModel, product: Product) -> list[tuple[Tensor, Tensor]]:
-    """What queries and keys of real tokens the model computes, each `(tokens, heads, d)` of a batch."""
+    """Return the queries and keys that the model computes for real tokens, each `(tokens, heads, d)` of a batch."""
     seen: dict[str, Tensor] = {}
     hooks = [
         model.get_submodule(each.name).register_forward_hook(lambda _, args, y, name=each.name: seen.update({name: y}))
@@ -165,7 +165,7 @@ def lost(pairs: list[tuple[Tensor, Tensor]], error: Tensor) -> Tensor:
 
 
 def test_the_error_of_the_scores_is_the_tail_of_the_spectrum_and_no_candidate_has_less() -> None:
-    """Corollary 1, of the queries and keys that the model computes, biases included and padding not."""
+    """Corollary 1, for the queries and keys that the model computes, with biases and without padding."""
     model = tiny.bert().eval()
     targets = found(model)
     statistics = collect(model, BATCHES, targets.targets, ["inputs"])
@@ -199,7 +199,7 @@ def test_a_weighting_of_outputs_weighs_the_change_of_the_queries() -> None:
 
 
 def test_without_data_it_is_the_svd_of_each_heads_query_key_product(case) -> None:
-    """And so it is for inputs of one variance, whose mean is 0."""
+    """So it is for inputs of equal variance and mean 0."""
     model, product, statistics = case
     queries, keys = heads_of(model, product)
     isotropic = {
@@ -223,7 +223,7 @@ def test_without_data_it_is_the_svd_of_each_heads_query_key_product(case) -> Non
 
 
 def compressed(rank: int) -> tuple[PreTrainedModel, Targets]:
-    """A BERT whose products have `rank`, with all else dense."""
+    """Return a BERT whose products have `rank` and whose other layers are dense."""
     model = tiny.bert().eval()
     targets = found(model)
     statistics = collect(model, BATCHES, targets.targets, ["inputs"])
@@ -267,11 +267,11 @@ def test_parameters_of_a_factorized_product_are_counted() -> None:
 def test_a_factorized_product_loads_as_saved(tmp_path: Path) -> None:
     model, targets = compressed(3)
     save(model, tmp_path)
-    maps = [each.name for product in products(targets) for each in product.layers]
+    names = [layer.name for product in products(targets) for layer in product.layers]
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["heads"] == dict.fromkeys(maps, 2)
+    assert config["heads"] == dict.fromkeys(names, 2)
     loaded = AUTO["classification"].from_pretrained(tmp_path)
-    assert factorized(loaded) == dict.fromkeys(maps, 3)
+    assert factorized(loaded) == dict.fromkeys(names, 3)
     tiny.assert_same(model, loaded, BATCHES[0])
 
 

@@ -95,7 +95,7 @@ def test_a_device_map_does_not_change_results(workspace: Path) -> None:
 
 
 def offloaded() -> PreTrainedModel:
-    """The teacher with what is not on the CPU on the disk, its first parameter among that."""
+    """Load the teacher partly on the CPU and partly on the disk, where its first parameter is."""
     parts = ["bert.encoder.layer.0", "bert.pooler", "classifier"]
     disk = dict.fromkeys(["bert.embeddings", "bert.encoder.layer.1"], "disk")
     return load(TEACHER, AUTO, device_map={**dict.fromkeys(parts, "cpu"), **disk})[0]

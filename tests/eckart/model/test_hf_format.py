@@ -1,4 +1,4 @@
-"""A compressed model is an ordinary Hugging Face model: what is saved comes back, and trains."""
+"""A compressed model is an ordinary Hugging Face model: it is saved, loaded and trained as any other."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_folder_holds_safetensors_and_no_pickles(family, tmp_path):
 
 
 def train(model: PreTrainedModel, folder: Path) -> None:
-    """Two steps with the Trainer, as any other model."""
+    """Train two steps with the Trainer."""
     examples = [{key: tensor[0] for key, tensor in tiny.collate([sample], 8).items()} for sample in SAMPLES]
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -278,7 +278,7 @@ def test_a_merged_model_is_saved_as_any_other(tmp_path):
 
 
 def test_the_base_model_of_a_compressed_model_is_guarded_too(tmp_path):
-    """They share a config, which names factors."""
+    """They share a config, which names the factors."""
     model = compress(tiny.bert())
     save(model, tmp_path / "whole")
     model.bert.save_pretrained(tmp_path / "part")

@@ -1,4 +1,4 @@
-"""The layer that takes a target's place computes what its factors say, and touches nothing else."""
+"""A low-rank layer computes x times the product of its factors, and replacing a target changes nothing else."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_factors_that_do_not_fit_are_an_error_and_change_nothing():
 
 
 def test_a_low_rank_embedding_looks_up_rows_of_the_product():
-    """With a gate and a residual of one row too."""
+    """Also with a gate and a residual of one row."""
     torch.manual_seed(0)
     layer = LowRankEmbedding(7, 5, 2, bias=False, rows=1).double()
     for parameter in layer.parameters():

@@ -1,4 +1,4 @@
-"""The LSTM of linear maps is torch's own LSTM, and an ordinary Hugging Face model that compresses like any other."""
+"""The LSTM made of nn.Linear equals torch's own, and compresses like any other Hugging Face model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tiny_lstm() -> LSTMForCausalLM:
 
 
 def padded(side: str = "right") -> dict[str, Tensor]:
-    """Rows of 2 to 5 tokens; padding is of a token that would count if it were read."""
+    """Return texts of 2 to 5 tokens, padded with a token that would change outputs if it were read."""
     batch = tiny.collate(tiny.samples(4, 2, 5), 7, side)
     ids, mask = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 9), batch["attention_mask"]
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -230,7 +230,7 @@ def test_the_trainer_lowers_its_loss(tmp_path):
 # --- compression -----------------------------------------------------------------------------------------------------
 
 
-def maps(model: LSTMForCausalLM, kind: str) -> list[str]:
+def layers_named(model: LSTMForCausalLM, kind: str) -> list[str]:
     return [f"model.layers.{index}.{kind}_map" for index in range(len(model.model.layers))]
 
 
@@ -242,7 +242,7 @@ def compress(model: LSTMForCausalLM, *names: str) -> LSTMForCausalLM:
 
 def test_a_factorized_model_loads_as_saved_and_can_be_distilled(tmp_path: Path):
     dense, model = tiny_lstm(), tiny_lstm()
-    compress(model, *maps(model, "input"), *maps(model, "hidden"), "lm_head")
+    compress(model, *layers_named(model, "input"), *layers_named(model, "hidden"), "lm_head")
     save(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert factorized(loaded) == factorized(model)

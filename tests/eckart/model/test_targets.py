@@ -104,14 +104,14 @@ def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
 
 
 class Doubled(nn.Linear):
-    """It uses its weight in a way of its own."""
+    """A subclass of Linear that computes something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
 class Spelled(nn.Linear):
-    """As Falcon's."""
+    """A subclass of Linear that computes the same, as Falcon's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
@@ -168,7 +168,7 @@ def test_targets_that_read_one_tensor_share_their_input(family, layer, groups):
 
 
 def test_the_first_reader_is_always_a_target():
-    """Also where the first of the model's own readers is excluded: statistics are gathered for targets alone."""
+    """Also if the first layer that reads the tensor is excluded: statistics are gathered for targets alone."""
     result = found(tiny.bert(), exclude=["*.query"])
     readers = {target.name: target.input_of for target in result.targets}
     assert set(readers.values()) <= set(readers)
@@ -387,7 +387,7 @@ def test_layers_share_their_input_only_if_all_their_calls_do():
 
 
 def translation() -> dict[str, torch.Tensor]:
-    """Encoder and decoder of one length."""
+    """Return a batch whose encoder and decoder texts have one length."""
     inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
     return {**inputs, **{f"decoder_{name}": values for name, values in inputs.items()}, "labels": BATCH["input_ids"]}
 

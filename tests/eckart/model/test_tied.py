@@ -37,7 +37,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def rows(count: int = 6, longest: int = 9, seed: int = 0) -> dict[str, Tensor]:
-    """Padded texts, whose labels leave padding out."""
+    """Return padded texts whose labels ignore padding."""
     batch = tiny.collate(tiny.samples(count, 2, longest, seed=seed), length=longest)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
@@ -48,7 +48,7 @@ def language() -> PreTrainedModel:
 
 
 def masked() -> PreTrainedModel:
-    """Its head has a bias and stands behind a map of its own."""
+    """Its head has a bias, and a linear layer before it."""
     config = BertConfig(
         vocab_size=tiny.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
     )
@@ -100,7 +100,7 @@ def test_excluding_one_of_the_pair_excludes_both() -> None:
 
 
 def test_statistics_equal_autograds_and_are_diagonal_for_the_head() -> None:
-    """Each token of a sample, by autograd."""
+    """For each token of an example."""
     model, batch = language(), rows()
     found = collect(model, [batch], [pair_of(model)], ["inputs", "output_gradients"], causal_loss)
     ends = {}
@@ -126,7 +126,7 @@ def second_moment(size: int, seed: int) -> Tensor:
 
 
 def test_the_norm_is_the_sum_of_both_if_they_are_proportional() -> None:
-    """Of two that differ by a factor alone, and of two with one side in common."""
+    """For two norms that differ by a factor, and for two with one side in common."""
     target = pair_of(language())
     a, b, c = second_moment(16, 0), second_moment(30, 1).diagonal(), second_moment(16, 2)
     for others, left in (((2 * a, 3 * b), 7 * a), ((c, b), a + c)):
@@ -137,7 +137,7 @@ def test_the_norm_is_the_sum_of_both_if_they_are_proportional() -> None:
 
 
 def test_the_norm_is_the_nearest_to_the_sum_of_both() -> None:
-    """As the singular vectors of the rearranged sum are (Van Loan and Pitsianis)."""
+    """It is given by singular vectors of the rearranged sum (Van Loan and Pitsianis)."""
     target = pair_of(language())
     norms = [ErrorNorm(second_moment(16, seed), second_moment(30, seed + 5).diagonal()) for seed in (0, 1)]
     found = _nearest(*norms, target)

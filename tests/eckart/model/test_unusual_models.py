@@ -1,4 +1,4 @@
-"""Models that read or label otherwise than most: what is found of them, gathered, and saved."""
+"""Models with unusual inputs, heads or losses: their targets, their calibration statistics, and saving them."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_each_target_has_the_right_mask(name, masks, excluded):
 
 
 def test_experts_that_are_linear_layers_are_excluded():
-    """Whether it was sent any of two rows or none."""
+    """Whether the router sent it any of two examples' tokens or none."""
     found = probed(unusual.CASES["switch"]())
     reasons = [reason for name, reason in found.excluded.items() if ".experts." in name]
-    assert len(reasons) == 2 * 2 * 4  # maps of an expert, sides, experts
+    assert len(reasons) == 2 * 2 * 4  # layers of an expert, sides, experts
     assert set(reasons) - {NEVER_RAN}
     model, batch = unusual.CASES["switch"]()
     unmasked = probed((model, {name: values for name, values in batch.items() if name != "attention_mask"}))
@@ -104,7 +104,7 @@ def test_a_head_beside_the_layers_is_excluded():
 
 
 class Adapted(nn.Linear):
-    """With something small of its own besides x Wᵀ + b."""
+    """A linear layer that adds something small to x Wᵀ + b."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)
@@ -244,7 +244,7 @@ def test_a_loss_of_two_parts_is_an_error():
 
 
 def test_a_loss_with_a_term_beside_the_logits_is_an_error():
-    """The balance of a router is no mean over samples, though each has as many tokens."""
+    """The balance of a router is no mean over examples, even if all have the same number of tokens."""
     model, batch = unusual.mixtral()
     whole = {name: values[:, :4] for name, values in batch.items()}
     assert objective_of(model, [whole], "kfac").loss is causal_loss
@@ -306,7 +306,7 @@ def test_a_frozen_model_works_and_stays_frozen():
 
 @pytest.mark.parametrize("name", [name for name in unusual.CASES if name != "layoutlmv3"])
 def test_an_unusual_model_is_compressed_saved_and_loaded(name, tmp_path: Path):
-    """`compress` has compared the answers of a first time already."""
+    """`compress` has already compared the outputs once."""
     model, batch = unusual.CASES[name]()
     small, report = eckart.compress(model, [batch], 0.5, "drone")
     assert math.isfinite(report.keep)
