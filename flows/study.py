@@ -185,10 +185,9 @@ def _run(options: Options) -> list[Outcome]:
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
-        progress = Progress(_in_order(planned), side_by_side, stage_results.seconds_before())
         with (
             stage_processes.reaping(),
-            terminal.shown(progress),
+            terminal.shown(_in_order(planned), side_by_side, stage_results.seconds_before()) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             told = {"execute": lines.listening(execute), "slots": slots, "mirror": mirror, "progress": progress}

@@ -103,7 +103,7 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
             cwd=folder,
             env=environment,
             pass_fds=[lock.fileno()],
-            preexec_fn=partial(supervisor.end_with_parent, signal.SIGTERM),
+            preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
         )
         with _ending(process):
             return process.wait() == 0

@@ -136,7 +136,7 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     os.setsid()
-    supervisor.end_with_parent()
+    supervisor.die_with_parent()
     file = os.open(said, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -164,7 +164,7 @@ class TestAfterTheFirstRun:
     def test_a_run_that_fails_compares_what_a_complete_one_keeps(self, workspace: Path) -> None:
         """The same files and parameters, though it asks for them in another way."""
         with chdir(workspace):
-            kept, now = run_diff.load(), run_diff.of("failed", read_now(), complete=False)
+            kept, now = run_diff.load(), run_diff.current("failed", read_now(), complete=False)
         assert kept
         assert kept.data
         assert run_diff.changes(kept, now) == {}
@@ -172,7 +172,7 @@ class TestAfterTheFirstRun:
         raw.rename(gone)
         try:
             with chdir(workspace):
-                missing = run_diff.changes(kept, run_diff.of("failed", read_now(), complete=False))
+                missing = run_diff.changes(kept, run_diff.current("failed", read_now(), complete=False))
         finally:
             gone.rename(raw)
         assert missing == {"data": [("data/raw", kept.data["data/raw"], None)]}

@@ -304,7 +304,7 @@ DRIVER = """\
 import json, sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from flows import cluster
+from flows.cluster import dask_runner
 from flows.engine import stage_processes
 from flows.engine import stages as engine
 from tasks.artifacts.errors import EckartError
@@ -320,7 +320,7 @@ def run(one):
 
 for line in sys.stdin:
     planned, jobs = engine.plan(), {}
-    running = cluster.workers(planned, *json.loads(line))
+    running = dask_runner.workers(planned, *json.loads(line))
     with stage_processes.reaping(), running as workers, ThreadPoolExecutor() as pool:
         print("READY", flush=True)
         sys.stdin.readline()

@@ -99,7 +99,7 @@ def test_running_stages_are_drawn_and_the_terminal_is_left_clean(
     drawn, _, after = terminal.raw.rpartition(_SHOW)
     assert _HIDE in drawn
     assert _HIDE not in after
-    assert "0 of 2" in drawn
+    assert "0/2" in drawn
     assert re.search(r"MLflow .*127\.0\.0\.1", drawn)  # a warning
     assert "| INFO " not in terminal.shown
     assert "Finished in state" not in terminal.shown

@@ -33,7 +33,7 @@ print(len(names), sorted(slow), begun == first, state() == second)
 """
 SETTINGS_HOLD = """
 import logging, sys
-from flows import cli, settings
+from flows import cli
 hook, factory = sys.excepthook, logging.getLogRecordFactory()
 cli.main()
 cli.main()

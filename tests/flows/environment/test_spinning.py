@@ -13,7 +13,7 @@ from tests.workspace import REPOSITORY
 
 # Stages are forked from a warm server, which imports torch and more before them, or started by a shell.
 FLOW = """
-from flows import settings
+from flows.environment import settings
 from flows.engine import stage_processes
 settings.apply()
 stage_processes._PRELOAD[:] = ["torch", "sklearn.metrics"]  # each brings an OpenMP; the rest takes seconds

@@ -41,7 +41,7 @@ SECRET = "topsecret"
 OWN = "eckart:of-this-server"
 BEGIN_AND_BE_KILLED = """
 import os, signal
-from flows import prefect_server
+from flows.servers import prefect_server
 
 def await_(server, *_):
     print(server.pid, flush=True)
@@ -457,7 +457,7 @@ class TestWhatIsSaid:
 
     def test_a_disk_that_is_full(self, copied: Path) -> None:
         mount = f"mount -t tmpfs -o size=64k,mode=700 tmpfs {copied}"
-        code = f"from flows import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
+        code = f"from flows.servers import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
         command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
         if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
             pytest.skip("this machine lets no user mount a file system")

@@ -76,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / folder / ".gitkeep").touch()
     (root / "flows/__init__.py").touch()  # else the installed package is taken
     (root / "flows/__main__.py").write_text(MAIN)
-    (root / "eckart/factorization/weighted_svd.py").write_text("a = 1\n")
+    (root / "eckart/svd.py").write_text("a = 1\n")
     (root / "params.yaml").write_text("# comment\nstudy: {name: toy}\nseed: 0\n")
     (root / "studies/toy.yaml").write_text("seeds: [0]\n")
     for name in (".gitignore", ".dvcignore"):
@@ -108,7 +108,7 @@ class TestCommitted:
 
     @pytest.mark.parametrize(
         "name",
-        ["eckart/factorization/weighted_svd.py", "flows/__main__.py", "params.yaml", "dvc.yaml", "tasks/new.py",
+        ["eckart/svd.py", "flows/__main__.py", "params.yaml", "dvc.yaml", "tasks/new.py",
         "eckart/new/deep.py",
          "studies/toy.yaml"],
     )  # fmt: skip
@@ -119,12 +119,12 @@ class TestCommitted:
             check_committed(toy())
 
     def test_all_are_named_staged_deleted_and_renamed_ones_too(self, repository: Path) -> None:
-        call(repository, "git", "mv", "eckart/factorization/weighted_svd.py", "eckart/renamed.py")
+        call(repository, "git", "mv", "eckart/svd.py", "eckart/renamed.py")
         (repository / "flows/__main__.py").unlink()
         with pytest.raises(WorkspaceError) as caught:
             check_committed(toy())
         names = str(caught.value).splitlines()[1:]
-        assert names == ["  eckart/renamed.py", "  eckart/factorization/weighted_svd.py", "  flows/__main__.py"]
+        assert names == ["  eckart/renamed.py", "  eckart/svd.py", "  flows/__main__.py"]
 
     def test_a_study_file_that_git_ignores_is_refused(self, repository: Path) -> None:
         call(repository, "git", "rm", "-q", "--cached", "studies/toy.yaml")
@@ -157,18 +157,18 @@ class TestWorkspaces:
         (folder / "reports").mkdir()
         for name in ("reports/comparison.csv", "dvc.lock"):
             (folder / name).write_text("made\n")
-        (folder / "eckart/factorization/weighted_svd.py").write_text("tampered = 1\n")
-        for name in ("eckart/factorization/weighted_svd.py", "dvc.lock"):
+        (folder / "eckart/svd.py").write_text("tampered = 1\n")
+        for name in ("eckart/svd.py", "dvc.lock"):
             (repository / name).write_text("committed = 2\n")
         commit(repository)
         prepare(toy(), 0)
-        assert (folder / "eckart/factorization/weighted_svd.py").read_text() == "committed = 2\n"
+        assert (folder / "eckart/svd.py").read_text() == "committed = 2\n"
         assert {(folder / name).read_text() for name in ("reports/comparison.csv", "dvc.lock")} == {"made\n"}
         assert read(folder / "params.yaml")["seed"] == 0
 
     def test_a_folder_that_was_deleted_is_made_again(self, repository: Path) -> None:
         shutil.rmtree(prepare(toy(), 0))
-        assert (prepare(toy(), 0) / "eckart/factorization/weighted_svd.py").exists()
+        assert (prepare(toy(), 0) / "eckart/svd.py").exists()
 
     @pytest.mark.parametrize("own", [False, True], ids=["a folder", "a repository"])
     def test_a_folder_that_is_something_else_is_refused(self, repository: Path, own: bool) -> None:
@@ -255,10 +255,11 @@ class TestRunning:
     def test_who_is_ended_takes_the_study_along(self, repository: Path, number: signal.Signals) -> None:
         script = (
             "import os, sys; from pathlib import Path\n"
-            "from flows import other_studies; from flows.engine import options; from tasks import study_file\n"
-            "study = study_file.StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
+            "from flows.engine.run_options import Options; from flows.workspace import seeds\n"
+            "from tasks.multi_seed.study_file import StudyFile\n"
+            "study = StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "os.chdir(sys.argv[1])\n"
-            "other_studies.run_all(study, options.Options())"
+            "seeds.run_all(study, Options())"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
@@ -355,10 +356,10 @@ class TestCommand:
         assert not Path("docs/toy.md").exists()
 
     def test_edited_code_stops_it_before_anything_runs(self) -> None:
-        Path("eckart/factorization/weighted_svd.py").write_text("edited\n")
+        Path("eckart/svd.py").write_text("edited\n")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml"])
         assert done.exit_code == 1
-        assert "eckart/factorization/weighted_svd.py" in done.output
+        assert "eckart/svd.py" in done.output
         assert "seed 0" not in done.output
 
     def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +388,7 @@ TABLE = "docs/results/two.md"
 
 def study_repository(root: Path) -> Path:
     """A finished study and another one, committed; svd.py says where it is."""
-    with (root / "eckart/factorization/weighted_svd.py").open("a") as code:
+    with (root / "eckart/svd.py").open("a") as code:
         code.write("\nprint('svd of', __file__, flush=True)\n")
     (root / "studies").mkdir()
     (root / "studies/two.yaml").write_text(STUDY)
@@ -421,7 +422,7 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd:
     # benchmark, as this study exports nothing and has other candidates; extract and check know no seed.
     assert counts(said) == [{"restored": stages - 5, "executed": 5}, {"restored": 2, "executed": stages - 2}]
     homes = [Path(path) for path in re.findall(r"search@svd-0.5' - svd of (\S+)", said)]
-    assert homes == [root / f"workspaces/two-seed{seed}/eckart/factorization/weighted_svd.py" for seed in (0, 1)]
+    assert homes == [root / f"workspaces/two-seed{seed}/eckart/svd.py" for seed in (0, 1)]
 
     rows = pd.read_csv((root / TABLE).with_suffix(".csv"))
     rows = rows[rows.recipe == "svd"].reset_index()  # there is the control, too
@@ -441,7 +442,7 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd:
     assert len(client.search_runs([experiment.experiment_id])) == 4  # a study and a candidate for each seed
     assert not list(root.glob("workspaces/*/ml*"))
 
-    second = run("--params", "studies/two.yaml", "--seed", "1")
+    second = run("studies/two.yaml", "--seed", "1")
     assert f"\n{stages} stages in " in second
     assert "Nothing was recomputed" in second
     assert f" {100 * rows.recovered[1]:.1f} " in second
