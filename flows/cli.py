@@ -596,7 +596,7 @@ def gc(
     settings.use_local_server()
     from flows.gc import collect  # slow imports, not for --help
 
-    with collect.found(runs, commits, days) as kinds:
+    with collect.kinds(runs, commits, days) as kinds:
         _print_kinds(kinds)
         for kind in kinds if yes else ():
             kind.remove()

@@ -313,7 +313,7 @@ def test_whose_a_deployment_is(prefect: dict[str, str], tmp_path: Path, monkeypa
         with pytest.raises(deployment_owner.OtherWorkspace, match=re.escape(str(first))):
             deployment_owner.check_name("ours")
         client.create_deployment(flow, "old")
-        with pytest.raises(deployment_owner.OtherWorkspace, match="no word"):
+        with pytest.raises(deployment_owner.OtherWorkspace, match="unknown folder"):
             deployment_owner.check_name("old")
 
 

@@ -19,7 +19,9 @@ from tests.flows import forked
 from tests.flows.servers import until
 from tests.flows.toy import call, toy_workspace
 
-needs_postgres = pytest.mark.skipif(not services.postgres_programs(), reason="PostgreSQL is not installed")
+needs_postgres = pytest.mark.skipif(
+    not services.postgres_programs(), reason="PostgreSQL is not installed: apt-get install postgresql"
+)
 
 
 @pytest.fixture(scope="module")

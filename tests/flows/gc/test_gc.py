@@ -80,7 +80,7 @@ def statuses(outcomes: list[stages.Outcome]) -> dict[str, str]:
 
 def collected(runs: int = 1, commits: int | None = None) -> dict[str, int]:
     """Remove what goes: kind → how many."""
-    with collect.found(runs, commits, 30) as kinds:
+    with collect.kinds(runs, commits, 30) as kinds:
         for kind in kinds:
             kind.remove()
     return {kind.name: kind.goes.count for kind in kinds}
@@ -116,10 +116,10 @@ def test_what_git_and_the_workspace_name_stays_and_the_rest_goes(main: Path) -> 
     uncommitted = run(3)
     last = run(4)
     before = digests(main / ".dvc/cache")
-    with collect.found(1, None, 30) as kinds:
+    with collect.kinds(1, None, 30) as kinds:
         told = {kind.name: kind.goes for kind in kinds}
     assert digests(main / ".dvc/cache") == before
-    with collect.found(1, None, 30) as kinds:
+    with collect.kinds(1, None, 30) as kinds:
         kinds[1].remove()  # and killed
     collected()
     after = digests(main / ".dvc/cache")
@@ -261,9 +261,7 @@ def test_the_command_shows_first_and_old_records_go(
         old, recent = (client.create_flow_run(promotion, state=Completed()).id for _ in range(2))
         with closing(sqlite3.connect(Path(prefect["PREFECT_HOME"]) / "prefect.db", timeout=60)) as records, records:
             records.execute("UPDATE flow_run SET end_time = '2020-01-01 00:00:00' WHERE id = ?", (str(old),))
-        for words in ((), ("--dry-run",)):
-            assert flows(main, "gc", *words).exit_code == 0
-        assert flows(main, "gc", "--dry-run", "--yes").exit_code == 1
+        assert flows(main, "gc").exit_code == 0
         assert digests(main / ".dvc/cache") == before
         assert client.read_flow_run(old)
         assert flows(main, "gc", "--yes").exit_code == 0

@@ -158,24 +158,12 @@ def works_in(folder: Path, process: psutil.Process) -> bool:
 
 
 class TestClones:
-    def test_dvc_push_and_pull_with_the_lock_file_are_enough(
-        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        call(main, "dvc", "push", "-q")
-        assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, out of the box
-        other = clone(tmp_path / "other", monkeypatch)
-        call(other, "dvc", "pull", "-q")
-        assert set(run(other).values()) == {"Cached"}
-        assert ran(other) == []
-        assert call(other, "dvc", "status", "--json").strip() == "{}"
-        assert call(other, "git", "status", "--porcelain") == ""
-        assert (other / "data/raw/rows.csv").read_text() == "rows\n"
-
     @pytest.mark.parametrize("lock", [True, False], ids=["recorded", "not recorded"])
-    def test_push_and_pull_are_enough_without_it_too(
+    def test_push_and_pull_are_enough_with_and_without_the_lock_file(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: bool
     ) -> None:
         dvc_transport.push()
+        assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, without any setting
         other = clone(tmp_path / "other", monkeypatch, lock)
         assert dvc_transport.pull().lacking == []
         assert set(run(other).values()) == {"Cached" if lock else "Restored"}
