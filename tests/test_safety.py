@@ -171,7 +171,7 @@ class TestModels:
 
 @pytest.mark.parametrize("source", ["data/raw/rows.pkl", "data/raw/rows.py", "data/raw/folder", "somebody/loader"])
 @pytest.mark.usefixtures("workspace")
-def test_data_that_is_code_is_refused(source: str) -> None:
+def test_data_files_that_run_code_are_refused(source: str) -> None:
     code = f"import os\nos.mkdir({str(MARKER.absolute())!r})\n"
     for name in ("data/raw/rows.py", "data/raw/folder/folder.py", "somebody/loader/loader.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -255,19 +255,19 @@ class TestSecrets:
             ("token=hf_0123456789", "token=***"),
         ],
     )
-    def test_shown(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_text_is_shown_without_secrets(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
         monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
         assert redaction.shown(text).startswith(expected)
         assert redaction.shown(redaction.shown(text)) == redaction.shown(text)
 
-    def test_no_last_words_of_a_command_hold_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_message_of_a_command_holds_a_secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", SECRET)
         done = CliRunner().invoke(app, ["study", "some.yaml", "--table", f"{SECRET}.txt"])
         assert done.exit_code == 1
         assert re.search(r"\*\*\*\.txt.*\.md", done.output)
 
-    def test_no_log_record_holds_one(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_no_log_record_holds_a_secret(self, caplog: pytest.LogCaptureFixture) -> None:
         """Of any library, in its arguments or in its exception."""
         log = logging.getLogger("somebody.else")
         log.warning("%s of %s", {"address": URL}, 3)
@@ -281,7 +281,7 @@ class TestSecrets:
         assert "ConnectionError: no route to http://127.0.0.1:9" in caplog.text
         assert caplog.records[-1].args == ("words",)  # untouched where there is nothing to hide
 
-    def test_a_link_to_mlflow_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_link_to_mlflow_holds_no_secret(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", URL)
         mirror = Mirror("s", [], {})
         mirror.experiment, mirror.parent = "1", "run"

@@ -78,7 +78,7 @@ def fail(stage: str, *candidate: str) -> str:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_no_more_is_kept_than_was_asked(name: str) -> None:
+def test_candidates_keep_no_more_than_asked(name: str) -> None:
     decision = read(f"models/ranks/{name}/ranks.json")
     assert decision["parameters_after"] <= 0.5 * decision["parameters_before"]
     assert decision["parameters_after"] > 0.4 * decision["parameters_before"]  # and the budget is used
@@ -250,17 +250,19 @@ def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
         assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
 
 
-def test_candidates_for_which_memory_has_no_room_at_once_are_timed_one_after_the_other(
+def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
     own_workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark, "_ROOM", 0)
-    lots: list[Sequence[str]] = []
+    groups: list[Sequence[str]] = []
     latencies = benchmark._latencies
     monkeypatch.setattr(
-        benchmark, "_latencies", lambda dense, names, exported: lots.append(names) or latencies(dense, names, exported)
+        benchmark,
+        "_latencies",
+        lambda dense, names, exported: groups.append(names) or latencies(dense, names, exported),
     )
     benchmark.benchmark()
-    assert lots == [[name] for name in CANDIDATES]
+    assert groups == [[name] for name in CANDIDATES]
     assert set(read("reports/benchmark.json")) == set(CANDIDATES)
 
 
@@ -297,7 +299,7 @@ def test_one_call_gives_what_the_stages_give(name: str) -> None:
     )
 
 
-def test_statistics_is_what_the_parameters_ask_for(own_workspace: Path) -> None:
+def test_only_the_requested_statistics_are_computed(own_workspace: Path) -> None:
     statistics = {file.stem for file in Path("data/importance").glob("*.safetensors")}
     assert {"inputs", "output_gradients", "fisher", "taylor"} <= statistics
     write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
@@ -361,12 +363,12 @@ def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
     assert not Path("models/teacher").exists()
 
 
-def test_patterns_that_no_module_fits_are_a_mistake(own_workspace: Path) -> None:
+def test_patterns_that_match_no_layer_are_a_mistake(own_workspace: Path) -> None:
     write_params(Path(), tiny_params(targets={"include": ["nothing*"]}))
     assert "targets" in fail("importance")
 
 
-def test_statistics_that_was_not_gathered_is_named(own_workspace: Path) -> None:
+def test_missing_statistics_are_named(own_workspace: Path) -> None:
     write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
     run_stage("importance")
     assert "importance.statistics" in fail("search", "kfac", "0.5")

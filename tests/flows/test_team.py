@@ -62,7 +62,7 @@ def waiting(address: str) -> bool:
 
 
 @needs_postgres
-def test_of_two_promotions_at_once_the_second_replaces_the_first(database: Postgres, tmp_path: Path) -> None:
+def test_the_second_of_two_concurrent_promotions_replaces_the_first(database: Postgres, tmp_path: Path) -> None:
     address = database.address("mlflow")
     both = [forked.start(promoting, address, number, tmp_path) for number in "12"]
     for process in both:
@@ -81,7 +81,7 @@ def promote_after(act: Callable[[], object]) -> None:
 
 
 @needs_postgres
-def test_who_lost_the_turn_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow connects anew where the database was started again; the turn was another's meanwhile."""
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)

@@ -28,7 +28,7 @@ from tests.test_safety import SECRET, URL
 from tests.workspace import tiny_params, write_params
 
 
-def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, str], tmp_path: Path) -> None:
+def test_a_run_with_an_unreachable_mlflow_writes_no_password(prefect: dict[str, str], tmp_path: Path) -> None:
     """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
     root, home = toy_study(tmp_path / "workspace"), Path(prefect["PREFECT_HOME"])
     told = {"MLFLOW_TRACKING_URI": URL, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "HF_TOKEN": f"hf_{SECRET}"}
@@ -43,7 +43,7 @@ def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, s
 
 
 @pytest.mark.parametrize("error", [EckartError, RuntimeError])
-def test_the_state_of_a_run_that_failed_holds_none(
+def test_the_state_of_a_failed_run_holds_no_password(
     error: type[Exception], prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which Prefect's server stores, and sends to whoever is told."""
@@ -78,9 +78,7 @@ def toy_study(root: Path) -> Path:
     return root
 
 
-def test_a_promotion_behind_passwords_writes_them_nowhere(
-    study: Study, prefect: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
     """Of MLflow, Prefect, the DVC remote and a webhook, whose servers all are there but for the remote's."""
     root = study.copied(tmp_path / "workspace")
     promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}

@@ -61,11 +61,11 @@ def test_an_import_changes_nothing_of_its_process() -> None:
     assert rest == ["[]", "True", "True"]
 
 
-def test_a_command_tells_the_tools_before_they_are_imported() -> None:
+def test_a_command_sets_the_defaults_before_the_tools_are_imported() -> None:
     fresh(SETTINGS_HOLD)
 
 
-def test_a_server_that_is_busy_gets_the_time_that_prefect_gives_it() -> None:
+def test_a_busy_server_gets_prefects_own_timeout() -> None:
     """In a run of all tests it needed more than five seconds once, and three runs ended before they began."""
 
     class Slow(BaseHTTPRequestHandler):

@@ -48,7 +48,7 @@ def test_threads_that_wait_do_not_spin(arguments: tuple[str, ...]) -> None:
     assert set(spins(*arguments)) == {0}
 
 
-def test_what_the_user_says_wins() -> None:
+def test_the_users_setting_wins() -> None:
     assert min(spins("-c", "import tasks, torch", OMP_WAIT_POLICY="ACTIVE")) > 0
 
 

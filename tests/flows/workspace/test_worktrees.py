@@ -106,19 +106,14 @@ class TestCommitted:
             (repository / name).write_text("edited\n")
         check_committed(toy())
 
-    @pytest.mark.parametrize(
-        "name",
-        ["eckart/svd.py", "flows/__main__.py", "params.yaml", "dvc.yaml", "tasks/new.py",
-        "eckart/new/deep.py",
-         "studies/toy.yaml"],
-    )  # fmt: skip
+    @pytest.mark.parametrize("name", ["params.yaml", "tasks/new.py", "studies/toy.yaml"])
     def test_code_that_would_not_be_used_is_refused(self, repository: Path, name: str) -> None:
         (repository / name).parent.mkdir(exist_ok=True)
         (repository / name).write_text("edited\n")
         with pytest.raises(WorkspaceError, match=rf"^[^\n]*\n  {name}$"):
             check_committed(toy())
 
-    def test_all_are_named_staged_deleted_and_renamed_ones_too(self, repository: Path) -> None:
+    def test_staged_deleted_and_renamed_files_are_all_named(self, repository: Path) -> None:
         call(repository, "git", "mv", "eckart/svd.py", "eckart/renamed.py")
         (repository / "flows/__main__.py").unlink()
         with pytest.raises(WorkspaceError) as caught:
@@ -252,7 +247,7 @@ class TestRunning:
         assert not folder_of(study, 0).exists()
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-    def test_who_is_ended_takes_the_study_along(self, repository: Path, number: signal.Signals) -> None:
+    def test_the_study_ends_with_the_command_that_started_it(self, repository: Path, number: signal.Signals) -> None:
         script = (
             "import os, sys; from pathlib import Path\n"
             "from flows.engine.run_options import Options; from flows.workspace import seeds\n"
@@ -290,7 +285,7 @@ class TestCarry:
         assert self.content(folders[1]) == {"a.csv": "a\n", "deep/b.csv": "b\n"}
         assert (folders[1] / "deep/b.csv").samefile(folders[0] / "deep/b.csv")
 
-    def test_what_the_source_lost_or_changed(self, folders: tuple[Path, Path]) -> None:
+    def test_files_that_the_source_lost_or_changed(self, folders: tuple[Path, Path]) -> None:
         source, target = folders
         carry(source, target)
         shutil.rmtree(source / "deep")
