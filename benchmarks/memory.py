@@ -85,7 +85,7 @@ class Point:
 
     @property
     def decomposition(self) -> int:
-        """Return the bytes beside the weights while the largest target is decomposed: statistics as read, all else float64.
+        """Return the bytes beside the weights while the largest target is decomposed, in float64 except statistics.
 
         W, W B, two factors and their balanced copies; C of the wider side twice; three matrices of the narrower.
         """

@@ -30,7 +30,7 @@ def known() -> str | None:
     """Return the key, `user:password`, or None if none was made yet.
 
     Raises:
-        ServerError: it cannot be read, is empty, or others can read it.
+        ServerError: the file cannot be read, is empty, is another user's, or others can read it.
     """
     file = path()
     try:
@@ -40,16 +40,19 @@ def known() -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(
-            f"the key {file} cannot be read ({error}): remove it, or set PREFECT_HOME to another folder"
-        ) from error
+        raise _unusable(str(error)) from error
     if not key:
-        raise ServerError(f"the key {file} is empty: remove it, and a new one is made")
-    if status.st_uid != os.getuid():
-        raise ServerError(f"the key {file} is another user's: set PREFECT_HOME to a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise ServerError(f"the key {file} is open to others: remove it, and a new one is made")
+        raise _unusable("it is empty")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise _unusable("it is another user's, or others can read it")
     return key
+
+
+def _unusable(reason: str) -> ServerError:
+    return ServerError(
+        f"the key {path()} cannot be used: {reason}. Remove it, and a new one is made; or set PREFECT_HOME to another "
+        "folder of your own"
+    )
 
 
 def made() -> str:
@@ -79,7 +82,7 @@ def made() -> str:
             "make room, or set PREFECT_HOME to another folder"
         ) from error
     if not (key := known()):
-        raise ServerError(f"the key {file} is a dangling link: remove it, and a new one is made")
+        raise _unusable("it is a link to nowhere")
     return key
 
 

@@ -17,7 +17,7 @@ from flows.engine import dvc_transport
 from flows.registry.versions import CHAMPION, CONTENT, Registry, RegistryError, connected
 from tests.flows import forked
 from tests.flows.servers import until
-from tests.flows.toy import call, toy_workspace
+from tests.flows.toy import call, commit, toy_workspace
 
 needs_postgres = pytest.mark.skipif(
     not services.postgres_programs(), reason="PostgreSQL is not installed: apt-get install postgresql"
@@ -106,8 +106,7 @@ def test_a_clone_pulls_from_an_object_store_what_another_pushed(
         toy_workspace(one)
         call(one, "dvc", "remote", "add", "--default", "storage", "s3://eckart/dvc")
         call(one, "dvc", "repro", "-q")
-        call(one, "git", "add", "-A")
-        call(one, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+        commit(one)
         call(tmp_path, "git", "clone", "-q", str(one), str(two))
         monkeypatch.chdir(one)
         assert not dvc_transport.push()

@@ -33,7 +33,18 @@ from flows.study import _run_all
 from flows.workspace import worktrees
 from tests.flows.forked import Command
 from tests.flows.servers import until
-from tests.flows.toy import BARE, ENVIRONMENT, PARAMS, PIPELINE, Study, call, ran, tiny_repository, toy_workspace
+from tests.flows.toy import (
+    BARE,
+    ENVIRONMENT,
+    PARAMS,
+    PIPELINE,
+    Study,
+    call,
+    commit,
+    ran,
+    tiny_repository,
+    toy_workspace,
+)
 
 ROOT = Path(__file__).parents[3]
 Enter = Callable[[Path], None]
@@ -48,11 +59,6 @@ stages:
     deps: [many/one]
     outs: [one.txt]
 """
-
-
-def commit(root: Path) -> None:
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
 def stages(root: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from flows.workspace.reproduce import CannotReproduce, Reproduction, record
 from tasks.artifacts.task_spec import REFERENCE
 from tests.flows.forked import Command, gone
 from tests.flows.servers import until
-from tests.flows.toy import BARE, MLFLOW, Study, call, ran
+from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[3]
@@ -55,11 +55,6 @@ CHECKED = f"""{PIPELINE}
 MODEL = "models/finetuned/a-0.5/model"
 CONFIGURATION = "models/finetuned/a-0.5/deep/config"
 CURVE = "reports/finetune/a-0.5.jsonl"
-
-
-def commit(root: Path) -> None:
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
 def run(root: Path) -> dict[str, str]:

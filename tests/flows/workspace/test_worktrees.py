@@ -28,7 +28,7 @@ from tasks.multi_seed import study_file
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trials
 from tests.flows.forked import gone
-from tests.flows.toy import ENVIRONMENT, Flows, Study, call
+from tests.flows.toy import ENVIRONMENT, Flows, Study, call, commit
 from tests.tasks.multi_seed.test_seeds_table import made_up
 from tests.tasks.multi_seed.test_trials import scored
 from tests.workspace import tiny_params
@@ -38,11 +38,6 @@ ROOT = Path(__file__).parents[3]
 
 def read(path: Path) -> Any:
     return YAML(typ="safe").load(path.read_text())
-
-
-def commit(root: Path) -> None:
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
 def test_parameters_are_written_as_they_were_read(tmp_path: Path) -> None:
