@@ -1,4 +1,4 @@
-"""What docs/safety.md promises: no pickle, no code of a model's, no open port, no secret in anything written."""
+"""The promises of docs/safety.md: no pickle, no code from models or data, no secret in anything written."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ URL = f"http://user:{SECRET}@127.0.0.1:9"  # nobody listens there
 
 
 class Evil:
-    """Whose unpickling leaves a marker."""
+    """An object that leaves a marker when unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return os.mkdir, (str(MARKER.absolute()),)
@@ -63,7 +63,7 @@ class Evil:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In which nothing may run that comes with a model or with data."""
+    """A workspace in which no code of a model or of data may run."""
     root = tiny_workspace(tmp_path / "workspace")
     monkeypatch.chdir(root)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -220,7 +220,7 @@ class EvilModel(Evil, PythonModel):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("workspace")
 def test_a_version_that_was_pickled_is_not_loaded() -> None:
-    """By MLflow in any process of ours: settings.apply told it so."""
+    """settings.apply forbids MLflow to unpickle in any process of ours."""
     save_model(Path("version"), python_model=EvilModel())
     with pytest.raises(MlflowException, match="pickle"):
         load_model("version")
@@ -268,7 +268,7 @@ class TestSecrets:
         assert re.search(r"\*\*\*\.txt.*\.md", done.output)
 
     def test_no_log_record_holds_a_secret(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Of any library, in its arguments or in its exception."""
+        """Neither in the arguments nor in the exception of a record of any library."""
         log = logging.getLogger("somebody.else")
         log.warning("%s of %s", {"address": URL}, 3)
         try:

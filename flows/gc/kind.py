@@ -10,7 +10,7 @@ from tasks.artifacts.errors import EckartError
 
 
 class CannotCollect(EckartError):
-    """It is unknown what must be kept. The message says why. Nothing was removed."""
+    """The objects to keep are unknown. The message says why. Nothing was removed."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
 
 NOTHING = {"least_speedup": 1e9}
-"""What no candidate is: who is to promote asks for it in no time, and is refused."""
+"""A limit that no candidate meets: a promotion is refused at once."""
 NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Crashed", "Late")}
 
 
@@ -89,7 +89,7 @@ def served(
 
 @pytest.fixture(scope="module")
 def told(served: SyncPrefectClient) -> Iterator[list[dict[str, str]]]:
-    """What a webhook gets of the runs of `nightly`, and of `idle`, which has none."""
+    """The notifications of the deployments `nightly`, and `idle`, which has no runs."""
     with sink() as (address, taken):
         block(address)
         notifications.set_up("nightly", ["custom-webhook/sink"], timedelta(hours=26))
@@ -170,7 +170,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
 
 
 def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:
-    """Nor does who has no key, which stands in no header that a browser adds by itself."""
+    """Nor does a client without the key, which no browser sends by itself."""
     deployment = served.read_deployment_by_name("study/nightly").id
     address = f"{str(served.api_url).rstrip('/')}/deployments/{deployment}/create_flow_run"
     before = served.count_flow_runs()
@@ -319,7 +319,7 @@ def test_a_deployment_belongs_to_its_folder(
 
 @pytest.mark.parametrize("place", ["root", "scheduler"])
 def test_a_folder_or_address_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
-    """Which Prefect lets a client submit; the run then ends before it begins."""
+    """Prefect lets a client submit them, but the run fails before it starts."""
     client, taken = elsewhere
     run = client.create_flow_run_from_deployment(taken, parameters={place: "/elsewhere"})
     state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")

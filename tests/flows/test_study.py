@@ -145,7 +145,7 @@ class TestAfterTheFirstRun:
         (workspace / "params.yaml").write_text(before)
 
     def test_a_failed_run_is_compared_with_the_last_complete_one(self, workspace: Path) -> None:
-        """The same files and parameters, though it asks for them in another way."""
+        """Both find the same files and parameters, though in different ways."""
         with chdir(workspace):
             kept, now = run_diff.load(), run_diff.current("failed", read_now(), complete=False)
         assert kept
@@ -188,7 +188,7 @@ class TestAfterTheFirstRun:
             path.write_text(before)
 
     def test_dvc_repro_makes_the_same_bytes(self, workspace: Path) -> None:
-        """By a fresh interpreter for a stage, here one that trains."""
+        """A fresh interpreter gives the same weights as the warm server."""
         before = (workspace / "dvc.lock").read_text()
         outs = digests(workspace / "models")
         call(workspace, "dvc", "repro", "--force", "--single-item", "finetune@kfac-0.5")
@@ -202,7 +202,7 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
 
 
 def published(root: Path, address: str, *arguments: str, token: str = TOKEN) -> Result:
-    """What `eckart publish` says, in this process, in which HF_ENDPOINT has been read."""
+    """Run `eckart publish` in this process, which has already read HF_ENDPOINT."""
     with chdir(root), pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.ENDPOINT", address)
         patch.setenv("HF_TOKEN", token)
@@ -248,7 +248,7 @@ class TestPublishing:
 
 
 def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_path: Path) -> None:
-    """Nothing is run twice, what MLflow missed is backfilled, a failure spares its siblings, and the rerun resumes."""
+    """No stage runs twice, MLflow is backfilled, a failure spares its siblings, and the next run resumes."""
     root = study.copied(tmp_path / "workspace")
     environment = BARE | {"PREFECT_HOME": str(tmp_path), "PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, "-m", "flows", "run"]
@@ -296,7 +296,7 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
 def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
     study: Study, flows: Flows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the limit is named, also where what changed cannot be read."""
+    """The limit is named, even if the changes since the last run cannot be read."""
     unreadable = Mock(side_effect=sqlite3.OperationalError("disk I/O error"))
     monkeypatch.setattr("flows.engine.stages.read_now", unreadable)
     root = study.copied(tmp_path / "workspace")

@@ -1,4 +1,4 @@
-"""What a team shares: a registry in PostgreSQL, in which promotions take turns, and a DVC remote in an object store."""
+"""Services of a team: a registry in PostgreSQL, in which promotions take turns, and a DVC remote in an object store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_postgres = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def database() -> Iterator[Postgres]:
-    """With a registry that has three versions without files, of which none is the champion."""
+    """A database whose registry has three versions without files and no champion."""
     with services.postgres() as server:
         client = MlflowClient(server.create("mlflow"))
         client.create_registered_model("m")
@@ -36,7 +36,7 @@ def database() -> Iterator[Postgres]:
 
 
 def promoting(address: str, number: str, folder: Path) -> None:
-    """Promote a version, as a machine of its own; it moves the alias once the other one is about to, too, or waits."""
+    """Promote a version as one of two machines, which move the alias at the same time unless one waits."""
     os.environ["MLFLOW_TRACKING_URI"] = address
     os.environ.pop("MLFLOW_REGISTRY_URI", None)
     Registry.smoke = lambda *_: None  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def promote_after(act: Callable[[], object]) -> None:
 
 @needs_postgres
 def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow connects anew where the database was started again; the turn was another's meanwhile."""
+    """MLflow reconnects to a restarted database, and another machine may have promoted meanwhile."""
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database.address("mlflow"))

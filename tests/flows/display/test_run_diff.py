@@ -1,4 +1,4 @@
-"""What changed between two runs, solved by hand."""
+"""Changes between two runs, solved by hand."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """All that was ever shown, without colours and movements of the cursor."""
+        """The whole output, without colours and movements of the cursor."""
         return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.raw)
 
     def end(self) -> int | None:

@@ -95,7 +95,7 @@ def test_a_failure_names_the_last_line(root: Path) -> None:
 
 
 def pids(root: Path) -> list[int]:
-    """Of a stage, of a child in another session, and of one there that has lost its parent; once it has told."""
+    """Wait for the ids of a stage, of its child in another session, and of an orphan there, and return them."""
     until((root / "pids").exists)
     return [int(pid) for pid in (root / "pids").read_text().split()]
 

@@ -1,4 +1,4 @@
-"""Which runs are taken for killed: those whose file nobody holds."""
+"""A run counts as killed if no process holds its file."""
 
 from __future__ import annotations
 

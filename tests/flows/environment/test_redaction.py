@@ -25,7 +25,7 @@ from tests.workspace import tiny_params, write_params
 
 
 def test_a_run_with_an_unreachable_mlflow_writes_no_password(prefect: dict[str, str], tmp_path: Path) -> None:
-    """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
+    """No password of the flow or a stage is on the terminal, in Prefect's database and logs, or in the workspace."""
     commands = [
         "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
         "mkdir -p reports && echo done > reports/comparison.txt",
@@ -63,7 +63,7 @@ def test_the_state_of_a_failed_run_holds_no_password(
 
 
 def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
-    """Of MLflow, Prefect, the DVC remote and a webhook, whose servers all are there but for the remote's."""
+    """No password of MLflow, Prefect, the DVC remote or a webhook; all servers but the remote's are there."""
     root = study.copied(tmp_path / "workspace")
     promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}
     write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion, benchmark={"repetitions": 7}))
@@ -92,12 +92,12 @@ def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], t
 
 
 def behind(address: str) -> str:
-    """An address as a user has it whose server asks for a password."""
+    """Return an address with user and password."""
     return address.replace("://", f"://user:{SECRET}@")
 
 
 def places_of(secret: str, *folders: Path) -> list[Path]:
-    """The files that hold a password, or what a browser makes of it."""
+    """Return the files that hold a password, plain or in base64."""
     ways = [secret.encode(), base64.b64encode(f"user:{secret}".encode())]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
     return [file for file in files if any(way in file.read_bytes() for way in ways)]

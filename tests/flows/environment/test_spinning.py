@@ -24,7 +24,7 @@ with stage_processes.reaping():
 
 
 def spins(*arguments: str, **variables: str) -> list[int]:
-    """How long each OpenMP spins, of `python ARGUMENTS` and what that starts: GNU's in turns, LLVM's in ms."""
+    """Return how long each OpenMP of `python ARGUMENTS` and its children spins: GNU's in turns, LLVM's in ms."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": str(REPOSITORY), **variables}
     command, out = [sys.executable, *arguments], subprocess.PIPE

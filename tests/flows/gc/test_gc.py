@@ -57,7 +57,7 @@ def write(night: int) -> None:
 
 
 def run(night: int, told: bool = False) -> list[stages.Outcome]:
-    """What a night brings, and whether MLflow is `told`."""
+    """Run a night, and log it in MLflow if `told`."""
     write(night)
     planned = stages.plan()
     tracking = mirror.Mirror("toy", planned, {})

@@ -130,7 +130,7 @@ def pages(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
 
 
 async def asked(kind: str, path: str, headers: dict[str, str]) -> str:
-    """Whom a request reaches: the application, the proof, or nobody."""
+    """Return what a request reaches: the application, the proof, or nobody."""
     reached: list[str] = []
 
     async def app(*_: object) -> None:
@@ -236,7 +236,7 @@ class TestPages:
 
     @pytest.mark.parametrize("which", ["prefect", "mlflow"])
     def test_foreign_pages_and_users_without_the_key_are_refused(self, pages: Pages, which: str) -> None:
-        """A page of another origin or name does not, the key or not; another user lacks the key."""
+        """Pages of another origin or name are refused even with the key; other users lack it."""
         door: Door = getattr(pages, which)
         port = door.address.rpartition(":")[2]
         assert door.get(door.key).status_code == 200
@@ -254,7 +254,7 @@ class TestPages:
         assert "frame-ancestors 'self'" in page.headers["content-security-policy"]
 
     def test_the_pages_own_requests_are_answered(self, pages: Pages) -> None:
-        """Through a tunnel, too, where the port is another one; Prefect's after its page has asked for a token."""
+        """Also through a tunnel with another port. Prefect's page first asks for a token."""
         assert pages.mlflow.ask(pages.mlflow.key, Host="localhost:1", Origin="http://localhost:1").status_code == 200
         door = pages.prefect
         assert door.ask(door.key).status_code == 403
@@ -275,7 +275,7 @@ class TestPages:
     def test_the_key_is_not_sent_to_servers_that_do_not_have_it(
         self, pages: Pages, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By a client of ours: another program on the port, or one that passes on what ours says, proves nothing."""
+        """Another program on the port, or one that relays our server's answers, proves nothing."""
         monkeypatch.setenv("PREFECT_HOME", str(pages.home))
         monkeypatch.delenv("PREFECT_API_URL", raising=False)
         refresh_global_settings_context()
@@ -314,7 +314,7 @@ def told(variables: dict[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def passing_on(address: str) -> Iterator[str]:
-    """The address of a program that answers as another one does."""
+    """Run a program that relays the answers of another, and yield its address."""
 
     async def app(scope: dict[str, object], receive: object, send: Callable[..., object]) -> None:
         query = bytes(scope["query_string"]).decode()  # type: ignore[arg-type]
@@ -363,14 +363,14 @@ class TestKey:
 
 @pytest.fixture
 def copied(home: Path, prefect_home: Callable[[Path], Path], tmp_path: Path) -> Path:
-    """The same with a database."""
+    """A home of Prefect's with a database."""
     (tmp_path / "prefect").rename(home) if (tmp_path / "prefect").exists() else prefect_home(tmp_path).rename(home)
     return home
 
 
 class TestTemporaryServer:
     def test_it_has_the_same_guard_and_survives_ctrl_c(self, copied: Path) -> None:
-        """Which a terminal sends to its foreground processes; the server is to hear how the run ended."""
+        """A terminal sends Ctrl-C to its foreground processes, but the server must hear how the run ended."""
         with prefect_server.started(0, pages=False, auth=OWN) as address:
             (process,) = [
                 one for one in psutil.Process().children() if "flows.servers.guarded_prefect" in one.cmdline()
@@ -408,7 +408,7 @@ def corrupt(database: Path) -> None:
 
 
 def damaged(database: Path) -> None:
-    """In the middle, where no start looks by itself."""
+    """Damage the middle of the file, which a server does not read at its start."""
     whole = database.read_bytes()
     middle = len(whole) // 2
     database.write_bytes(whole[:middle] + b"\xff" * 8192 + whole[middle + 8192 :])

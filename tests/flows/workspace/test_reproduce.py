@@ -1,4 +1,4 @@
-"""Results that travel and come back: clones that share a remote, and stages got back from any revision."""
+"""Clones share results through a remote, and stages of any revision are reproduced."""
 
 import re
 import shutil
@@ -119,7 +119,7 @@ def another(main: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own_files(root: Path) -> dict[str, str]:
-    """What is a person's in a workspace: everything but what git, DVC, Python and other workspaces keep there."""
+    """Return the files of a workspace except those of git, DVC, Python and other workspaces."""
     others = (".git/", ".dvc/", "workspaces/", "data/.gitignore", "models/.gitignore")
     found = digests(root).items()
     return {name: each for name, each in found if not name.startswith(others) and "__pycache__" not in name}

@@ -325,7 +325,7 @@ class TestCarry:
 class TestCommand:
     @pytest.fixture(autouse=True)
     def stubbed(self, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the repository, where seed 1 of two fails."""
+        """Stub the runs of two seeds, of which seed 1 fails."""
         monkeypatch.chdir(repository)
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
         monkeypatch.setattr(other_studies, "run", lambda _study, seed, *_: seed != 1)
@@ -381,7 +381,7 @@ def study_repository(root: Path) -> Path:
 
 
 def counts(said: str) -> list[dict[str, int]]:
-    """How many stages were executed, restored and cached, for each run that `said` tells of."""
+    """Return the numbers of executed, restored and cached stages of each run in the output `said`."""
     lines = re.findall(r"^\d+ stages in \d+ s: (.*)$", said, re.MULTILINE)
     return [{word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)} for line in lines]
 
@@ -394,7 +394,7 @@ def test_two_seeds_end_to_end(study: Study, flows: Flows, tmp_path: Path, capfd:
     root = study_repository(study.copied(tmp_path / "main"))
 
     def run(*options: str) -> str:
-        """What the command prints, and the processes that it starts."""
+        """Run the command, and return its output and that of its processes."""
         done = flows(root, "study", *options)
         said = "".join([done.output, *capfd.readouterr()])
         assert done.exit_code == 0, said
