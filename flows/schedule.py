@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from prefect._vendor.croniter import croniter
+from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from uuid import UUID
 
-from prefect._vendor.croniter import croniter
+from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture

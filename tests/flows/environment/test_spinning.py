@@ -40,9 +40,8 @@ def spins(*arguments: str, **variables: str) -> list[int]:
     [
         ("-m", "tasks.extract", "--help"),  # as `dvc repro` starts a stage
         ("-c", FLOW),
-        ("-c", "import tests.conftest"),
     ],
-    ids=["stage", "flow", "tests"],
+    ids=["stage", "flow"],
 )
 def test_threads_that_wait_do_not_spin(arguments: tuple[str, ...]) -> None:
     assert set(spins(*arguments)) == {0}

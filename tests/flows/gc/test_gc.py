@@ -24,8 +24,8 @@ from flows.promotion.flow import promotion
 from flows.registry import versions
 from flows.tracking import mirror
 from flows.workspace import reproduce, worktrees
-from tests.flows.toy import MLFLOW, Flows, call, stale
-from tests.flows.workspace.test_reproduce import MODEL, PARAMS, PIPELINE, commit, repository
+from tests.flows.toy import MLFLOW, Flows, call, commit, stale
+from tests.flows.workspace.test_reproduce import MODEL, PARAMS, PIPELINE, repository
 from tests.workspace import digests
 
 PROMOTION = """\
