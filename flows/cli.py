@@ -62,12 +62,7 @@ Scheduler = Annotated[
     str | None, typer.Option(help="address of a Dask scheduler; default: start workers on this machine for this run")
 ]
 
-app = typer.Typer(
-    cls=_Commands,
-    help="Compress a transformer, compare candidates, ship the best.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _TABLE_LINE = re.compile(r"\S {3,}\S|──")
 

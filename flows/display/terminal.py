@@ -53,8 +53,8 @@ def doing(words: str) -> None:
 
 
 def _clear(bars: rich.progress.Progress) -> None:
-    for row in bars.task_ids:
-        bars.remove_task(row)
+    for row in bars.task_ids:  # hidden and not removed: a stage that is being killed still writes to its row
+        bars.update(row, visible=False)
 
 
 def log_above() -> None:

@@ -61,8 +61,6 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
                     sys.exit("MLflow's server ended: its message is above")
                 time.sleep(0.2)
             _print(console, prefect, mlflow)
-            if port and prefect.remote:
-                console.print("PREFECT_API_URL names a server, so --port has no effect.")
             if ports != usual and not prefect.remote:
                 variables = f"PREFECT_SERVER_API_PORT={ports[0]} MLFLOW_PORT={ports[1]}"
                 console.print(f"Other commands find them with {variables}.", soft_wrap=True)

@@ -287,7 +287,7 @@ class TestPages:
             assert not prefect_server.is_ours(address)
             assert not prefect_server.serves(address)
             given = {"PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": pages.prefect.key}
-            with told(given), pytest.raises(ServerError, match="not told"):
+            with told(given), pytest.raises(ServerError, match="not sent"):
                 prefect_server.require()
         monkeypatch.undo()
         refresh_global_settings_context()
