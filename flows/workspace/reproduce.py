@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dvc.repo import Repo
+from dvc.repo.graph import collect_pipeline
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -229,8 +230,9 @@ def _run_again(cache: Path, wanted: LockedStage, again: bool, alone: bool) -> No
 def _chain(wanted: LockedStage) -> list[str]:
     """Return the recorded stages that the stage depends on, upstream first, and the stage itself."""
     with Repo(str(wanted.folder)) as repo:
-        names = [stage.addressing for stage in repo.stage.collect(wanted.stage, with_deps=True)]
-    return [*(name for name in names if name in wanted.entries and name != wanted.stage), wanted.stage]
+        (stage,) = repo.stage.collect(wanted.stage)
+        names = [stage.addressing for stage in collect_pipeline(stage, repo.index.graph)]
+    return [name for name in names if name in wanted.entries]
 
 
 def _repro(wanted: LockedStage, *flags: str) -> None:
