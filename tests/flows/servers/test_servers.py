@@ -453,12 +453,6 @@ class TestMessages:
         with pytest.raises(ServerError, match=f"chmod go-w {home}"), prefect_server.started(0, False, OWN):
             pass
 
-    def test_a_database_in_no_folder(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{copied}/nowhere/a.db")
-        refresh_global_settings_context()
-        with pytest.raises(ServerError, match=f"{copied}/nowhere/a.db"), prefect_server.started(0, False, OWN):
-            pass
-
     def test_a_disk_that_is_full(self, copied: Path) -> None:
         mount = f"mount -t tmpfs -o size=64k,mode=700 tmpfs {copied}"
         code = f"from flows.servers import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
