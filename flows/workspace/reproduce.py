@@ -19,6 +19,7 @@ from typing import Any
 
 from dvc.repo import Repo
 from dvc.repo.graph import collect_pipeline
+from dvc.stage import PipelineStage
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -230,8 +231,12 @@ def _run_again(cache: Path, wanted: LockedStage, again: bool, alone: bool) -> No
 def _chain(wanted: LockedStage) -> list[str]:
     """Return the recorded stages that the stage depends on, upstream first, and the stage itself."""
     with Repo(str(wanted.folder)) as repo:
-        (stage,) = repo.stage.collect(wanted.stage)
-        names = [stage.addressing for stage in collect_pipeline(stage, repo.index.graph)]
+        graph = repo.index.graph
+        named = {stage.name: stage for stage in graph if isinstance(stage, PipelineStage)}
+        if wanted.stage not in named:
+            raise CannotReproduce(f"dvc.yaml of {wanted.commit[:10]} has no stage {wanted.stage} to run again")
+        stages_before = collect_pipeline(named[wanted.stage], graph)
+        names = [stage.name for stage in stages_before if isinstance(stage, PipelineStage)]
     return [name for name in names if name in wanted.entries]
 
 
