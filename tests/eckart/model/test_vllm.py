@@ -159,7 +159,9 @@ def losses(model: PreTrainedModel) -> Tensor:
     return -chances[range(len(TEXT) - 1), TEXT[1:]]
 
 
-@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM has an environment of its own")
+@pytest.mark.skipif(
+    not find_spec("vllm"), reason="vLLM is not installed; it needs an environment of its own: pip install vllm pytest"
+)
 @pytest.mark.parametrize(
     ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
 )
