@@ -22,6 +22,7 @@ bench: $(READY)  ## time the study of this folder, alone on the machine, and wri
 	mv docs/benchmarks.md.new docs/benchmarks.md
 
 docs: $(READY)  ## the pages and the API reference, into site/index.html; a link that leads nowhere ends it
+	$(BIN)/python -m tasks.config.reference > docs/params.md
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 

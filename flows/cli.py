@@ -436,6 +436,18 @@ def publish(
     print(f"{len(found.files)} files, {found.bytes:,} bytes, {done}.")
 
 
+@app.command("params")
+def show_params(
+    part: Annotated[str, typer.Argument(help="dotted name, such as recipes.kfac; default: all")] = "",
+) -> None:
+    """Print params.yaml with all defaults and what each parameter means."""
+    from tasks.config import reference, schema, validation  # slow imports, not for --help
+    from tasks.config.resolved import resolve
+
+    validation.check()
+    print(reference.text(resolve(schema.read()), part), end="")
+
+
 @app.command()
 def pin() -> None:
     """Write the hub's newest commits of base model and data into params.yaml."""

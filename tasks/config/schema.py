@@ -339,7 +339,7 @@ class Limits(Section):
 class Promotion(Limits):
     """When a candidate becomes the champion."""
 
-    model: Name | None = Field(None, description="its name in MLflow's model registry; null: study.name")
+    model: Name = Field("", description="its name in MLflow's model registry; by default study.name")
     least_gain: float = Field(
         0.0, description="over the present champion on the same test examples, at least; below 0 admits a worse one"
     )
@@ -387,7 +387,7 @@ def sections(content: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in all defaults of params.yaml but those of `recipes` and `recovery`."""
     tree = with_defaults(content, Params)
     study, promotion = tree["study"], tree["promotion"]
-    if isinstance(study, dict) and isinstance(promotion, dict) and promotion["model"] is None:
+    if isinstance(study, dict) and isinstance(promotion, dict) and promotion["model"] == "":
         promotion["model"] = study.get("name")
     return tree
 

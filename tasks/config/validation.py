@@ -162,7 +162,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
     if typed["study"] and typed["export"] and not typed["export"].recipes:
         yield from _unexported(typed["study"].goals)
-    yield from _of_control(_at(content, "study", "control"), recipes)
+    yield from _of_control(_at(content, "study", "control"), recipes, used)
     own = stated.get("recipes")
     for name in dict.fromkeys([*used, _at(content, "study", "control"), *(own if isinstance(own, dict) else ())]):
         recipe = recipes.get(name) if isinstance(name, str) else None
@@ -209,10 +209,13 @@ def _unexported(goals: Sequence[schema.Goal]) -> Iterator[str]:
             yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
 
 
-def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+def _of_control(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[str]) -> Iterator[str]:
     fitting = ", ".join(str(one) for one, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
     if isinstance(name, str) and recipes and name not in recipes:
         yield f"study.control: there is no recipe {name}; write one of {fitting}"
+    elif name is None and (own := [recipes[other] for other in used if recipes.get(other)]):
+        if not any(recipe.recovery.for_dense for recipe in own if recipe):
+            yield f"study.control: the original model can recover as none of study.recipes does; write one of {fitting}"
     elif isinstance(name, str) and (recipe := recipes.get(name)) and not recipe.recovery.for_dense:
         yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
 
