@@ -22,6 +22,7 @@ bench: $(READY)  ## measure the study of this folder and write docs/benchmarks.m
 	mv docs/benchmarks.md.new docs/benchmarks.md
 
 docs: $(READY)  ## build the pages and the API reference into site/; a broken link is an error
+	$(BIN)/python -m tasks.config.reference > docs/params.md
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 

@@ -464,6 +464,18 @@ def publish(
     print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {done}.")
 
 
+@app.command("params")
+def show_params(
+    part: Annotated[str, typer.Argument(help="dotted name, such as recipes.kfac; default: all")] = "",
+) -> None:
+    """Print params.yaml with all defaults and what each parameter means."""
+    from tasks.config import reference, schema, validation  # slow imports, not for --help
+    from tasks.config.resolved import resolve
+
+    validation.check()
+    print(reference.text(resolve(schema.read()), part), end="")
+
+
 @app.command("pin")
 def pin_inputs() -> None:
     """Pin base model and data in params.yaml to their newest commits on the Hugging Face hub."""

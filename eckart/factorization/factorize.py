@@ -41,17 +41,16 @@ from eckart.ranks.budget import Ranks
 
 
 class InOrder(BaseModel):
-    """Settings of the factorization in order of execution (sequential calibration).
-
-    Attributes:
-        anchor: a, from 0, which factorizes W, to 1, which factorizes W*, the best correction of earlier errors.
-        ridge: λ of W* ÷ the mean of the inputs' second moments.
-    """
+    """Settings of the factorization in order of execution (sequential calibration)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    anchor: float = Field(ge=0, le=1)
-    ridge: float = Field(gt=0)
+    anchor: float = Field(
+        0.5, ge=0, le=1, description="share a of the error of earlier layers that each target makes up for; 0: none"
+    )
+    ridge: float = Field(
+        0.1, gt=0, description="λ, which holds a target to its own weights, in units of its inputs' mean square"
+    )
 
 
 def factorize_at_once(

@@ -49,7 +49,7 @@ class _Weighting(Method):
 class Plain(_Weighting):
     """All entries of W weigh the same: SVD."""
 
-    kind: Literal["none"]
+    kind: Literal["none"] = Field("none", description="every entry of W counts alike: plain SVD")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
@@ -59,13 +59,10 @@ class ByScores(_Weighting):
     """The error of each row or column of W, weighted by its Fisher (FWSVD) or Taylor (IWSVD) score.
 
     FWSVD (Hsu et al., ICLR 2022) sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
-
-    Attributes:
-        axis: whose scores count, inputs' or outputs'.
     """
 
-    kind: Literal["fisher", "taylor"]
-    axis: Axis
+    kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
+    axis: Axis = Field("input", description="whose scores count: input or output; they are summed over the other axis")
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -79,7 +76,7 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """The error of the outputs on the calibration inputs: DRONE, eq. 3."""
 
-    kind: Literal["inputs"]
+    kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -94,7 +91,7 @@ class Movement(_Weighting):
 
     reads_shaping = True
 
-    kind: Literal["movement"]
+    kind: Literal["movement"] = Field("movement", description="outputs count by the scores of pruning (LPAF)")
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
@@ -113,9 +110,13 @@ class Movement(_Weighting):
 class Kfac(_Weighting):
     """Twice the second-order increase of the loss, estimated by the Kronecker factors of the empirical Fisher."""
 
-    kind: Literal["kfac"]
-    shrinkage: float = Field(ge=0, lt=1)
-    """Share of the gradients' second moment that is spread evenly over outputs: few rows show few directions."""
+    kind: Literal["kfac"] = Field("kfac", description="both Kronecker factors of the Fisher: the loss to second order")
+    shrinkage: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the gradients' second moment that is spread evenly over outputs; 0.1 for few examples",
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -146,7 +147,9 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 class FisherInputs(_Weighting):
     """The error on the calibration inputs, with each output weighted by its Fisher score (ours)."""
 
-    kind: Literal["fisher_inputs"]
+    kind: Literal["fisher_inputs"] = Field(
+        "fisher_inputs", description="Fisher score of each output, second moment of the inputs"
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:

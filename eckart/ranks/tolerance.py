@@ -48,20 +48,17 @@ _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 
 
 class Tolerance(Method):
-    """Walk the model in order.
+    """Give each target, in order of execution, the smallest rank within its share of an allowed loss."""
 
-    Attributes:
-        increase: r, the allowed increase of the loss ÷ the loss; None: the least that is found to meet keep.
-        grid: ranks that are tried of a target.
-        rows: of the calibration sample, at most.
-        times: E, by multiply-accumulates, or by measured seconds, by which two runs may differ.
-    """
-
-    kind: Literal["tolerance"]
-    increase: float | None = Field(gt=0)
-    grid: int = Field(ge=1)
-    rows: int = Field(ge=1)
-    times: Literal["macs", "measured"]
+    kind: Literal["tolerance"] = Field("tolerance", description="the smallest ranks within an allowed loss (DRONE)")
+    increase: float | None = Field(
+        None, gt=0, description="allowed relative increase r of the loss, 0.1 is 10 %; null: the least that meets keep"
+    )
+    grid: int = Field(4, ge=1, description="ranks that are tried of each target")
+    rows: int = Field(64, ge=1, description="calibration examples that the loss is measured on, at most")
+    times: Literal["macs", "measured"] = Field(
+        "macs", description="what shares r out: multiply-accumulates, or measured seconds, with which runs may differ"
+    )
 
     @property
     def asks_frozen(self) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -21,7 +20,15 @@ from eckart.model.layers import factorized, low_rank_layers, pivoted, residual_r
 from eckart.model.targets import weight_of
 from eckart.recipe import captions
 from tasks.training.loop import train
-from tests.workspace import REPOSITORY, digests, merged, plain, run_stage, tiny_params, tiny_workspace, write_params
+from tests.workspace import (
+    digests,
+    merged,
+    repository_params,
+    run_stage,
+    tiny_params,
+    tiny_workspace,
+    write_params,
+)
 
 KEEP = "0.5"
 FEW = {"steps": 4, "batch_size": 8}
@@ -75,7 +82,7 @@ PRUNED = ["pruned_base", "lpaf", "kfac_lpaf", "pruned_ars", "pruned_in_order"]
 
 @cache
 def recipes() -> dict[str, Any]:
-    own = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]
+    own = repository_params()["recipes"]
     recipes = {name: merged(own[name], changes) for name, changes in METHODS.items()}
     for name, (origin, changes) in RECOMBINATIONS.items():
         if changes.get("ranks") == "ars":

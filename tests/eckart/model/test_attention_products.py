@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
-from ruamel.yaml import YAML
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -34,7 +33,7 @@ from eckart.ranks.budget import cost, largest_rank, total
 from eckart.ranks.tolerance import Tolerance, module_macs, tolerated_ranks
 from tests import tiny
 from tests.architectures import AUTO, FAMILIES, LAYERS, LENGTH, collate, loss, samples
-from tests.workspace import REPOSITORY, plain, run_stage, tiny_workspace
+from tests.workspace import repository_params, run_stage, tiny_workspace
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
 NONE, INPUTS = (WEIGHTING.validate_python({"kind": kind}) for kind in ("none", "inputs"))
@@ -351,7 +350,7 @@ RANKS = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8, "times": "
 
 
 def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    svd = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]
+    svd = repository_params()["recipes"]["svd"]
     svd["recovery"] |= {"steps": 2, "batch_size": 8}
     walk = {**svd, "weighting": {"kind": "inputs"}, "ranks": RANKS}
     borrowed = {**svd, "ranks": {"kind": "borrowed", "weighting": {"kind": "inputs"}, "ranks": RANKS}}
