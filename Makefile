@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 # The set-up leaves bytecode to the first import: where none is written, each process compiles anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test bench docs deps lint ui lock clean
+.PHONY: run test bench docs lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
@@ -24,9 +24,6 @@ bench: $(READY)  ## time the study of this folder, alone on the machine, and wri
 docs: $(READY)  ## the pages and the API reference, into site/index.html; a link that leads nowhere ends it
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
-
-deps: $(READY)  ## write into dvc.yaml which code each stage can run
-	$(BIN)/python -m tasks.runtime.code_dependencies
 
 lint: $(READY)  ## formatting, style, types, import contracts
 	$(BIN)/ruff format --check .

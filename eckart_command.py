@@ -30,7 +30,6 @@ def main() -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
     module = "flows"
     if sys.argv[1:2] == ["stage"] and sys.argv[2:]:
-        _check_code(sys.argv[2])
         module = f"tasks.{sys.argv[2]}"
         sys.argv[1:3] = []
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -40,13 +39,6 @@ def _home() -> Path:
     """The folder of `tasks` and `flows`: a clone's own, so that edits of its code count; else the installed one."""
     here, installed = Path.cwd(), _HERE / "eckart_pipeline"
     return next(folder for folder in (here, installed, _HERE) if (folder / "flows/engine/stages.py").is_file())
-
-
-def _check_code(stage: str) -> None:
-    from flows.workspace import installation
-
-    if message := installation.other_code(stage):
-        sys.exit(f"{stage}: {message}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from flows.engine.stages import (
     StageChanged,
     definition_of,
     noted_digests,
+    resolve_parameters,
     restore,
 )
 from flows.environment.redaction import shown
@@ -182,16 +183,18 @@ class Pulled:
 
 
 def pull() -> Pulled:
-    """Bring from cache and remote the results that fit this workspace. It runs nothing and leaves dvc.lock as it is.
+    """Bring from cache and remote the results that fit this workspace.
 
-    Of each stage that is what somebody made from its present parameters, code and data; where nobody did, what dvc.lock
-    records. What a person edited stays.
+    It runs no stage but `resolve`, and leaves the other entries of dvc.lock as they are. Of each stage it brings what
+    somebody made from its present parameters, code and data; where nobody did, what dvc.lock records. What a person
+    edited stays.
 
     Raises:
         TransportFailed: the remote cannot be used.
     """
+    _refuse_damaged()
+    resolve_parameters()
     with _transport("pulling") as repo:
-        _refuse_damaged()
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records

@@ -26,6 +26,7 @@ from tasks.artifacts.errors import EckartError
 
 # Slow imports only, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
+    "grimp",
     "torch",
     "transformers.trainer",
     "datasets",

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +32,7 @@ from dvc_data.hashfile.meta import Meta
 
 from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
 from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
+from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, recipe_and_keep
@@ -39,6 +40,7 @@ from tasks.artifacts.names import candidate_of, recipe_and_keep
 log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
+_RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
@@ -96,11 +98,11 @@ def plan() -> list[Planned]:
         WorkspaceUnusable: it is no workspace, or cannot be written.
     """
     check_workspace()
+    resolve_parameters()
     planned: dict[str, Planned] = {}
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     with repository() as repo, bookkeeping(repo):
-        lock_file.heal(repo)
         graph = repo.index.graph
         _refuse_links(repo)
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
@@ -112,17 +114,46 @@ def plan() -> list[Planned]:
             kind = (_nameless(stage.name, definition), *(kinds[name] for name in upstream))
             kinds[stage.name] = numbers.setdefault(kind, len(numbers))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
-            planned[stage.name] = Planned(
-                name=stage.name,
-                upstream=upstream,
-                alone=bool((stage.meta or {}).get("alone")),
-                reads=tuple(dep.fs_path for dep in stage.deps),
-                writes=tuple(out.fs_path for out in stage.outs),
-                definition=_digest(definition),
-                twin=None,
-                cached=_outcome(stage, "Cached", definition) if current else None,
-            )
+            cached = _outcome(stage, "Cached", definition) if current else None
+            planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
     return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+
+
+def resolve_parameters() -> None:
+    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes.
+
+    Raises:
+        WorkspaceUnusable: it fails, since params.yaml has mistakes, say.
+    """
+    with repository() as repo, bookkeeping(repo):
+        lock_file.heal(repo)
+        try:
+            (stage,) = repo.stage.collect(_RESOLVE)
+        except StageNotFound:
+            return
+        if _up_to_date(stage):
+            return
+        planned = _planned(stage)
+    said: list[str] = []
+    try:
+        with stage_processes.reaping():
+            run(planned, partial(execute_here, planned, log=said.append, timeout=None))
+    except CommandFailed as failure:
+        raise WorkspaceUnusable("\n".join(said) or str(failure)) from failure
+
+
+def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
+    """A stage as it is to be run, before anything is known of its results."""
+    return Planned(
+        name=stage.name,
+        upstream=upstream,
+        alone=bool((stage.meta or {}).get("alone")),
+        reads=tuple(dep.fs_path for dep in stage.deps),
+        writes=tuple(out.fs_path for out in stage.outs),
+        definition=definition_of(stage),
+        twin=None,
+        cached=None,
+    )
 
 
 def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
@@ -171,7 +202,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        done = execute(_command(stage)) if status == "Executed" else 0.0
+        done = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -192,9 +223,19 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
     return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
 
 
-def _command(stage: PipelineStage) -> str:
-    """dvc.yaml may give a list, in which each command must succeed before the next."""
-    return stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
+def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -> Outcome | float:
+    # dvc.yaml may give a list, in which each command must succeed before the next.
+    command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
+    try:
+        return execute(command)
+    except CommandFailed as failure:
+        from tasks.runtime.code_digests import CodeChanged, check_stage  # a slow import
+
+        try:
+            check_stage(stage.name)
+        except CodeChanged as changed:
+            raise StageChanged(f"{stage.name}: {changed}") from failure
+        raise
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
@@ -247,11 +288,12 @@ def _nameless(name: str, definition: str) -> str:
     """The definition of the stage `name`, without the name of its recipe if it is a candidate's."""
     if not (candidate := candidate_of(name)):
         return definition
-    recipe, _ = recipe_and_keep(candidate)
+    stage, (recipe, _) = name.partition("@")[0], recipe_and_keep(candidate)
     named = {
         f"/{candidate}": "/*",
         f"--recipe {recipe} ": "--recipe * ",
         f'"recipes": {{"{recipe}": ': '"recipes": {"*": ',
+        f'"code": {{"{stage}": {{"{recipe}": ': f'"code": {{"{stage}": {{"*": ',
     }
     return reduce(lambda done, pair: done.replace(*pair), named.items(), definition)
 
@@ -329,6 +371,7 @@ def check_workspace() -> None:
 
 def read_now() -> list[Reads]:
     """What each stage would read now, of what is there."""
+    resolve_parameters()
     with repository() as repo, bookkeeping(repo):
         return [_reads(stage) for stage in repo.index.stages if stage.cmd]
 

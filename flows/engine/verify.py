@@ -28,7 +28,7 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
-from tasks.runtime.code_folders import PIPELINE, is_code
+from tasks.runtime.code_folders import PIPELINE
 
 _MISSING = "nothing"
 
@@ -57,8 +57,7 @@ class Entry:
         """Where it says something else than the stage has recorded."""
         of_all_files = [item for each in self.content.get("params", {}).values() for item in each.items()]
         parameters = {stage_inputs.nameless(path, self.stage): value for path, value in of_all_files}
-        code = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if is_code(dep["path"])}
-        return [*_differing(parameters, record.parameters), *_differing(code, record.code)]
+        return list(_differing(parameters, record.parameters))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
-"""The parameters of a study with every default filled in."""
+"""The parameters of a study with every default filled in, and the file that has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-RESOLVED = Path("resolved.yaml")
-"""Written by the stage `resolve` from params.yaml; the parameters that every other stage reads."""
+from ruamel.yaml import YAML
+
+from tasks.config.schema import RESOLVED
+
+_NOTE = "# Written by the stage `resolve` from params.yaml and the code; edits are overwritten.\n"
 
 
 def resolve(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,3 +22,12 @@ def resolve(content: Mapping[str, Any]) -> dict[str, Any]:
         The whole tree as plain data, in the order of the types.
     """
     return dict(content)
+
+
+def write(content: Mapping[str, Any]) -> None:
+    """Write resolved.yaml in the working directory; the file may be a link into DVC's cache, so it is replaced."""
+    new = RESOLVED.with_name(f"{RESOLVED.name}.new")
+    with new.open("w") as file:
+        file.write(_NOTE)
+        YAML().dump(dict(content), file)
+    new.replace(RESOLVED)

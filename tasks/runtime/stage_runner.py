@@ -23,6 +23,7 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_name, stage_name
 from tasks.config.schema import Threads, Trainer, section
+from tasks.runtime.code_digests import check_stage
 
 
 class StageError(EckartError):
@@ -138,10 +139,12 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         quiet()
-        found = stage_inputs.found(stage)
+        inputs = stage_inputs.load(stage)
+        check_stage(stage)
         work()
-        if found and leads():
-            stage_inputs.write(stage, found)
+        check_stage(stage)  # it may have imported modules late
+        if inputs and leads():
+            stage_inputs.write(stage, inputs)
     except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:

@@ -274,7 +274,7 @@ def test_later_runs(study: Study, flows: Flows, prefect: dict[str, str], tmp_pat
     assert not list(tmp_path.glob("*.db"))  # no server was started
     assert "flows.engine.nothing_to_do" in imported(second)
     assert not {"torch", "transformers", "flows.study"} & imported(second)
-    assert re.search(r"^18 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
+    assert re.search(r"^19 stages in \d+ s: Nothing was recomputed", second.stdout, re.MULTILINE)
     assert counts(root) == {"": 1, "svd-0.5": 1, "kfac-0.5": 1}
     assert len(backfilled(root)) == 2
 
