@@ -44,28 +44,28 @@ _RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
-    """What a stage reads, or the stage itself, changed during the run, so that its result belongs to no known input."""
+    """The stage, its code or an input changed during the run, so that its result belongs to no known inputs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage, as it stands in dvc.lock."""
+    """The result of a stage that is up to date, as dvc.lock records it."""
 
     stage: str
     status: Status
     seconds: float | None
-    """How long its command ran when this was computed; None if that was with another cache."""
+    """Time that its command took when this was computed; None if that was with another cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     outs: dict[str, str] = field(default_factory=dict)
     place: str = ""
-    """Where it ran, if in another workspace."""
+    """The workspace in which it ran, if it is another one."""
 
 
 class Reads(NamedTuple):
-    """What a stage would read now, whether it can run or not; of what it writes only the paths."""
+    """The present inputs of a stage, whether it can run or not, and the paths of its outputs."""
 
     deps: dict[str, str]
     params: dict[str, Any]
@@ -86,13 +86,14 @@ class Planned:
     twin: str | None
     """A stage to wait for, since it computes the same under another recipe's name, as do all before it."""
     cached: Outcome | None
-    """Set if the stage and all before it were up to date when the plan was made."""
+    """The result if the stage and all before it were up to date when the plan was made."""
 
 
 def plan() -> list[Planned]:
-    """The stages of dvc.yaml in an order in which they can run: searches, which may be long, before all recoveries.
+    """Return the stages of dvc.yaml in an order in which they can run: all searches, which may be long, come first.
 
-    All are compared with the workspace here, in one go: reading dvc.lock anew for each would take a minute.
+    The stage `resolve` has run then. All stages are compared with the workspace here, in one go: reading dvc.lock anew
+    for each would take a minute.
 
     Raises:
         WorkspaceUnusable: it is no workspace, or cannot be written.
@@ -116,7 +117,7 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+    return [replace(stage, twin=twin) for stage, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
 
 
 def resolve_parameters() -> None:
@@ -143,7 +144,7 @@ def resolve_parameters() -> None:
 
 
 def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
-    """A stage as it is to be run, before anything is known of its results."""
+    """Return the stage as it is to be run, without its result."""
     return Planned(
         name=stage.name,
         upstream=upstream,
@@ -157,7 +158,7 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
 
 
 def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """For each stage the first of its kind, whose result it takes; None for the first itself."""
+    """Yield for each stage the first one of its kind, whose result it takes; None for the first itself."""
     first: dict[int, str] = {}
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
@@ -166,7 +167,7 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
 
 
 def _refuse_links(repo: Repo) -> None:
-    """Refuse outputs that a link leads out of the workspace: DVC would record none of them, and say so after the work.
+    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work.
 
     Raises:
         WorkspaceUnusable: there are some.
@@ -260,7 +261,7 @@ def _up_to_date(stage: PipelineStage) -> bool:
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what the new ones are made from."""
+    """Return DVC's verdict; of a stale stage, remove the outputs and save the inputs of the new ones."""
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
@@ -272,10 +273,10 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 def _take(stage: PipelineStage, definition: str) -> bool:
     """Take the result of the same computation under another recipe's name, if the cache still has it."""
-    found = stage_results.known(_cache(stage), _computation(stage, definition))
-    if not found or len(found.outs) != len(stage.outs):
+    known = stage_results.known(_cache(stage), _computation(stage, definition))
+    if not known or len(known.outs) != len(stage.outs):
         return False
-    for out, (digest, meta) in zip(stage.outs, found.outs, strict=True):
+    for out, (digest, meta) in zip(stage.outs, known.outs, strict=True):
         out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None
     if any(out.changed_cache() for out in stage.outs):
         return False
@@ -285,7 +286,7 @@ def _take(stage: PipelineStage, definition: str) -> bool:
 
 
 def _nameless(name: str, definition: str) -> str:
-    """The definition of the stage `name`, without the name of its recipe if it is a candidate's."""
+    """Return the definition of the stage `name` with `*` for the name of its recipe, if it is a candidate's."""
     if not (candidate := candidate_of(name)):
         return definition
     stage, (recipe, _) = name.partition("@")[0], recipe_and_keep(candidate)
@@ -299,10 +300,10 @@ def _nameless(name: str, definition: str) -> str:
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
-    """Take the outputs that dvc.lock or the run cache has for what the stage reads now, if they are there and whole.
+    """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, if they are whole.
 
-    What they were made from is noted in the stage. It must be as it was loaded: DVC takes the outputs of dvc.lock where
-    the inputs are those that are noted, so a second call would take them for any inputs.
+    The stage must be as it was loaded, since its inputs are saved in it here: DVC takes the outputs of dvc.lock where
+    the saved inputs are the same, so a second call would take them for any inputs.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -312,7 +313,7 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
 
 
 def _is_whole(stage: PipelineStage) -> bool:
-    """Whether the outputs that were checked out are what they should be; if not they are removed again."""
+    """Whether the outputs that were checked out have their digests; if not, they are removed again."""
     if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
@@ -320,12 +321,12 @@ def _is_whole(stage: PipelineStage) -> bool:
 
 
 def _discard_corrupt(stage: PipelineStage) -> bool:
-    """Remove the objects of a stage's outputs that are corrupt; whether there were any."""
+    """Remove the corrupt objects of a stage's outputs, and return whether there were any."""
     return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """The stage as it was planned, and its definition: had parameters changed since, a run would mix two studies."""
+    """Return the stage and its definition, and refuse one that is not as planned: a run would mix two studies."""
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
@@ -337,7 +338,7 @@ def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
 
 
 def definition_of(stage: PipelineStage) -> str:
-    """Digest of command, parameters and paths."""
+    """Return the digest of the stage's command, parameters and paths."""
     return _digest(_definition(stage))
 
 
@@ -354,7 +355,7 @@ def _definition(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """Refuse a working directory in which no stage can be run.
+    """Check that the working directory is a workspace in which stages can run.
 
     Raises:
         WorkspaceUnusable: it is no workspace, or cannot be written.
@@ -370,7 +371,7 @@ def check_workspace() -> None:
 
 
 def read_now() -> list[Reads]:
-    """What each stage would read now, of what is there."""
+    """Return the present inputs of each stage; what is missing is left out."""
     resolve_parameters()
     with repository() as repo, bookkeeping(repo):
         return [_reads(stage) for stage in repo.index.stages if stage.cmd]
@@ -387,7 +388,7 @@ def _reads(stage: PipelineStage) -> Reads:
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
-    """Path or parameter file → digest, as noted last; of parameters their values."""
+    """Return path → digest of the stage's inputs as saved last; for a parameter file, the values as JSON."""
     return {str(dep): _as_text(dep.hash_info.value) for dep in stage.deps}
 
 
@@ -401,8 +402,8 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    found = stage_results.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, found.seconds if found else None, key, deps, params, _digests(entry))
+    known = stage_results.known(_cache(stage), _computation(stage, definition))
+    return Outcome(stage.name, status, known.seconds if known else None, key, deps, params, _digests(entry))
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -410,7 +411,7 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Digest of what is computed: like its key, but without its recipe's name."""
+    """Return the digest of the computation: like its key, but without its recipe's name."""
     read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
@@ -420,7 +421,7 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write what the user's own file or folder is now into its .dvc file, as `dvc repro` does.
+    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does.
 
     Raises:
         WorkspaceUnusable: it is not here.
@@ -438,6 +439,6 @@ def _note_input(stage: Stage) -> None:
 
 
 def cache_dir() -> Path:
-    """As `dvc cache dir` names it."""
+    """Return the folder that `dvc cache dir` names."""
     with repository() as repo:
         return Path(repo.cache.local_cache_dir)
