@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
-from tasks.config import resolved, validation
-from tasks.config.schema import read
+from tasks.config import validation
+from tasks.config.resolved import resolve
+from tasks.config.schema import RESOLVED, read
 from tasks.runtime.code_digests import CodeChanged, code_of_stages
 from tasks.runtime.code_folders import CODE, PIPELINE, all_code
+
+_NOTE = "# Written by the stage `resolve` from params.yaml and the code; edits are overwritten.\n"
 
 
 def main() -> None:
     """Check params.yaml and write resolved.yaml, in the root of a workspace."""
     _check_installed()
     validation.check()
-    parameters = resolved.resolve(read())
+    parameters = _with_used_recipes(resolve(read()))
     stages = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
-    resolved.write({**parameters, "code": code_of_stages(stages, parameters)})
+    new = RESOLVED.with_name(f"{RESOLVED.name}.new")
+    with new.open("w") as file:
+        file.write(_NOTE)
+        YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, file)
+    new.replace(RESOLVED)  # which may be a link into DVC's cache
+
+
+def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters without the recipes that the study does not use, and with the recovery of the control."""
+    study, recipes = parameters["study"], parameters["recipes"]
+    used = dict.fromkeys([*study["recipes"], *filter(None, [study["control"]])])
+    return {
+        **parameters,
+        "recipes": {name: recipes[name] for name in used},
+        "control_recovery": recipes[study["control"]]["recovery"] if study["control"] else None,
+    }
 
 
 def _check_installed() -> None:

@@ -95,12 +95,12 @@ class StageCode:
 
     def _parts_of_recipes(self, stage: str) -> list[Any]:
         """Return the parts of recipes that a stage reads."""
-        recipes, study = self._parameters["recipes"], self._parameters["study"]
+        recipes = self._parameters["recipes"]
         if candidate := candidate_of(stage):
             return [recipes[recipe_and_keep(candidate)[0]]]
         if stage == "control":
-            return [recipes[study["control"]]["recovery"]]
-        return [recipes[name] for name in study["recipes"]]
+            return [self._parameters["control_recovery"]]
+        return [recipes[name] for name in self._parameters["study"]["recipes"]]
 
 
 def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
