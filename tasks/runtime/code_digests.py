@@ -34,8 +34,11 @@ _PARAMETER_TYPES = (
     "eckart.recipe",
     "eckart.recipe_parts",
     "eckart.factorization.weightings",
+    "eckart.training.optimizer_settings",
 )
 """Modules, and packages of them, whose classes have the defaults of parameters."""
+_VALUES = {"eckart.published_recipes"}
+"""Modules of values alone, which stand in resolved.yaml."""
 
 _KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
 _NO_DATA = (".py", ".pyc", ".typed", ".yaml")
@@ -79,7 +82,7 @@ class StageCode:
                 todo += self._imported(module, kinds)
         # Python runs a package before its modules; what a package only lists, none of these modules uses.
         packages = {above for module in reached for above in _packages_of(module)} - reached
-        return reached | packages
+        return (reached | packages) - _VALUES
 
     def _imported(self, module: str, kinds: set[str]) -> Iterator[str]:
         """Yield what a module imports, and the packages above it that do more than list methods."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import chdir
@@ -72,7 +73,18 @@ def test_a_value_makes_the_stages_stale_that_read_it(
     assert now_stale() == reads_it
 
 
-def test_another_default_makes_the_stages_stale_that_read_its_value(edit: Edit) -> None:
+def test_a_default_is_as_good_as_a_value_and_another_one_makes_the_stages_stale_that_read_it(edit: Edit) -> None:
+    price = re.compile(r"(embedding_price: \w+ = Field\(\s*)1\.0")
+    module = Path("eckart/ranks/waterfill.py")
+    if not price.search(module.read_text()):
+        pytest.skip("the parameter has no default")
+    edit("params.yaml", "      embedding_price: 1.0\n", "")
+    assert now_stale() == set()
+    module.write_text(price.sub(r"\g<1>2.0", module.read_text()))
+    assert now_stale() == {"search@kfac-0.5", "compare"}
+
+
+def test_another_resolved_value_makes_the_stages_stale_that_read_its_value(edit: Edit) -> None:
     """As a new version brings one: params.yaml is the same, and the resolved value is another."""
     edit("tasks/resolve.py", "resolved.resolve(read())", 'resolved.resolve(read()) | {"seed": 9}')
     assert now_stale() == {"teacher", "control", "search@svd-0.5", "search@kfac-0.5", "finetune@svd-0.5"} | {
