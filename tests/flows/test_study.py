@@ -153,14 +153,6 @@ class TestAfterTheFirstRun:
         assert child.data.tags["mlflow.source.git.commit"] == call(study.root, "git", "rev-parse", "HEAD").strip()
         assert child.data.tags["prefect.flow_run"]
 
-    def test_one_recipes_parameter_makes_only_its_own_stages_stale(self, workspace: Path) -> None:
-        before = (workspace / "params.yaml").read_text()
-        recipes = YAML(typ="safe").load(before)["recipes"]
-        recipes["svd"]["recovery"]["learning_rate"] = 1.0e-3
-        change(workspace, recipes=recipes)
-        assert stale(workspace) == ["compare", "finetune@svd-0.5"]  # whose page states the recipes
-        (workspace / "params.yaml").write_text(before)
-
     def test_a_run_that_fails_compares_what_a_complete_one_keeps(self, workspace: Path) -> None:
         """The same files and parameters, though it asks for them in another way."""
         with chdir(workspace):
@@ -176,33 +168,6 @@ class TestAfterTheFirstRun:
         finally:
             gone.rename(raw)
         assert missing == {"data": [("data/raw", kept.data["data/raw"], None)]}
-
-    def test_another_way_to_score_trains_nothing_again(self, workspace: Path) -> None:
-        before = (workspace / "params.yaml").read_text()
-        change(workspace, evaluate={"batch_size": 4})
-        assert {name.partition("@")[0] for name in stale(workspace)} == {
-            "dense",
-            "evaluate",
-            "export_dense",
-            "export",
-        }
-        (workspace / "params.yaml").write_text(before)
-
-    def test_editing_code_makes_stale_what_can_run_it(self, workspace: Path) -> None:
-        for file, stages in {
-            "eckart/factorization/weighted_svd.py": {
-                "search",
-                "factorize",
-                "compare",
-            },  # whose page asks the methods for their captions
-            "tasks/training/loop.py": {"teacher", "control", "search", "finetune"},
-            "flows/engine/stages.py": set(),
-        }.items():
-            path = workspace / file
-            before = path.read_text()
-            path.write_text(before + "# edited\n")
-            assert {name.partition("@")[0] for name in stale(workspace)} == stages, file
-            path.write_text(before)
 
     def test_dvc_repro_makes_the_same_bytes(self, workspace: Path) -> None:
         """By a fresh interpreter for a stage, here one that trains."""
