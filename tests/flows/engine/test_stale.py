@@ -94,7 +94,7 @@ def test_a_default_is_as_good_as_a_value_and_another_one_makes_the_stages_stale_
 
 def test_another_resolved_value_makes_the_stages_stale_that_read_its_value(edit: Edit) -> None:
     """As a new version brings one: params.yaml is the same, and the resolved value is another."""
-    edit("tasks/resolve.py", "resolved.resolve(read())", 'resolved.resolve(read()) | {"seed": 9}')
+    edit("tasks/resolve.py", "resolve(read())", 'resolve(read()) | {"seed": 9}')
     assert now_stale() == TRAINING | {"compare"}
 
 
