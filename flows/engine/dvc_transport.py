@@ -39,6 +39,7 @@ from flows.engine.stages import (
 )
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
+from tasks.runtime.code_digests import CodeChanged, check_stage
 
 
 class TransportFailed(EckartError):
@@ -98,6 +99,10 @@ def accept(order: Order) -> Planned:
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
+        try:
+            check_stage(order.stage)
+        except CodeChanged as error:
+            raise NotTheSame(f"{_here()} has other code than the run: bring it up to date") from error
         reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
         return Planned(order.stage, (), False, reads, writes, order.definition, twin=None, cached=None)
 

@@ -137,9 +137,7 @@ def check_stage(stage: str) -> None:
     if recorded and (candidate := candidate_of(stage)):
         recorded = recorded.get(recipe_and_keep(candidate)[0])
     if recorded and recorded != StageCode(parameters).digest(stage):
-        raise CodeChanged(
-            f"the code here is not what {schema.RESOLVED} was written for; run again, on a worker after an update"
-        )
+        raise CodeChanged(f"the code here is not what {schema.RESOLVED} was written for; run again")
 
 
 def _packages_of(module: str) -> list[str]:
