@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from typing import Any
 
 from ruamel.yaml import YAML
 
+from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.config import validation
 from tasks.config.resolved import resolve
-from tasks.config.schema import RESOLVED, read
+from tasks.config.schema import PARAMS, RESOLVED, read
 from tasks.runtime.code_digests import CodeChanged, code_of_stages
 from tasks.runtime.code_folders import CODE, PIPELINE, all_code
-
-_NOTE = "# Written by the stage `resolve` from params.yaml and the code; edits are overwritten.\n"
 
 
 def main() -> None:
     """Check params.yaml and write resolved.yaml, in the root of a workspace."""
     _check_installed()
     validation.check()
+    source = hashlib.md5(PARAMS.read_bytes(), usedforsecurity=False).hexdigest()
     parameters = _with_used_recipes(resolve(read()))
     stages = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
     new = RESOLVED.with_name(f"{RESOLVED.name}.new")
     with new.open("w") as file:
-        file.write(_NOTE)
+        file.write(f"# Written by the stage `resolve` from params.yaml and code {all_code()}; edits are overwritten.\n")
         YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, file)
     new.replace(RESOLVED)  # which may be a link into DVC's cache
+    stage_inputs.write("resolve", stage_inputs.Inputs(parameters={str(PARAMS): source}))
 
 
 def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:

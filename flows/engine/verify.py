@@ -28,6 +28,7 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
+from tasks.config.schema import PARAMS
 from tasks.runtime.code_folders import PIPELINE
 
 _MISSING = "nothing"
@@ -59,7 +60,8 @@ class Entry:
         parameters = {
             stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
         }
-        return list(_differing(parameters, record.parameters))
+        source = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if dep["path"] == str(PARAMS)}
+        return list(_differing(parameters | source, record.parameters))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"\$\{([\w.]+)\}")  # of dvc.yaml: a parameter, or the it
 
 
 class Inputs(BaseModel):
-    """Parameters by their dotted paths, with `code.STAGE`, the digest of the code.
+    """Parameters by their dotted paths, with `code.STAGE`, the digest of the code; for `resolve`, that of params.yaml.
 
     A recipe's name is `*`: a stage that computes the same under another name writes the same record.
     """
@@ -52,6 +52,7 @@ def write(stage: str, inputs: Inputs) -> None:
     """Write the record of the stage."""
     file = file_of(stage)
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # it may be a link into DVC's cache
     file.write_text(json.dumps(inputs.model_dump(), indent=1, sort_keys=True) + "\n")
 
 

@@ -200,6 +200,12 @@ class TestVerify:
         for one in places:
             assert one.place in done.output
 
+    def test_parameters_that_were_not_resolved_are_a_false_entry(self, root: Path) -> None:
+        params = root / "params.yaml"
+        params.write_text(params.read_text().replace("steps: 2", "steps: 9"))
+        call(root, "dvc", "commit", "-q", "--force", "resolve")
+        assert [said.partition(":")[0] for said in verify.verify().false] == ["resolve"]
+
     def test_of_data_an_entry_is_doubtful(self, root: Path) -> None:
         with (root / "data/raw/reviews.csv").open("a") as file:
             file.write("the edit is nobody's,positive\n")
