@@ -8,7 +8,7 @@ READY := $(VENV)/ready
 # The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test bench docs deps lint ui lock clean
+.PHONY: run test bench docs lint ui lock clean
 
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
@@ -25,9 +25,6 @@ docs: $(READY)  ## build the pages and the API reference into site/; a broken li
 	$(BIN)/python -m tasks.config.reference > docs/params.md
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
-
-deps: $(READY)  ## list in dvc.yaml the code that each stage can run
-	$(BIN)/python -m tasks.runtime.code_dependencies
 
 lint: $(READY)  ## check formatting, style, types and import contracts
 	$(BIN)/ruff format --check .

@@ -31,10 +31,6 @@ def main() -> None:
         os.environ["PYTHONSAFEPATH"] = "1"
     module = "flows"
     if sys.argv[1:2] == ["stage"] and sys.argv[2:]:
-        from flows.workspace import installation
-
-        if message := installation.other_code(sys.argv[2]):
-            sys.exit(f"{sys.argv[2]}: {message}")
         module = f"tasks.{sys.argv[2]}"
         sys.argv[1:3] = []
     runpy.run_module(module, run_name="__main__", alter_sys=True)

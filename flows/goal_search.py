@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tasks.config import schema, yaml_edit
+from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
 from tasks.report.goals import asked, words
 from tasks.report.results import load_results
@@ -24,7 +24,7 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
         ParamsError: study.goals is empty.
         StudyFailed: some stages failed.
     """
-    if not schema.section("study", schema.Study).goals:
+    if not validation.typed_section("study").goals:
         raise schema.ParamsError(
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )

@@ -67,7 +67,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     quick = {**recipe, "recovery": FEW}
     recipes = {"energy": quick, "pull": {**quick, "ranks": {"kind": "pull", **FEW}}}
     tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes=recipes)
-    python(root, "-m", "tasks.runtime.code_dependencies")
+    python(root, "-m", "tasks.resolve")
     python(root, "-c", RUN)
     return root
 
@@ -103,8 +103,12 @@ def test_its_trained_weights_are_what_is_factorized(root: Path) -> None:
     assert not (root / f"models/ranks/energy-{KEEP}/shaped").exists()
 
 
-def test_dvc_is_told_of_the_new_code(root: Path) -> None:
-    stages = YAML(typ="safe").load((root / "dvc.yaml").read_text())["stages"]
-    files = {f"eckart/ranks/{recipe}.py" for recipe in RECIPES}
-    assert files <= {*stages["search"]["deps"]}
-    assert not files & {*stages["finetune"]["deps"]}
+def test_its_code_is_a_dependency_of_the_searches_that_use_it(root: Path) -> None:
+    before = YAML(typ="safe").load((root / "resolved.yaml").read_text())["code"]
+    with (root / "eckart/ranks/energy.py").open("a") as file:
+        file.write("# edited\n")
+    python(root, "-m", "tasks.resolve")
+    after = YAML(typ="safe").load((root / "resolved.yaml").read_text())["code"]
+    changed = {name: digests for name, digests in after.items() if digests != before[name]}
+    assert changed == {"search": after["search"], "compare": after["compare"]}
+    assert after["search"]["pull"] == before["search"]["pull"]

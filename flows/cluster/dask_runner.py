@@ -1,7 +1,8 @@
-"""The study on Dask: a stage that must be executed goes to a worker, which has a workspace of its own.
+"""Runs the stages of a study on Dask's workers, each of which has a workspace of its own.
 
-It goes out as an order, the digests of what it reads, and comes back as its entry in dvc.lock; the bytes go through the
-DVC remote. The engine decides and records here, and holds DVC's locks meanwhile, as for a stage that runs here.
+A stage goes to a worker as an order, the digests of its inputs, and comes back as its entry in dvc.lock; the bytes go
+through the DVC remote. The engine here decides what runs, records results and holds DVC's locks, as for a stage that
+runs here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ClusterError(EckartError):
 
 
 def require() -> None:
-    """Refuse where Dask is not installed.
+    """Check that Dask is installed.
 
     Raises:
         ClusterError: it is not.
@@ -54,7 +55,7 @@ def require() -> None:
 
 @contextmanager
 def workers(planned: Sequence[Planned], scheduler: str | None, count: int, timeout: float | None) -> Iterator[Workers]:
-    """Dask's workers, to run the stages on.
+    """Yield Dask's workers, to run the stages on.
 
     Args:
         scheduler: address of a Dask scheduler; with None, `count` workers on this machine serve this run alone.
@@ -70,22 +71,22 @@ def workers(planned: Sequence[Planned], scheduler: str | None, count: int, timeo
 
 
 class Workers:
-    """Runs stages on Dask's workers; its methods are called from many threads, one for each stage."""
+    """Runs stages on Dask's workers. Its methods are called from many threads, one for each stage."""
 
     def __init__(
         self, planned: Sequence[Planned], client: Client, check: Callable[[], None], timeout: float | None
     ) -> None:
-        self._planned = {one.name: one for one in planned}
+        self._planned = {stage.name: stage for stage in planned}
         self._client, self._check, self._timeout = client, check, timeout
         self._published: set[str] = set()
         """Stages whose results the remote has."""
         self._publishing = threading.Lock()
         self._heard: dict[str, SimpleQueue[tuple[str, dict[str, str]] | None]] = {}
-        """Dask's key of a stage → what its worker tells, and None at the end."""
+        """Dask's key of a stage → messages of its worker, and None at the end."""
         client.subscribe_topic(dask_worker.TOPIC, self._hear)
 
     def execute(self, planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
-        """Bring here what a worker writes when it runs all commands of a stage; some stages must run here.
+        """Run a stage on a worker and bring its outputs here; run it here if no other workspace has its inputs.
 
         Raises:
             ClusterError: no worker could run it.
@@ -107,7 +108,7 @@ class Workers:
                 self._published.update(missing)
 
     def _run(self, order: Order, log: Callable[[str], None]) -> tuple[Outcome, Entry]:
-        """What a worker gives back; meanwhile its lines go to `log`, and training curves grow here as they do there."""
+        """Return a worker's result; meanwhile, hand its lines to `log` and write its training curves as they grow."""
         key = f"{order.stage}-{uuid4()}"  # never that of another flow
         heard = self._heard[key] = SimpleQueue()
         future = self._client.submit(dask_worker.stage, order, self._timeout, key=key)
@@ -119,7 +120,7 @@ class Workers:
                     Path(path).parent.mkdir(parents=True, exist_ok=True)
                     Path(path).write_text(points)
                 log(line)
-            return _given(future)
+            return _result(future)
         finally:
             future.release()  # else Dask makes the result again when its worker ends
             del self._heard[key]
@@ -140,29 +141,29 @@ class Workers:
             heard.put((line, curves))
 
 
-def _given(future: Future) -> tuple[Outcome, Entry]:
+def _result(future: Future) -> tuple[Outcome, Entry]:
     try:
-        given = future.result()
+        result = future.result()
     except Exception as error:  # workers died in it, or cannot load what it is: Dask raises what it met
         raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    if isinstance(given, Exception):
-        raise given
-    return given
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _gathers(one: Planned, planned: Mapping[str, Planned]) -> bool:
-    """Whether it reads a folder that others write into, with all that is in there: no other workspace has the same.
+def _gathers(stage: Planned, planned: Mapping[str, Planned]) -> bool:
+    """Whether a stage reads a folder that several others write into, or the reference, which the flow writes here.
 
-    Such is the reference, too, which the flow writes here.
+    No other workspace has the same files there.
     """
-    written = [Path(path) for name in one.upstream for path in planned[name].writes]
-    folders = any(path != Path(read) and path.is_relative_to(read) for read in one.reads for path in written)
-    return folders or Path.cwd() / REFERENCE in map(Path, one.reads)
+    written = [Path(path) for name in stage.upstream for path in planned[name].writes]
+    folders = any(path != Path(read) and path.is_relative_to(read) for read in stage.reads for path in written)
+    return folders or Path.cwd() / REFERENCE in map(Path, stage.reads)
 
 
 @contextmanager
 def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """The workers that a scheduler has or will get; the function warns, once, if there is none."""
+    """Yield a client of a scheduler, and a function that warns, once, if the scheduler has no worker."""
     from distributed import Client
 
     try:
@@ -182,9 +183,9 @@ def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
 
 @contextmanager
 def _local(count: int) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """Workers of this machine, each for one stage at a time; others on this machine cannot send them code.
+    """Yield a client of new workers on this machine, and a function that raises ClusterError when all have ended.
 
-    The function raises ClusterError when all have ended.
+    Each runs one stage at a time. They are encrypted, so that no other user of this machine can send them code.
     """
     import dask
     from distributed import Client, LocalCluster
@@ -239,7 +240,7 @@ def _worker(number: int, scheduler: str, environment: Mapping[str, str]) -> Iter
 
 
 def _prepare(folder: Path) -> None:
-    """A worker's workspace: this commit, these parameters and raw data; a cache of its own, as on another machine."""
+    """Make a worker's workspace: this commit, these parameters and raw data, and a cache of its own."""
     worktrees.follow(folder)
     dvc_transport.own_cache(folder)
     shutil.copy(PARAMS, folder / PARAMS)

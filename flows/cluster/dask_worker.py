@@ -1,4 +1,4 @@
-"""A worker: runs the stages that a study elsewhere hands out, in its working directory, a clone of its own."""
+"""A worker: runs stages of a study elsewhere in its working directory, a clone of its own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 
 TOPIC = "eckart"
-"""Of Dask's events that tell what a stage prints: its key, the line, and its training curves (path → text) so far."""
+"""Topic of Dask's events with a stage's key, a line that it prints, and its training curves so far (path → text)."""
 
 _POLL = 0.5  # seconds between two looks at whether the scheduler is still there
 _GOODBYE = 5.0  # seconds for a usual end
 
 
 def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Exception:
-    """Run a stage in this worker's workspace and push what it wrote; give what DVC knows of it, or what failed.
+    """Run a stage in this worker's workspace, push its outputs, and return its outcome and its entry in dvc.lock.
 
-    A failure is not raised: Dask would print its traceback.
+    A failure is returned, not raised: Dask would print its traceback.
     """
     from distributed import get_worker  # slow, and an optional extra
 
@@ -49,7 +49,7 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages, this many side by side, until the scheduler at this address ends or a signal ends this process.
+    """Run stages, `side_by_side` at a time, until the scheduler at this address or this process ends.
 
     Raises:
         WorkspaceUnusable: the working directory is no workspace, or cannot be written.

@@ -19,14 +19,16 @@ from pydantic import TypeAdapter
 from flows.tracking.mirror import flatten, git
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import CONTROL_NAME
-from tasks.runtime.code_folders import is_code
+from tasks.config.schema import PARAMS
+from tasks.runtime.code_folders import CODE, PACKAGES
 
 if TYPE_CHECKING:
     from flows.engine.stages import Outcome, Reads
 
 LAST = Path(".eckart/last_run.json")
 """The last complete run. No stage reads or writes this file."""
-_INSTALLED = "stages."  # keys of code.yaml: digests of installed code, by stage
+_CODE = "code."  # keys of resolved.yaml: digests of code, by stage
+_RESOLVED = (str(PARAMS), str(CODE), *PACKAGES)  # named by the values and digests that follow from them
 _DIGITS = 10
 _METRICS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "bytes", "speedup")
 
@@ -42,7 +44,7 @@ class Run:
     data: dict[str, str]
     """Path → start of DVC's digest, of all files that stages read and none wrote."""
     code: dict[str, str]
-    """Path → start of the digest of code; stage → the same of installed code; and the git revision."""
+    """Stage → start of the digest of its code; and the git revision."""
     metrics: dict[str, float]
     """Candidate and column of the comparison → number; empty if the run is not complete."""
 
@@ -55,11 +57,10 @@ def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bo
     own = {path: md5[:_DIGITS] for path, md5 in read.items() if not any(_overlap(path, out) for out in written)}
     return Run(
         name,
-        params={key: value for key, value in params.items() if not key.startswith(_INSTALLED)},
-        data={path: md5 for path, md5 in own.items() if not is_code(path)},
+        params={key: value for key, value in params.items() if not key.startswith(_CODE)},
+        data={path: md5 for path, md5 in own.items() if path not in _RESOLVED},
         code={name.rpartition("git.")[2]: value[:_DIGITS] for name, value in git().items()}
-        | {path: md5 for path, md5 in own.items() if is_code(path)}
-        | {key: value[:_DIGITS] for key, value in params.items() if key.startswith(_INSTALLED)},
+        | {key.removeprefix(_CODE): value[:_DIGITS] for key, value in params.items() if key.startswith(_CODE)},
         metrics=_metrics() if complete else {},
     )
 

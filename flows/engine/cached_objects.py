@@ -1,4 +1,4 @@
-"""The objects of DVC's cache, as plain files: do their bytes have the digest that is their name?
+"""The objects of DVC's cache as plain files, and the check that their bytes have the digest that is their name.
 
 DVC trusts a read-only object and never reads it again: what a disk damages would spread into every workspace.
 """
@@ -24,7 +24,7 @@ _FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
 
 
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
-    """The objects of an output whose bytes have another digest than their name says. All bytes are read.
+    """Return the objects of an output whose bytes have another digest than their name says; reads all bytes.
 
     Missing objects are not reported. Where a folder's list of files is corrupt only the list is named, since what it
     lists cannot be trusted.
@@ -37,11 +37,11 @@ def corrupted(cache_dir: Path, digest: str) -> list[Path]:
     if path.is_file() and not _whole(path, digest):
         return [path]
     listed = set(_listing(path).values()) if digest.endswith(_FOLDER) and path.exists() else set()
-    return sorted(found for each in listed for found in corrupted(cache_dir, each))
+    return sorted(corrupt for file in listed for corrupt in corrupted(cache_dir, file))
 
 
 def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
-    """Remove the corrupt objects of these outputs; which they were.
+    """Remove the corrupt objects of these outputs, and return them.
 
     DVC would use them as they are, and never write them anew.
     """
@@ -55,36 +55,36 @@ def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:
-    """Digests of the objects of an output that are not there; for a folder without its list, only that of the list."""
+    """Return the digests of the missing objects of an output; for a folder whose list is missing, only the list's."""
     listed = files(cache_dir, digest)
     if listed is None:
         return {digest}
-    return {each for each in (digest, *listed.values()) if not object_path(cache_dir, each).exists()}
+    return {part for part in (digest, *listed.values()) if not object_path(cache_dir, part).exists()}
 
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
-    """Make `target` the output; all its objects must be there."""
+    """Copy an output from the cache to `target`; all its objects must be there."""
     if (listed := files(cache_dir, digest)) is None:
         raise FileNotFoundError(f"the cache has no list of the files of {digest}")
     remove(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     if digest.endswith(_FOLDER):
         target.mkdir()
-    for name, each in listed.items():
+    for name, part in listed.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(object_path(cache_dir, each), target / name)
+        shutil.copyfile(object_path(cache_dir, part), target / name)
 
 
 def add(repo: Repo, path: Path, digest: str) -> None:
-    """Put a file or folder into the cache of a workspace, unless it has another digest than this."""
+    """Put a file or folder into the cache of a workspace if it has this digest."""
     odb = repo.cache.local
-    staged, _, found = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
-    if found.hash_info.value == digest:
-        transfer(staged, odb, {found.hash_info}, shallow=False)  # also files whose list is there
+    staged, _, built = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
+    if built.hash_info.value == digest:
+        transfer(staged, odb, {built.hash_info}, shallow=False)  # also files whose list is there
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder or a link, or nothing."""
+    """Remove a file, a folder or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -92,7 +92,7 @@ def remove(path: Path) -> None:
 
 
 def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
-    """Path within an output → digest, as `measured` gives them; None for a folder whose list is missing or corrupt."""
+    """Return path within an output → digest; None for a folder whose list of files is missing or corrupt."""
     if not digest.endswith(_FOLDER):
         return {"": digest}
     path = object_path(cache_dir, digest)
@@ -100,15 +100,14 @@ def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
 
 
 def measured(path: Path) -> dict[str, str]:
-    """Path within `path` → digest of the bytes there now; a file's own path within itself is empty."""
+    """Return path within `path` → digest of the bytes there now; a file's own path within itself is empty."""
     if path.is_file():
         return {"": file_md5(str(path))}
-    found = (file for file in path.rglob("*") if file.is_file())
-    return {file.relative_to(path).as_posix(): file_md5(str(file)) for file in found}
+    return {file.relative_to(path).as_posix(): file_md5(str(file)) for file in path.rglob("*") if file.is_file()}
 
 
 def digest_of(files: Mapping[str, str]) -> str:
-    """The digest of an output that `measured` gave, as DVC would write it down."""
+    """Return DVC's digest of an output whose files have these digests, as `measured` gives them."""
     if set(files) == {""}:
         return files[""]
     tree = Tree.from_list([{"md5": digest, "relpath": name} for name, digest in files.items()])

@@ -1,4 +1,4 @@
-"""DVC's repository, which takes nothing of its own that is damaged: its databases, and what its run cache names."""
+"""DVC's repository with repairs: damaged databases, entries of the run cache and objects are removed before use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class WholeRepo(Repo):
-    """DVC's, with what it keeps healed before it is used."""
+    """DVC's `Repo` that repairs its databases and its run cache before it uses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,10 +32,11 @@ class WholeRepo(Repo):
 
 
 class _WholeEntries(StageCache):
-    """The run cache. An entry is named by the digest of what it says, and DVC would take what is left of one.
+    """The run cache without damaged entries and without entries that name corrupt objects.
 
-    Cut off between two outputs it is valid, and an output is missing once the stage is restored. Of the objects that an
-    entry names DVC reads none: a corrupt one would be taken, and pushed.
+    An entry is named by the digest of its content. DVC does not check that: an entry that was cut off between two
+    outputs is valid YAML, and the restored stage would lack an output. Nor does DVC read the objects that an entry
+    names, so it would restore and push corrupt ones.
     """
 
     def __init__(self, repo: Repo) -> None:
@@ -49,12 +50,12 @@ class _WholeEntries(StageCache):
         return super()._create_stage(cache, wdir)
 
     def _load_cache(self, key: str, value: str | None) -> Any:
-        if value is None:  # a folder that has lost its last entry, on which DVC fails
+        if value is None:  # a folder without entries, on which DVC fails
             return None
         try:
-            found = super()._load_cache(key, value)
-            if found is None or _get_cache_hash(found) == value:
-                return found
+            entry = super()._load_cache(key, value)
+            if entry is None or _get_cache_hash(entry) == value:
+                return entry
         except PermissionError:  # another user's, in a cache that several share
             return None
         except (DvcException, OSError):

@@ -1,4 +1,4 @@
-"""Between workspaces: stages, results and settings, over the DVC remote.
+"""Transport between workspaces over the DVC remote: stages to run, their results, and settings.
 
 A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
 bytes go through the remote. Of DVC's internals it touches load_file, StageLoader.fill_from_lock, Output.checkout,
@@ -34,10 +34,12 @@ from flows.engine.stages import (
     StageChanged,
     definition_of,
     noted_digests,
+    resolve_parameters,
     restore,
 )
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
+from tasks.runtime.code_digests import CodeChanged, check_stage
 
 
 class TransportFailed(EckartError):
@@ -64,7 +66,7 @@ class Order:
 
 
 def order(planned: Planned) -> Order:
-    """What another workspace needs to run a stage as it would run here, where all that it reads is."""
+    """Return what another workspace needs to run a stage as it would run here; all that it reads must be here."""
     with repository() as repo, bookkeeping(repo):
         stages = _stages(repo)
         stage = stages[planned.name]
@@ -74,7 +76,7 @@ def order(planned: Planned) -> Order:
 
 
 def accept(order: Order) -> Planned:
-    """Pull what the stage reads and is not in this workspace as it should be.
+    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here.
 
     Raises:
         TransportFailed: the remote does not have it.
@@ -97,12 +99,16 @@ def accept(order: Order) -> Planned:
         stage.save_deps()
         if different := _differences(stage, order):
             raise NotTheSame(f"{_here()} has another {', '.join(different)} than the run: bring it up to date")
+        try:
+            check_stage(order.stage)
+        except CodeChanged as error:
+            raise NotTheSame(f"{_here()} has other code than the run: bring it up to date") from error
         reads, writes = (tuple(path.fs_path for path in paths) for paths in (stage.deps, stage.outs))
         return Planned(order.stage, (), False, reads, writes, order.definition, twin=None, cached=None)
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:
-    """Push what stages wrote to the remote; their entries in dvc.lock.
+    """Push what stages wrote to the remote, and return their entries in dvc.lock.
 
     Raises:
         TransportFailed: it cannot be pushed.
@@ -117,7 +123,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
 
 
 def fetch(order: Order, entry: Entry) -> None:
-    """Put here what another workspace wrote when it ran the order; `run` around this records it.
+    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it.
 
     Raises:
         TransportFailed: the remote does not have it.
@@ -137,7 +143,7 @@ def fetch(order: Order, entry: Entry) -> None:
 
 
 def check_remote() -> None:
-    """Refuse a workspace without a DVC remote, which carries bytes between workspaces.
+    """Check that the workspace has a DVC remote, which carries bytes between workspaces.
 
     Raises:
         TransportFailed: there is none.
@@ -167,13 +173,13 @@ def push() -> set[str]:
         for objects in used:
             repo.cloud.push(objects)
             state = repo.cloud.status(objects)
-            lacking.update(str(one.value) for one in (*state.missing, *state.new))
+            lacking.update(str(info.value) for info in (*state.missing, *state.new))
         return lacking
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What `pull` could not bring, and what it left for a run. Both are names of stages and of .dvc files."""
+    """The stages and .dvc files that `pull` could not bring up to date."""
 
     lacking: list[str]
     """Neither the cache nor the remote has it."""
@@ -182,16 +188,18 @@ class Pulled:
 
 
 def pull() -> Pulled:
-    """Bring from cache and remote the results that fit this workspace. It runs nothing and leaves dvc.lock as it is.
+    """Bring from cache and remote the results that fit this workspace.
 
-    Of each stage that is what somebody made from its present parameters, code and data; where nobody did, what dvc.lock
-    records. What a person edited stays.
+    It runs no stage but `resolve`, and leaves the other entries of dvc.lock as they are. Of each stage it brings what
+    somebody made from its present parameters, code and data; where nobody did, what dvc.lock records. What a person
+    edited stays.
 
     Raises:
         TransportFailed: the remote cannot be used.
     """
+    _refuse_damaged()
+    resolve_parameters()
     with _transport("pulling") as repo:
-        _refuse_damaged()
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
         repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
@@ -200,14 +208,14 @@ def pull() -> Pulled:
 
 
 def run_entries() -> list[tuple[str, str]]:
-    """The run cache, here and in the remote: the place of each entry and its text. One that both have is given once.
+    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once.
 
     Raises:
         TransportFailed: the remote cannot be used.
     """
     with _transport("reading the run cache") as repo:
         here = Path(repo.stage_cache.cache_dir)
-        found = {
+        texts = {
             file.relative_to(here).as_posix(): (str(file), file.read_text(errors="replace"))
             for file in here.glob("*/*/*")
         }
@@ -215,9 +223,9 @@ def run_entries() -> list[tuple[str, str]]:
             odb = repo.cloud.get_remote_odb(None, "verify", hash_name="md5-dos2unix")
             runs = odb.fs.join(odb.path, "runs")
             for path in odb.fs.find(runs) if odb.fs.exists(runs) else ():
-                if (name := "/".join(odb.fs.parts(path)[-3:])) not in found:
-                    found[name] = (path, odb.fs.read_bytes(path).decode(errors="replace"))
-        return list(found.values())
+                if (name := "/".join(odb.fs.parts(path)[-3:])) not in texts:
+                    texts[name] = (path, odb.fs.read_bytes(path).decode(errors="replace"))
+        return list(texts.values())
 
 
 def fetch_objects(digests: Iterable[str]) -> None:
@@ -231,7 +239,7 @@ def fetch_objects(digests: Iterable[str]) -> None:
 
 
 def share_settings(folder: Path) -> None:
-    """Give the workspace `folder` what DVC is told in the working directory: cache, remotes, all of them absolute."""
+    """Give the workspace `folder` DVC's settings of the working directory: cache and remotes, with absolute paths."""
     root = Path.cwd()
     main = Config(str(root / ".dvc"))
     settings = main.load_one("repo")
@@ -256,9 +264,9 @@ def _upstream_first(repo: Repo) -> list[Stage]:
 
 
 def _pulled(repo: Repo, stage: Stage) -> bool:
-    """Put into the workspace what a stage wrote; False if nobody has it.
+    """Put what a stage wrote into the workspace, and return False if neither cache nor remote has it.
 
-    Only bytes: what was made from what is for a run to say, which alone writes entries into dvc.lock.
+    It writes no entry into dvc.lock: only a run knows what was made from what.
     """
     if not stage.changed():
         return True
@@ -280,7 +288,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull_inputs(repo: Repo, stage: Stage) -> None:
-    """Bring the data and base models up to date that a stage reads and that were handed to DVC."""
+    """Bring the inputs of a stage up to date that have .dvc files: data and base models."""
     for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):
         if file.exists():
             _pulled(repo, load_file(repo, str(file)).stage)
@@ -295,10 +303,10 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
-    """Put an output, or what of it is at the path `part`, into the workspace, once its bytes have their digests.
+    """Put an output, or the part of it at the path `part`, into the workspace, after a check of its digests.
 
     Args:
-        force: whether it replaces what is there and in no cache.
+        force: whether to replace files that are in no cache.
     """
     cache_dir = Path(repo.cache.local_cache_dir)
     for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
@@ -315,12 +323,12 @@ def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
 
 
 def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
-    """Digests of an output, or of its files at the path `part` if its list of files is there."""
+    """Return the digest of an output, or those of its files at the path `part` if its list of files is in the cache."""
     digest = str(out.hash_info.value)
     files = cached_objects.files(cache_dir, digest)
     if out.fs_path == part or files is None:
         return [digest]
-    return [each for name, each in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+    return [file_digest for name, file_digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
 
 
 def _refuse_damaged() -> None:
@@ -331,12 +339,12 @@ def _refuse_damaged() -> None:
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
-    """All stages, made anew at every look; dvc.yaml and dvc.lock are read once."""
+    """Return all stages by name; each access makes the stage anew, from one reading of dvc.yaml and dvc.lock."""
     return load_file(repo, "dvc.yaml").stages
 
 
 def _differences(stage: PipelineStage, order: Order) -> list[str]:
-    """What differs here from when the stage was ordered: files that it reads, or the stage itself."""
+    """Return the files that differ from when the stage was ordered, or dvc.yaml if the stage itself does."""
     reads = noted_digests(stage)
     paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
     return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
@@ -348,7 +356,7 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """The workspace as DVC sees it, for as long as `what` is done with its remote."""
+    """Yield the workspace as DVC sees it; errors of its remote become TransportFailed, which begins with `what`."""
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo

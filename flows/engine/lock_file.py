@@ -1,7 +1,8 @@
-"""dvc.lock: a stage's entry in DVC's own words, written without those of all others; and healed where it was cut off.
+"""dvc.lock: writes the entry of one stage, and sets a damaged file aside.
 
-DVC parses the whole file for each stage and lays it out anew, comments and all, in Python: seconds where a study has
-fifty stages. Here the lines of one entry are replaced. A file that is laid out otherwise is left to DVC.
+DVC parses the whole file for each stage and dumps it again, in Python: 0.3 s for a study of sixty stages, sixty times.
+Here only the lines of one entry are replaced, by what DVC's own dump of it gives. DVC itself writes a file that has
+another layout.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ANCHOR = re.compile(r"[&*]id\d{3}")  # of what stands twice: numbered throughou
 
 
 def write(stage: PipelineStage) -> None:
-    """Put what is noted in a stage into dvc.lock, which is whole at every moment."""
+    """Write the entry of a stage into dvc.lock, which is complete at every moment."""
     file = Path(stage.dvcfile.path).with_suffix(".lock")
     before = file.read_text("utf-8") if file.exists() else _HEAD
     entry = dumps_yaml({"stages": to_lockfile(stage)}).removeprefix("stages:\n")
@@ -43,16 +44,16 @@ def write(stage: PipelineStage) -> None:
     if not usual or _ANCHOR.search(before + entry):
         stage.dump(update_pipeline=False)
         return
-    after, found = lines.subn(lambda _: entry, before)
+    after, replaced = lines.subn(lambda _: entry, before)
     fresh = file.with_name(f"{file.name}.new")  # beside it: .dvc/tmp may be on another disk
-    fresh.write_text(after if found else before + entry, "utf-8")
+    fresh.write_text(after if replaced else before + entry, "utf-8")
     fresh.replace(file)
 
 
 def heal(repo: Repo) -> None:
-    """Set aside records that a full disk or a kill left half-written: DVC rewrites them in place.
+    """Set dvc.lock and DVC's file of locks aside where a full disk or a kill left them half-written.
 
-    dvc.lock names results that are in the cache, where the run cache finds them again; rwlock holds locks only.
+    The results that dvc.lock named are found again by the run cache.
     """
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
     checks = {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}
@@ -64,10 +65,9 @@ def heal(repo: Repo) -> None:
 
 
 def is_damaged() -> bool:
-    """Whether dvc.lock is there and was cut off: it is what DVC would not take, or ends in half a line.
+    """Whether dvc.lock was cut off: DVC would not take it, or it ends in half a line, which may be YAML (`hash: m`).
 
-    Half a line may be YAML: `hash: m`, say. Cut off between two lines it says less than it did, of which the worst is
-    that a stage is not up to date.
+    A file that was cut off between two lines is valid and only says less: some stages are not up to date.
     """
     return _fails(_LOCK, _check)
 
@@ -79,7 +79,7 @@ def _check(text: str) -> None:
 
 
 def _fails(path: Path, check: Callable[[str], Any]) -> bool:
-    """Whether the file is there and does not pass."""
+    """Whether the file exists and does not pass the check."""
     try:
         check(path.read_text("utf-8"))
     except FileNotFoundError:

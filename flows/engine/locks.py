@@ -1,6 +1,6 @@
-"""Locks: DVC's, for which we wait, and one on the machine, which a measurement has to itself.
+"""Locks: DVC's own, which this module waits for, and one on the machine, which a measurement has to itself.
 
-DVC's own locks fail instead of waiting. Its locks on paths belong to a process, so its threads count their own.
+DVC's locks fail instead of waiting. Its locks on paths belong to a process, so the threads of a process share them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WorkspaceUnusable(EckartError):
 
 @contextmanager
 def repository() -> Iterator[Repo]:
-    """The workspace as DVC sees it; the flow reports what happens to a stage, so DVC keeps quiet.
+    """Yield the workspace as DVC sees it. DVC logs warnings only, since the flow reports what happens to a stage.
 
     Raises:
         WorkspaceUnusable: DVC cannot read or write what it has to.
@@ -63,21 +63,22 @@ def repository() -> Iterator[Repo]:
 
 
 def _cause(error: Exception) -> str:
-    """What DVC says, and what it leaves to its own command to say: where in a file the mistake is."""
-    said = [" ".join(str(one).split()) for one in (error, getattr(error, "exc", None) or error.__cause__) if one]
+    """Return DVC's message and that of its cause, which says where in a file the mistake is."""
+    errors = (error, getattr(error, "exc", None) or error.__cause__)
+    said = [" ".join(str(part).split()) for part in errors if part]
     return said[0] if said[-1] in said[0] else ": ".join(said)
 
 
 @contextmanager
 def bookkeeping(repo: Repo) -> Iterator[None]:
-    """One at a time, in this process and among processes."""
+    """Hold DVC's lock on the repository, in one thread of one process at a time."""
     with _books, lock_repo(repo):
         yield
 
 
 @contextmanager
 def workspace(repo: Repo) -> Iterator[None]:
-    """No stage of the workspace runs, or begins.
+    """Hold the workspace so that no stage in it runs or begins.
 
     Raises:
         LockError: one runs.
@@ -88,7 +89,7 @@ def workspace(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Stages share the machine, except one that must have it alone; this holds for all flows of this user."""
+    """Share the machine with other stages, or have it alone, among all flows of this user."""
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
@@ -97,7 +98,7 @@ def machine(alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
-    """DVC's locks on what a stage reads and writes, waited for: `dvc repro` by hand respects them, too."""
+    """Wait for and hold DVC's locks on what a stage reads and writes; `dvc repro` by hand respects them, too."""
     with ExitStack() as stack:
         for path in reads:
             _wait_for(partial(_read_locks.acquire, repo, path))
@@ -109,7 +110,7 @@ def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterato
 
 
 class _ReadLocks:
-    """Read locks counted per path: DVC's own belong to a process, so the first thread done would end them for all."""
+    """Read locks that threads share: DVC's belong to a process, so the first thread to finish would end all of them."""
 
     def __init__(self) -> None:
         self._readers: Counter[str] = Counter()
@@ -138,7 +139,7 @@ def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> 
 
 
 def _wait_for(acquire: Callable[[], object]) -> None:
-    """Take a lock as soon as no other process has it.
+    """Call `acquire` until it gets its lock from other processes.
 
     Raises:
         CommandFailed: the flow has ended meanwhile.

@@ -1,4 +1,4 @@
-"""A study in which nothing is to be run: it needs no Prefect and no server, and MLflow is told what it lacks."""
+"""The shortcut for a study that is up to date: no Prefect and no server, only MLflow gets what it lacks."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ COMPARISON = Path("reports/comparison.txt")
 
 
 def plan() -> list[Planned]:
-    """The stages of the study: a dvc.yaml that was cut off is not taken for a smaller one.
+    """Return the stages of the study, and refuse a dvc.yaml that was cut off, which would be a smaller study.
 
     Raises:
         WorkspaceUnusable: nothing writes a comparison, or as `stages.plan`.
     """
     planned = stages.plan()
-    if not any(Path(path).match(str(COMPARISON)) for one in planned for path in one.writes):
+    if not any(Path(path).match(str(COMPARISON)) for stage in planned for path in stage.writes):
         raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON}: `git checkout dvc.yaml`")
     return planned
 
 
 def outcomes() -> list[Outcome] | None:
-    """What all stages wrote, told to MLflow; None if one of them is to be run.
+    """Return the outcomes of all stages after MLflow has them; None if a stage has to run.
 
     Raises:
         ParamsError: params.yaml has mistakes.
         WorkspaceUnusable: the working directory is no workspace, or cannot be written.
     """
     planned = plan()
-    found = [one.cached for one in planned if one.cached]
-    if len(found) < len(planned):
+    cached = [stage.cached for stage in planned if stage.cached]
+    if len(cached) < len(planned):
         return None
-    stage_results.write_seconds(found)
+    stage_results.write_seconds(cached)
     from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
 
     typed = validation.check()
     mirror = Mirror(typed["study"].name, planned, {})
     mirror.start(typed)
-    for outcome in found:
+    for outcome in cached:
         mirror.record(outcome)
     mirror.finish(complete=True)
-    return found
+    return cached
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """What became of the stages, in a sentence."""
+    """Return a sentence that counts the outcomes of the stages."""
     if all(outcome.status == "Cached" for outcome in outcomes):
         return "Nothing was recomputed: everything is up to date."
     counts = Counter(outcome.status for outcome in outcomes)

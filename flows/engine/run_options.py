@@ -1,4 +1,4 @@
-"""How the stages of a study are run: one value, from the command line or a deployment down to what runs them."""
+"""The options of a run: how many stages at a time, for how long, and where."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OptionsError(EckartError):
 
 @dataclass(frozen=True)
 class Options:
-    """How many stages run at a time, for how long, and where.
+    """The options of a run, passed from the command line or a deployment to the executor.
 
     Raises:
         OptionsError: they contradict each other.
@@ -35,7 +35,7 @@ class Options:
     timeout: float | None = None
     """Seconds that a stage may take."""
     task_runner: Literal["threads", "dask"] = "threads"
-    """Whether stages run in this workspace, or on Dask's workers with a workspace each."""
+    """Where stages run: in threads of this workspace, or on Dask's workers, each with a workspace of its own."""
     scheduler: str | None = None
     """Address of Dask's; by default workers are started on this machine, for one run alone."""
 
@@ -44,12 +44,12 @@ class Options:
             raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Stages at a time: as many as asked for, or as the cores have room for; one where they share a GPU.
+        """Return the number of stages at a time: as asked for, or as the cores have room for; one if they share a GPU.
 
         Args:
             threads: of a stage.
         """
-        if self.workers or all(one.cached for one in planned):
+        if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
         from flows.engine import torch_questions  # a slow import
 
@@ -57,17 +57,17 @@ class Options:
 
     @classmethod
     def told(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
-        """Those of a flow, by its parameters and the environment."""
+        """Return the options of a flow, from its parameters and the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)
 
     def parameters(self) -> dict[str, Any]:
-        """The parameters of a flow; the scheduler goes into the environment, where flows of this process find it."""
+        """Return the parameters of a flow; the scheduler goes into the environment, where the flow finds it."""
         if self.scheduler:
             os.environ[_SCHEDULER] = self.scheduler
         return {name: value for name, value in asdict(self).items() if name != "scheduler"}
 
     def words(self) -> list[str]:
-        """What `eckart run` takes for those that differ from the defaults."""
+        """Return the arguments of `eckart run` for the options that differ from their defaults."""
         pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]

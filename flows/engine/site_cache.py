@@ -1,7 +1,7 @@
-"""DVC's databases, which it calls its site cache: digests of files that it has read, by path, size and time.
+"""DVC's databases, its "site cache": digests of files that it has read, by path, size and time.
 
-Nothing but time depends on them. They can hold pickles, and DVC's own place for them is one where every user of the
-machine can write: here they are in a folder of this user's.
+Losing them costs only time. They can hold pickles, and by default DVC puts them where every user of the machine can
+write. Here they are in a folder that only this user can write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOP
 
 
 def choose() -> None:
-    """Name a folder that can be used in the environment, for this process and all that it starts."""
+    """Set the environment's variable to a usable folder, for this process and all that it starts."""
     users = os.environ.get(VARIABLE)
     if users and _is_writable(Path(users)):
         return
@@ -39,7 +39,7 @@ def choose() -> None:
 
 
 def _own() -> Iterator[Path]:
-    """Folders of this user's, the best first: a home may be on a network, where databases are slow or fail."""
+    """Yield folders of this user, the best first; a home may be on a network, where databases are slow or fail."""
     yield Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
     yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eckart/dvc"
     last = Path(tempfile.mkdtemp(prefix="eckart-dvc-"))
@@ -48,21 +48,21 @@ def _own() -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it can be written, by this user alone; it is made if it is not there."""
+    """Whether only this user can write the folder; makes it if it is missing."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    ours = found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(found.st_mode) and ours and _is_writable(folder)
+    ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and ours and _is_writable(folder)
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether DVC can write there, or make it."""
+    """Whether DVC can write its databases below the folder."""
     repositories = folder / "repo"
-    there = next(one for one in (repositories, *repositories.parents) if os.path.lexists(one))
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    existing = next(path for path in (repositories, *repositories.parents) if os.path.lexists(path))
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 @cache  # once a process: DVC opens them for each stage

@@ -27,6 +27,7 @@ from tasks.artifacts.errors import EckartError
 
 # Only slow imports, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
+    "grimp",
     "torch",
     "transformers.trainer",
     "datasets",

@@ -1,7 +1,6 @@
-"""What was computed and how long it took, to be found again under any recipe's name.
+"""Results of executed stages with their times, stored beside DVC's cache and found under any recipe's name.
 
-DVC's run cache knows a stage by its command, in which the recipe's name stands, and forgets the time. So this lies
-beside its cache, and is shared like it.
+DVC's run cache finds a stage by its command, which has the recipe's name in it, and does not keep the time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """A computation that was executed.
+    """The result of a computation that was executed.
 
     seconds: None if another workspace did it and did not know.
     outs: digest and size of each output, as DVC writes them, in the order of the stage.
@@ -40,7 +39,7 @@ _SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
-    """Keep what became of `computation`, its digest; nothing if the disk is full.
+    """Store the result of the computation with this digest, unless the disk is full.
 
     Args:
         cache_dir: as `dvc cache dir` names it.
@@ -52,7 +51,7 @@ def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
 
 
 def known(cache_dir: Path, computation: str) -> Computed | None:
-    """What was kept; None if nothing was that can be read. What another version added is ignored."""
+    """Load the stored result; None without one that can be read. Fields of another version are ignored."""
     try:
         return _COMPUTED.validate_json(_path(cache_dir, computation).read_bytes())
     except (OSError, ValueError):
@@ -60,7 +59,7 @@ def known(cache_dir: Path, computation: str) -> Computed | None:
 
 
 def write_seconds(outcomes: Iterable[Outcome]) -> None:
-    """Write what is known of the stages of a study to where its table looks for it."""
+    """Write the known times of a study's stages to the file that its table reads."""
     seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds is not None}
     try:
         SECONDS.parent.mkdir(exist_ok=True)
@@ -70,7 +69,7 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
 
 
 def seconds_before() -> dict[str, float]:
-    """Stage → seconds, of the run of this workspace before; empty where there is none that can be read."""
+    """Load stage → seconds of this workspace's last run; empty without a file that can be read."""
     try:
         return _SECONDS.validate_json(SECONDS.read_bytes())
     except (OSError, ValueError):

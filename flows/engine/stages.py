@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,6 +32,7 @@ from dvc_data.hashfile.meta import Meta
 
 from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
 from flows.engine.locks import WorkspaceUnusable, bookkeeping, machine, repository
+from flows.engine.stage_processes import CommandFailed
 from flows.engine.stage_results import Computed
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, recipe_and_keep
@@ -39,31 +40,32 @@ from tasks.artifacts.names import candidate_of, recipe_and_keep
 log = logging.getLogger(__name__)
 
 Status = Literal["Cached", "Restored", "Executed"]
+_RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
-    """What a stage reads, or the stage itself, changed during the run, so that its result belongs to no known input."""
+    """The stage, its code or an input changed during the run, so that its result belongs to no known inputs."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a stage, as it stands in dvc.lock."""
+    """The result of a stage that is up to date, as dvc.lock records it."""
 
     stage: str
     status: Status
     seconds: float | None
-    """How long its command ran when this was computed; None if that was with another cache."""
+    """Time that its command took when this was computed; None if that was with another cache."""
     key: str
     """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
     outs: dict[str, str] = field(default_factory=dict)
     place: str = ""
-    """Where it ran, if in another workspace."""
+    """The workspace in which it ran, if it is another one."""
 
 
 class Reads(NamedTuple):
-    """What a stage would read now, whether it can run or not; of what it writes only the paths."""
+    """The present inputs of a stage, whether it can run or not, and the paths of its outputs."""
 
     deps: dict[str, str]
     params: dict[str, Any]
@@ -84,23 +86,24 @@ class Planned:
     twin: str | None
     """A stage to wait for, since it computes the same under another recipe's name, as do all before it."""
     cached: Outcome | None
-    """Set if the stage and all before it were up to date when the plan was made."""
+    """The result if the stage and all before it were up to date when the plan was made."""
 
 
 def plan() -> list[Planned]:
-    """The stages of dvc.yaml in an order in which they can run: searches, which may be long, before all recoveries.
+    """Return the stages of dvc.yaml in an order in which they can run: all searches, which may be long, come first.
 
-    All are compared with the workspace here, in one go: reading dvc.lock anew for each would take a minute.
+    The stage `resolve` has run then. All stages are compared with the workspace here, in one go: reading dvc.lock anew
+    for each would take a minute.
 
     Raises:
         WorkspaceUnusable: it is no workspace, or cannot be written.
     """
     check_workspace()
+    resolve_parameters()
     planned: dict[str, Planned] = {}
     kinds: dict[str, int] = {}
     numbers: dict[Hashable, int] = {}
     with repository() as repo, bookkeeping(repo):
-        lock_file.heal(repo)
         graph = repo.index.graph
         _refuse_links(repo)
         for stage in chain.from_iterable(networkx.topological_generations(graph.reverse(copy=False))):
@@ -112,21 +115,50 @@ def plan() -> list[Planned]:
             kind = (_nameless(stage.name, definition), *(kinds[name] for name in upstream))
             kinds[stage.name] = numbers.setdefault(kind, len(numbers))
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
-            planned[stage.name] = Planned(
-                name=stage.name,
-                upstream=upstream,
-                alone=bool((stage.meta or {}).get("alone")),
-                reads=tuple(dep.fs_path for dep in stage.deps),
-                writes=tuple(out.fs_path for out in stage.outs),
-                definition=_digest(definition),
-                twin=None,
-                cached=_outcome(stage, "Cached", definition) if current else None,
-            )
-    return [replace(one, twin=twin) for one, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+            cached = _outcome(stage, "Cached", definition) if current else None
+            planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
+    return [replace(stage, twin=twin) for stage, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+
+
+def resolve_parameters() -> None:
+    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes.
+
+    Raises:
+        WorkspaceUnusable: it fails, since params.yaml has mistakes, say.
+    """
+    with repository() as repo, bookkeeping(repo):
+        lock_file.heal(repo)
+        try:
+            (stage,) = repo.stage.collect(_RESOLVE)
+        except StageNotFound:
+            return
+        if _up_to_date(stage):
+            return
+        planned = _planned(stage)
+    said: list[str] = []
+    try:
+        with stage_processes.reaping():
+            run(planned, partial(execute_here, planned, log=said.append, timeout=None))
+    except CommandFailed as failure:
+        raise WorkspaceUnusable("\n".join(said) or str(failure)) from failure
+
+
+def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
+    """Return the stage as it is to be run, without its result."""
+    return Planned(
+        name=stage.name,
+        upstream=upstream,
+        alone=bool((stage.meta or {}).get("alone")),
+        reads=tuple(dep.fs_path for dep in stage.deps),
+        writes=tuple(out.fs_path for out in stage.outs),
+        definition=definition_of(stage),
+        twin=None,
+        cached=None,
+    )
 
 
 def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """For each stage the first of its kind, whose result it takes; None for the first itself."""
+    """Yield for each stage the first one of its kind, whose result it takes; None for the first itself."""
     first: dict[int, str] = {}
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
@@ -135,7 +167,7 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
 
 
 def _refuse_links(repo: Repo) -> None:
-    """Refuse outputs that a link leads out of the workspace: DVC would record none of them, and say so after the work.
+    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work.
 
     Raises:
         WorkspaceUnusable: there are some.
@@ -171,7 +203,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             stage, definition = _unchanged(repo, planned)
             status = _prepare(repo, stage, definition)
             before = noted_digests(stage)
-        done = execute(_command(stage)) if status == "Executed" else 0.0
+        done = _executed(stage, execute) if status == "Executed" else 0.0
         with bookkeeping(repo):
             if status != "Cached":
                 stage.save_deps()
@@ -192,9 +224,19 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
     return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
 
 
-def _command(stage: PipelineStage) -> str:
-    """dvc.yaml may give a list, in which each command must succeed before the next."""
-    return stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
+def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -> Outcome | float:
+    # dvc.yaml may give a list, in which each command must succeed before the next.
+    command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
+    try:
+        return execute(command)
+    except CommandFailed as failure:
+        from tasks.runtime.code_digests import CodeChanged, check_stage  # a slow import
+
+        try:
+            check_stage(stage.name)
+        except CodeChanged as changed:
+            raise StageChanged(f"{stage.name}: {changed}") from failure
+        raise
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
@@ -219,7 +261,7 @@ def _up_to_date(stage: PipelineStage) -> bool:
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """DVC's verdict. Removes the outputs of a stale stage, and notes in it what the new ones are made from."""
+    """Return DVC's verdict; of a stale stage, remove the outputs and save the inputs of the new ones."""
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
@@ -231,10 +273,10 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 def _take(stage: PipelineStage, definition: str) -> bool:
     """Take the result of the same computation under another recipe's name, if the cache still has it."""
-    found = stage_results.known(_cache(stage), _computation(stage, definition))
-    if not found or len(found.outs) != len(stage.outs):
+    known = stage_results.known(_cache(stage), _computation(stage, definition))
+    if not known or len(known.outs) != len(stage.outs):
         return False
-    for out, (digest, meta) in zip(stage.outs, found.outs, strict=True):
+    for out, (digest, meta) in zip(stage.outs, known.outs, strict=True):
         out.hash_info, out.meta, out.obj = HashInfo.from_dict(digest), Meta.from_dict(meta), None
     if any(out.changed_cache() for out in stage.outs):
         return False
@@ -244,23 +286,24 @@ def _take(stage: PipelineStage, definition: str) -> bool:
 
 
 def _nameless(name: str, definition: str) -> str:
-    """The definition of the stage `name`, without the name of its recipe if it is a candidate's."""
+    """Return the definition of the stage `name` with `*` for the name of its recipe, if it is a candidate's."""
     if not (candidate := candidate_of(name)):
         return definition
-    recipe, _ = recipe_and_keep(candidate)
+    stage, (recipe, _) = name.partition("@")[0], recipe_and_keep(candidate)
     named = {
         f"/{candidate}": "/*",
         f"--recipe {recipe} ": "--recipe * ",
         f'"recipes": {{"{recipe}": ': '"recipes": {"*": ',
+        f'"code": {{"{stage}": {{"{recipe}": ': f'"code": {{"{stage}": {{"*": ',
     }
     return reduce(lambda done, pair: done.replace(*pair), named.items(), definition)
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
-    """Take the outputs that dvc.lock or the run cache has for what the stage reads now, if they are there and whole.
+    """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, if they are whole.
 
-    What they were made from is noted in the stage. It must be as it was loaded: DVC takes the outputs of dvc.lock where
-    the inputs are those that are noted, so a second call would take them for any inputs.
+    The stage must be as it was loaded, since its inputs are saved in it here: DVC takes the outputs of dvc.lock where
+    the saved inputs are the same, so a second call would take them for any inputs.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -270,7 +313,7 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
 
 
 def _is_whole(stage: PipelineStage) -> bool:
-    """Whether the outputs that were checked out are what they should be; if not they are removed again."""
+    """Whether the outputs that were checked out have their digests; if not, they are removed again."""
     if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
@@ -278,12 +321,12 @@ def _is_whole(stage: PipelineStage) -> bool:
 
 
 def _discard_corrupt(stage: PipelineStage) -> bool:
-    """Remove the objects of a stage's outputs that are corrupt; whether there were any."""
+    """Remove the corrupt objects of a stage's outputs, and return whether there were any."""
     return bool(cached_objects.discard_corrupt(_cache(stage), _digests(to_single_stage_lockfile(stage)).values()))
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """The stage as it was planned, and its definition: had parameters changed since, a run would mix two studies."""
+    """Return the stage and its definition, and refuse one that is not as planned: a run would mix two studies."""
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
@@ -295,7 +338,7 @@ def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
 
 
 def definition_of(stage: PipelineStage) -> str:
-    """Digest of command, parameters and paths."""
+    """Return the digest of the stage's command, parameters and paths."""
     return _digest(_definition(stage))
 
 
@@ -312,7 +355,7 @@ def _definition(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """Refuse a working directory in which no stage can be run.
+    """Check that the working directory is a workspace in which stages can run.
 
     Raises:
         WorkspaceUnusable: it is no workspace, or cannot be written.
@@ -328,7 +371,8 @@ def check_workspace() -> None:
 
 
 def read_now() -> list[Reads]:
-    """What each stage would read now, of what is there."""
+    """Return the present inputs of each stage; what is missing is left out."""
+    resolve_parameters()
     with repository() as repo, bookkeeping(repo):
         return [_reads(stage) for stage in repo.index.stages if stage.cmd]
 
@@ -344,7 +388,7 @@ def _reads(stage: PipelineStage) -> Reads:
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
-    """Path or parameter file → digest, as noted last; of parameters their values."""
+    """Return path → digest of the stage's inputs as saved last; for a parameter file, the values as JSON."""
     return {str(dep): _as_text(dep.hash_info.value) for dep in stage.deps}
 
 
@@ -358,8 +402,8 @@ def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
     deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
     key = _digest(json.dumps([entry["cmd"], deps, params], sort_keys=True))[:32]
-    found = stage_results.known(_cache(stage), _computation(stage, definition))
-    return Outcome(stage.name, status, found.seconds if found else None, key, deps, params, _digests(entry))
+    known = stage_results.known(_cache(stage), _computation(stage, definition))
+    return Outcome(stage.name, status, known.seconds if known else None, key, deps, params, _digests(entry))
 
 
 def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -367,7 +411,7 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Digest of what is computed: like its key, but without its recipe's name."""
+    """Return the digest of the computation: like its key, but without its recipe's name."""
     read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
@@ -377,7 +421,7 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write what the user's own file or folder is now into its .dvc file, as `dvc repro` does.
+    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does.
 
     Raises:
         WorkspaceUnusable: it is not here.
@@ -395,6 +439,6 @@ def _note_input(stage: Stage) -> None:
 
 
 def cache_dir() -> Path:
-    """As `dvc cache dir` names it."""
+    """Return the folder that `dvc cache dir` names."""
     with repository() as repo:
         return Path(repo.cache.local_cache_dir)

@@ -1,7 +1,7 @@
-"""Entries that no run wrote: those of dvc.lock and of the run cache, held against what their stages recorded.
+"""Search for entries of dvc.lock and of the run cache that no run wrote.
 
-An entry says which inputs some outputs belong to. Among the outputs is the stage's own record of the parameters and the
-code that it was run with (tasks/artifacts/stage_inputs.py): where the two differ, the entry is false.
+An entry says which inputs some outputs belong to. Among the outputs is the stage's own record of the parameters that it
+was run with (tasks/artifacts/stage_inputs.py), with the digest of its code: where the two differ, the entry is false.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
-from tasks.runtime.code_folders import PIPELINE, is_code
+from tasks.config.schema import PARAMS
+from tasks.runtime.code_folders import PIPELINE
 
 _MISSING = "nothing"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What dvc.lock or the run cache says of a stage."""
+    """An entry of dvc.lock or of the run cache: the inputs and outputs of a stage."""
 
     place: str
     """The file that it stands in."""
@@ -50,43 +51,45 @@ class Entry:
 
     @property
     def record(self) -> str | None:
-        """Digest of the stage's record."""
+        """Digest of the stage's own record, if that is among its outputs."""
         return next((md5 for path, md5 in self.outs.items() if Path(path).is_relative_to(stage_inputs.FOLDER)), None)
 
     def differences(self, record: Inputs) -> list[str]:
-        """Where it says something else than the stage has recorded."""
-        of_all_files = [item for each in self.content.get("params", {}).values() for item in each.items()]
-        parameters = {stage_inputs.nameless(path, self.stage): value for path, value in of_all_files}
-        code = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if is_code(dep["path"])}
-        return [*_differing(parameters, record.parameters), *_differing(code, record.code)]
+        """Return the parameters in which the entry differs from what the stage has recorded, in words."""
+        files = self.content.get("params", {}).values()
+        parameters = {
+            stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
+        }
+        source = {dep["path"]: dep.get("md5") for dep in self.content.get("deps", []) if dep["path"] == str(PARAMS)}
+        return list(_differing(parameters | source, record.parameters))
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What became of the entries that were looked at."""
+    """The entries that were checked, by what came of it."""
 
     agree: list[Entry]
     false: dict[str, list[Entry]]
-    """What is false in an entry → where it stands."""
+    """Mistake, in words → the entries that have it."""
     unrecorded: list[Entry]
-    """Their stage has recorded nothing, or neither the cache nor the remote has the record."""
+    """Entries whose stage has recorded nothing, or whose record neither the cache nor the remote has."""
     doubtful: list[Entry]
-    """Those whose outputs another entry has from other inputs: of parameters and code a record decides, not of data."""
+    """Entries whose outputs another entry has from other inputs: records decide on parameters and code, not on data."""
     damaged: list[str]
     """Files that are no entries."""
 
 
 def verify() -> Findings:
-    """Hold every entry of dvc.lock, of the run cache and of that of the remote against its stage's record.
+    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record.
 
     Raises:
         TransportFailed: the remote cannot be used.
     """
     damaged: list[str] = []
-    found = entries(damaged)
-    records = _records({entry.record for entry in found if entry.record})
+    all_entries = entries(damaged)
+    records = _records({entry.record for entry in all_entries if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
-    for entry in found:
+    for entry in all_entries:
         if not (record := records.get(entry.record or "")):
             findings.unrecorded.append(entry)
         elif differing := entry.differences(record):
@@ -98,14 +101,14 @@ def verify() -> Findings:
 
 
 def entries(damaged: list[str]) -> list[Entry]:
-    """All of dvc.lock, of the run cache and of that of the remote; files that are none are added to `damaged`."""
+    """Return the entries of dvc.lock and of the run cache, here and in the remote; add damaged files to `damaged`."""
     return [*_of_lock(damaged), *_of_runs(damaged)]
 
 
 def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction | str]]:
-    """Make some stages of the last commit again, each from its recorded inputs.
+    """Run some stages of the last commit again, each from its recorded inputs, and yield how the results compare.
 
-    They are drawn at random, more often those that no record vouches for: a nightly call goes through all in time.
+    Stages are drawn at random, those without a confirmed record more often: a nightly call goes through all in time.
     """
     doubtful = {entry.stage for entry in findings.doubtful}
     vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)} - doubtful
@@ -138,7 +141,7 @@ def _of_runs(damaged: list[str]) -> Iterator[Entry]:
 
 
 def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], damaged: list[str]) -> dict[str, Any]:
-    """What a file of this schema says; nothing if it is damaged, which is noted."""
+    """Parse a file of this schema; a damaged one gives {} and is added to `damaged`."""
     try:
         return schema(YAML(typ="safe").load(text))
     except (YAMLError, ValueError, Invalid):
@@ -147,26 +150,26 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
-    """Those that the cache has whole, after the remote was asked for the others."""
+    """Return digest → record, from the cache or else from the remote; without those that cannot be read."""
     cache_dir = stages.cache_dir()
     cached_objects.discard_corrupt(cache_dir, digests)
-    if lacking := {each for each in digests if cached_objects.missing(cache_dir, each)}:
+    if lacking := {digest for digest in digests if cached_objects.missing(cache_dir, digest)}:
         dvc_transport.fetch_objects(lacking)
-    found: dict[str, Inputs] = {}
+    records: dict[str, Inputs] = {}
     for digest in digests:
         path = cached_objects.object_path(cache_dir, digest)
         if path.exists():
             try:
-                found[digest] = Inputs.model_validate_json(path.read_text())
-            except (ValidationError, UnicodeDecodeError):  # some other file that a stage calls so
+                records[digest] = Inputs.model_validate_json(path.read_text())
+            except (ValidationError, UnicodeDecodeError):  # another version's, or some other file of that name
                 continue
-    return found
+    return records
 
 
 def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
-    """Those that share their outputs with an entry of other inputs: one may have been written for the other's result.
+    """Return the entries that share their outputs with an entry of other inputs.
 
-    Or what differs made no difference: a row that is not drawn, say.
+    Either one was written for the other's result, or the difference had no effect: an example that is not drawn, say.
     """
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -181,9 +184,9 @@ def _inputs(entry: Entry) -> str:
 
 def _differing(said: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[str]:
     for name in sorted({*said, *recorded}):
-        one, other = said.get(name, _MISSING), recorded.get(name, _MISSING)
-        if one != other:
-            yield f"{name} is {_short(one)}, and the stage was run with {_short(other)}"
+        entered, ran_with = said.get(name, _MISSING), recorded.get(name, _MISSING)
+        if entered != ran_with:
+            yield f"{name} is {_short(entered)}, and the stage was run with {_short(ran_with)}"
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from flows.engine import stages
 from tasks.artifacts.errors import EckartError
 from tasks.config import yaml_edit
-from tasks.config.schema import Data, Model, section
+from tasks.config.validation import typed_section
 from tasks.data.hub_ids import hub_id
 from tasks.data.packaged_datasets import PACKAGED
 
@@ -46,7 +46,7 @@ def pin() -> list[Pin]:
         CannotPin: the hub cannot be asked, or has no such repository.
     """
     stages.check_workspace()
-    model, data, api = section("model", Model), section("data", Data), HfApi()
+    model, data, api = typed_section("model"), typed_section("data"), HfApi()
     inputs: list[tuple[str, str | None, str | None, Callable[..., Any]]] = [
         ("model", hub_id(model.base), model.revision, api.model_info),
         ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),

@@ -417,7 +417,9 @@ def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The parameters that DVC tracks, under one name for all recipes."""
     recipe, keep = recipe_and_keep(candidate)
     found = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
-    own = {name.removeprefix(f"recipes.{recipe}."): value for name, value in found.items()}
+    own = {
+        name.removeprefix(f"recipes.{recipe}."): value for name, value in found.items() if not name.startswith("code.")
+    }
     return {"recipe": recipe, "keep": keep} | own
 
 

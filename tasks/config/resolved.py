@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tasks.config.schema import sections
-
-RESOLVED = Path("resolved.yaml")
-"""Written by the stage `resolve` from params.yaml; the parameters that every other stage reads."""
 
 
 def resolve(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,11 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import MetricName, TaskKindName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import Runtime
+from tasks.runtime.code_folders import PIPELINE
 
 PARAMS = Path("params.yaml")
+RESOLVED = Path("resolved.yaml")
+"""Written by the stage `resolve` from params.yaml; the parameters that every other stage reads."""
 
 _LONGEST = 200  # characters of a value that a message quotes
 _RENAMED = {"importance.evidence": "importance.statistics"}  # key of an earlier version → its name now
@@ -444,17 +447,28 @@ def section(name: str, kind: type[T]) -> T: ...
 @overload
 def section(name: str, kind: Any) -> Any: ...
 def section(name: str, kind: Any) -> Any:
-    """Return the part of params.yaml at the dotted `name`, with defaults, as a `kind`.
+    """Return the parameters at the dotted `name`, as a `kind`.
 
     Raises:
         ParamsError: with all mistakes of this section.
     """
-    content: Any = sections(read())
+    content: Any = resolved()
     for key in name.split("."):
         if not isinstance(content, dict) or key not in content:
             raise ParamsError(report(PARAMS, [f"{name}: is missing; add it"]))
         content = content[key]
     return parse(content, kind, PARAMS, name)
+
+
+def resolved() -> dict[str, Any]:
+    """Load the parameters that stages read: resolved.yaml, or params.yaml in a folder without a pipeline.
+
+    Raises:
+        ParamsError: the file is missing or no YAML mapping.
+    """
+    if PIPELINE.exists() and not RESOLVED.exists():
+        raise ParamsError(f"{RESOLVED} does not exist: `eckart run` or `dvc repro resolve` writes it from {PARAMS}")
+    return read(RESOLVED) if RESOLVED.exists() else sections(read())
 
 
 @overload

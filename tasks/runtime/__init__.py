@@ -1,1 +1,1 @@
-"""How a stage runs: its process, its hardware, and the code that it depends on."""
+"""The running of stages: their process, their hardware, and the code that they depend on."""

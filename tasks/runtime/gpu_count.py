@@ -1,4 +1,4 @@
-"""Say how many GPUs stages would find: asked of a process that has torch, by one that does not need it."""
+"""Print the number of GPUs that stages find; a process that does not import torch runs this in another."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What every stage does around its work: arguments, seeds, threads, errors, atomic outputs."""
+"""The frame around the work of every stage: arguments, threads, checks, errors, atomic outputs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from tasks.artifacts import stage_inputs
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_name, stage_name
 from tasks.config.schema import Threads, Trainer, section
+from tasks.runtime.code_digests import check_stage
 
 
 class StageError(EckartError):
-    """A mistake of the input, said in words that tell what to do; shown without a traceback."""
+    """A mistake in the input; the message says what to do and is shown without a traceback."""
 
 
 def run(
     name: str, work: Callable[[], None], trains: bool = False, threads: Literal["shared", "candidate"] = "shared"
 ) -> None:
-    """Run a stage that has no arguments; one that `trains` in as many processes as params.yaml says.
+    """Run a stage that has no arguments.
 
     Args:
-        threads: which of params.yaml it takes; those of a candidate where it runs beside candidates.
+        trains: whether it runs in as many processes as `trainer.processes` says.
+        threads: the entry of `threads` that it takes: `candidate` if it runs beside stages of candidates.
     """
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
     _guard(name, threads, partial(_spread, name, work) if trains else work)
@@ -56,19 +58,19 @@ def run_candidate(
     stage = stage_name(name, candidate_name(arguments.recipe, arguments.keep))
 
     def of_candidate() -> None:
-        one = partial(work, arguments.recipe, arguments.keep)
-        _spread(name, one) if trains(arguments.recipe) else one()
+        work_on_it = partial(work, arguments.recipe, arguments.keep)
+        _spread(name, work_on_it) if trains(arguments.recipe) else work_on_it()
 
     _guard(stage, "candidate", of_candidate)
 
 
 def leads() -> bool:
-    """Whether this process writes the results: of several that train together, the first."""
+    """Whether this process writes the results: the first one of several that train together."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _spread(name: str, work: Callable[[], None]) -> None:
-    """Work in as many processes as params.yaml says: each runs the whole stage, the Trainer joins their gradients."""
+    """Work in as many processes as params.yaml says: each runs the whole stage, Trainer averages the gradients."""
     processes = section("trainer", Trainer).processes
     if processes == 1 or "RANK" in os.environ:
         work()
@@ -87,7 +89,7 @@ def _spread(name: str, work: Callable[[], None]) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A ValueError of eckart is a mistake of the input: its message says what to do."""
+    """Turn a ValueError of eckart, which is a mistake in the input, into a StageError."""
     try:
         yield
     except ValueError as error:
@@ -95,20 +97,20 @@ def explained() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """A line of progress."""
+    """Print a line of progress, in the process that leads."""
     if leads():
         print(message, flush=True)
 
 
 def warn(message: str | None) -> None:
-    """A line of what a reader of the log must know, if there is any."""
+    """Print a line that a reader of the log must not miss, if there is one."""
     if message:
         say(f"WARNING: {message}")
 
 
 @contextmanager
 def output(path: Path) -> Iterator[Path]:
-    """A fresh folder to fill, which becomes `path` only when it is complete, and only in the process that leads."""
+    """Yield an empty folder that replaces `path` when it is complete, in the process that leads."""
     if not leads():
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -131,29 +133,33 @@ _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and
 
 
 def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
-    """Fix what a result may depend on, then work; an error names the stage and ends the process with 1."""
+    """Fix the threads and determinism of a result, then work; an error names the stage and ends the process with 1."""
     try:
         # The number of threads decides the order of float sums, and so the last bits of every result.
         torch.set_num_threads(getattr(section("threads", Threads), threads))
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS may sum in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
         quiet()
-        found = stage_inputs.found(stage)
+        inputs = stage_inputs.load(stage)
+        check_stage(stage)
         work()
-        if found and leads():
-            stage_inputs.write(stage, found)
+        check_stage(stage)  # it may have imported modules late
+        if inputs and leads():
+            stage_inputs.write(stage, inputs)
     except EckartError as error:
         sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
     except Exception as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         if any(sign in str(error) for sign in _DISK_FULL):
-            sys.exit(f"{stage}: the disk is full: make room and run again ({said})")
+            sys.exit(f"{stage}: the disk is full: make room and run again ({message})")
         if isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY):
-            sys.exit(f"{stage}: no memory is left: take smaller batches, or fewer stages at a time, --workers ({said})")
+            sys.exit(
+                f"{stage}: no memory is left: take smaller batches, or fewer stages at a time, --workers ({message})"
+            )
         raise
 
 
 def quiet() -> None:
-    """Progress is said by the stages; transformers' own bars and notices would drown it."""
+    """Switch off transformers' progress bars and notices, which would drown the stages' own lines."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

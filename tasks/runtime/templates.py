@@ -1,4 +1,4 @@
-"""Pages and cards from templates of jinja2: what a template does not find is an error."""
+"""Loads jinja2 templates of pages and cards, in which an undefined name is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template, sel
 
 
 def template(file: Path) -> Template:
-    """The template of a file. In HTML (`page.html.j2`) all that is put into it is escaped, in Markdown nothing."""
+    """Load a template. Values are escaped in HTML (`page.html.j2`), not in Markdown."""
     environment = Environment(
         loader=FileSystemLoader(file.parent),
         autoescape=select_autoescape(["html.j2"]),

@@ -19,11 +19,11 @@ def outcomes(raw: str = "a" * 32, code: str = "c" * 32, splits: str = "s" * 32, 
         "Executed",
         None,
         "",
-        deps={"data/raw": raw, "tasks/extract.py": code},
-        params={"data": {"source": "x", "seed": 0}},
+        deps={"data/raw": raw},
+        params={"code.extract": code, "data": {"source": "x", "seed": 0}},
         outs={"data/splits": splits},
     )
-    params: dict[str, Any] = {"recipes.svd.recovery": {"steps": 2, **recovery}, "stages.finetune": "d" * 32}
+    params: dict[str, Any] = {"recipes.svd.recovery": {"steps": 2, **recovery}, "code.finetune.svd": "d" * 32}
     deps, outs = {"data/splits/train.parquet": splits}, {"models/finetuned/svd-0.5": splits}
     finetune = Outcome("finetune@svd-0.5", "Executed", None, "", deps, params, outs)
     compare = Outcome("compare", "Executed", None, "", {"models/finetuned": splits}, {}, {})
@@ -59,7 +59,7 @@ def test_the_same_run_again_changes_nothing(workspace: Path) -> None:
 def test_inputs_that_changed_are_named_and_what_follows_from_them_is_not(workspace: Path) -> None:
     run_diff.keep(run_diff.current("first", outcomes()))
     assert changes(outcomes(raw="b" * 32, splits="t" * 32)) == {"data": [("data/raw", "a" * 10, "b" * 10)]}
-    assert changes(outcomes(code="e" * 32)) == {"code": [("tasks/extract.py", "c" * 10, "e" * 10)]}
+    assert changes(outcomes(code="e" * 32)) == {"code": [("extract", "c" * 10, "e" * 10)]}
     assert changes(outcomes(steps=3, rate=0.5)) == {
         "params": [("recipes.svd.recovery.steps", 2, 3), ("recipes.svd.recovery.rate", None, 0.5)]
     }

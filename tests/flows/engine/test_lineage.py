@@ -185,12 +185,13 @@ class TestVerify:
         params.write_text(params.read_text().replace("steps: 2", "steps: 9"))
         code = root / "eckart/recovery/finetune.py"
         code.write_text(code.read_text() + "# edited\n")
+        call(root, "dvc", "repro", "-q", "resolve")
         call(root, "dvc", "commit", "-q", "--force", "finetune@svd-0.5")
         dvc_transport.push()
         shutil.rmtree(root / ".dvc/cache/runs")  # so that the remote alone has it
         (said, places) = next(item for item in verify.verify().false.items() if "finetune@svd-0.5" in item[0])
         assert "recipes.*.recovery" in said
-        assert "eckart/recovery/finetune.py" in said
+        assert "code.finetune.*" in said
         assert len(places) == 2
         assert places[0].place == "dvc.lock"
         assert places[1].place.startswith(str(root.parent / "storage"))
@@ -198,6 +199,12 @@ class TestVerify:
         assert done.exit_code == 1
         for one in places:
             assert one.place in done.output
+
+    def test_parameters_that_were_not_resolved_are_a_false_entry(self, root: Path) -> None:
+        params = root / "params.yaml"
+        params.write_text(params.read_text().replace("steps: 2", "steps: 9"))
+        call(root, "dvc", "commit", "-q", "--force", "resolve")
+        assert [said.partition(":")[0] for said in verify.verify().false] == ["resolve"]
 
     def test_of_data_an_entry_is_doubtful(self, root: Path) -> None:
         with (root / "data/raw/reviews.csv").open("a") as file:
@@ -224,7 +231,7 @@ class TestVerify:
             Path("dvc.lock").write_text(lock[:size])
             damaged: list[str] = []
             for one in verify.entries(damaged):
-                assert one.differences(stage_inputs.Inputs(parameters={}, code={})) is not None
+                assert one.differences(stage_inputs.Inputs(parameters={})) is not None
             assert {*damaged} <= {"the run cache", "dvc.lock"}
 
     def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:

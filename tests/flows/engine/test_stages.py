@@ -21,7 +21,9 @@ from ruamel.yaml import YAML
 
 from flows.engine import cached_objects, lock_file, locks, orphaned_processes, stage_processes, stage_results
 from flows.engine import stages as engine
+from flows.engine.stage_processes import CommandFailed
 from tasks.artifacts.errors import EckartError
+from tasks.runtime import code_digests
 from tests.flows import forked
 from tests.flows.servers import until
 from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
@@ -287,6 +289,20 @@ def test_a_dependency_changed_meanwhile_is_an_error_and_nothing_is_recorded(work
     with pytest.raises(engine.StageChanged, match=r"raw\.txt"):
         engine.run(planned("source"), meddle)
     assert "source" in stale(workspace)
+
+
+def test_a_stage_that_refuses_edited_code_has_changed_and_not_failed(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stage: str) -> None:
+        raise code_digests.CodeChanged("the code is other")
+
+    def fail(command: str) -> float:
+        raise CommandFailed("its last line")
+
+    monkeypatch.setattr(code_digests, "check_stage", refuse)
+    with pytest.raises(engine.StageChanged, match="source: the code is other"):
+        engine.run(engine.plan()[0], fail)
 
 
 def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:

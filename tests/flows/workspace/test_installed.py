@@ -24,9 +24,12 @@ from flows.cli import app
 from flows.workspace import init as new_workspace
 from flows.workspace import installation
 from flows.workspace.init import Wishes
+from tasks import resolve
 from tasks.artifacts.errors import EckartError
 from tasks.config import yaml_edit
-from tasks.runtime import code_folders as folders
+from tasks.runtime import code_folders
+from tasks.runtime.code_digests import CodeChanged
+from tasks.runtime.code_folders import PACKAGES
 from tests.flows.servers import free_port, until
 from tests.flows.toy import ENVIRONMENT, call
 from tests.workspace import REPOSITORY, bert, reviews, write_base
@@ -153,7 +156,6 @@ def test_a_new_workspace_has_the_default_study_and_whole_git_and_dvc(own: Path) 
     assert Path("new/params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
     stages = YAML(typ="safe").load(Path("new/dvc.yaml").read_text())["stages"]
     assert list(stages) == list(YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"])
-    assert not [dep for stage in stages.values() for dep in stage["deps"] if dep.startswith(("eckart/", "tasks/"))]
     assert call(Path("new"), sys.executable, "-m", "dvc", "stage", "list", "--name-only")
 
 
@@ -286,30 +288,35 @@ def params(root: Path) -> dict[str, Any]:
     return content
 
 
-def test_the_digest_of_a_stage_follows_the_code_that_it_can_run(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another waterfill makes searches and the comparison stale, as in a clone, and nothing else."""
+def test_a_workspace_follows_the_installed_code(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it does, the stage `resolve` refuses: DVC would take its result for that of the code that is named."""
     new_workspace.init(Path("new"), NONE)
     monkeypatch.chdir("new")
-    before = YAML(typ="safe").load(installation.CODE.read_text())["stages"]
-    for name, folder in folders.code_folders().items():
-        shutil.copytree(folder, own / "other" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    other = {name: own / "other" / name for name in folders.PACKAGES}
-    with (other["eckart"] / "ranks/waterfill.py").open("a") as file:
-        file.write("# edited\n")
-    assert not any(map(installation.other_code, before))
-    monkeypatch.setattr(installation, "code_folders", lambda: other)
-    wanted = {
-        name
-        for name, stage in YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())["stages"].items()
-        if "eckart/ranks/waterfill.py" in stage["deps"]
-    }
-    assert {name for name in before if installation.other_code(name)} == wanted
+    before = Path("code.yaml").read_text()
     installation.refresh()
-    assert not any(map(installation.other_code, before))
+    assert Path("code.yaml").read_text() == before
+    for name, folder in code_folders.code_folders().items():
+        shutil.copytree(folder, own / "other" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (own / "other/tasks/extract.py").write_text("# edited\n")
+    monkeypatch.setattr(code_folders, "code_folders", lambda: {name: own / "other" / name for name in PACKAGES})
+    with pytest.raises(CodeChanged, match=r"code\.yaml"):
+        resolve.main()
+    installation.refresh()
+    assert Path("code.yaml").read_text() != before
+
+
+def test_a_workspace_of_its_own_differs_in_how_stages_are_called_and_in_what_names_the_code(own: Path) -> None:
+    new_workspace.init(Path("new"), NONE)
+    ours = YAML(typ="safe").load((REPOSITORY / "dvc.yaml").read_text())
+    theirs = YAML(typ="safe").load(Path("new/dvc.yaml").read_text())
+    assert theirs["stages"]["resolve"].pop("deps") == ["params.yaml", "code.yaml"]
+    del ours["stages"]["resolve"]["deps"]
+    for name, stage in ours["stages"].items():
+        stage["cmd"] = stage["cmd"].replace(f"python -m tasks.{name}", f"eckart stage {name}")
+    assert theirs == ours
 
 
 def test_a_clone_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     installation.refresh()
-    assert not list(tmp_path.iterdir())
-    assert installation.other_code("extract") is None
+    assert list(tmp_path.iterdir()) == []

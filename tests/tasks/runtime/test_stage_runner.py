@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from tasks.artifacts.names import candidate_name, candidate_of, recipe_and_keep, stage_name
 from tasks.runtime.stage_runner import StageError, explained, output, run
@@ -56,6 +57,11 @@ def test_a_mistake_of_the_parameters_names_the_stage(here: Path) -> None:
     message = exit_message("extract")
     assert message.startswith("extract: ")
     assert "data.max_length" in message
+
+
+def test_a_stage_refuses_code_that_its_parameters_were_not_resolved_for(here: Path) -> None:
+    YAML().dump({**tiny_params(), "code": {"extract": "other"}}, here / "resolved.yaml")
+    assert exit_message("extract").startswith("extract: the code here ")
 
 
 def take_all() -> None:

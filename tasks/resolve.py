@@ -1,0 +1,60 @@
+"""Write resolved.yaml: the parameters with all defaults filled in, and digests of the code that each stage can run."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from tasks.artifacts import stage_inputs
+from tasks.artifacts.errors import EckartError
+from tasks.config import validation
+from tasks.config.resolved import resolve
+from tasks.config.schema import PARAMS, RESOLVED, read
+from tasks.runtime.code_digests import CodeChanged, code_of_stages
+from tasks.runtime.code_folders import CODE, PIPELINE, all_code
+
+
+def main() -> None:
+    """Check params.yaml and write resolved.yaml, in the root of a workspace."""
+    _check_installed()
+    validation.check()
+    source = hashlib.md5(PARAMS.read_bytes(), usedforsecurity=False).hexdigest()
+    parameters = _with_used_recipes(resolve(read()))
+    stages = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
+    new = RESOLVED.with_name(f"{RESOLVED.name}.new")
+    with new.open("w") as file:
+        file.write(f"# Written by the stage `resolve` from params.yaml and code {all_code()}; edits are overwritten.\n")
+        YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, file)
+    new.replace(RESOLVED)  # which may be a link into DVC's cache
+    stage_inputs.write("resolve", stage_inputs.Inputs(parameters={str(PARAMS): source}))
+
+
+def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters without the recipes that the study does not use, and with the recovery of the control."""
+    study, recipes = parameters["study"], parameters["recipes"]
+    used = dict.fromkeys([*study["recipes"], *filter(None, [study["control"]])])
+    return {
+        **parameters,
+        "recipes": {name: recipes[name] for name in used},
+        "control_recovery": recipes[study["control"]]["recovery"] if study["control"] else None,
+    }
+
+
+def _check_installed() -> None:
+    """Check that the installed code is what code.yaml names, in a workspace that has such a file.
+
+    Raises:
+        CodeChanged: it is other code, and DVC would take the result for that of the code that is named.
+    """
+    if CODE.exists() and YAML(typ="safe").load(CODE.read_text())["digest"] != all_code():
+        raise CodeChanged(f"{CODE} names another eckart than is installed: `eckart run` brings it up to date")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except EckartError as error:
+        sys.exit(f"resolve: {error}")

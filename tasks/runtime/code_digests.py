@@ -1,0 +1,207 @@
+"""Digests of the code that stages can run: each stage depends on its own, as `code.STAGE` in resolved.yaml.
+
+DVC reads no imports. The modules that a stage may import, at its start or later, are taken from the import graph, with
+the data files beside them, such as a template. Two things in them cannot change a result, and make nothing stale:
+
+- methods and kinds of NLP task that the stage does not use, although their package, which lists them, imports them all;
+- defaults of parameters: the values that a stage reads stand in resolved.yaml.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import grimp
+
+from tasks.artifacts.errors import EckartError
+from tasks.artifacts.names import candidate_of, recipe_and_keep
+from tasks.config import schema
+from tasks.runtime.code_folders import PACKAGES, code_folders
+
+_METHODS = ("eckart.ranks", "eckart.recovery", "eckart.residual", "eckart.shaping")
+"""Packages that import all methods of a family, to list them."""
+_NLP_TASKS = "tasks.nlp_tasks"
+"""The package that imports the module of an NLP task by the task's name."""
+_PARAMETER_TYPES = (
+    *_METHODS,
+    "tasks.config",
+    "eckart.recipe",
+    "eckart.recipe_parts",
+    "eckart.factorization.weightings",
+    "eckart.training.optimizer_settings",
+)
+"""Modules, and packages of them, whose classes have the defaults of parameters."""
+_VALUES = {"eckart.published_recipes"}
+"""Modules of values alone, which stand in resolved.yaml."""
+
+_KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
+_NO_DATA = (".py", ".pyc", ".typed", ".yaml")
+"""Endings of the files in a package that are no data of a stage."""
+_RESOLVE = "resolve"
+
+
+class CodeChanged(EckartError):
+    """The code that a stage can run is not what resolved.yaml was written for."""
+
+
+class StageCode:
+    """The import graph of the code as it is now, and the digests of what stages reach in it."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        """Read the imports of all code.
+
+        Args:
+            parameters: the resolved ones, which say which methods and which kind of NLP task are used.
+        """
+        self._graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
+        self._parameters = parameters
+        folders = code_folders()
+        self._paths = {module: _path(module, folders) for module in self._graph.modules}
+        self._digests = {module: _digest(module, path) for module, path in self._paths.items()}
+
+    def digest(self, stage: str) -> str:
+        """Return the digest of the code that a stage can run; a stage of a candidate is named `search@kfac-0.5`."""
+        lines = [f"{module} {self._digests[module]}\n" for module in sorted(self.modules(stage))]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
+
+    def modules(self, stage: str) -> set[str]:
+        """Return the names of the modules that a stage can run."""
+        kinds = set(_kinds(self._parts_of_recipes(stage)))
+        reached: set[str] = set()
+        todo = [f"tasks.{stage.partition('@')[0]}"]
+        while todo:
+            module = todo.pop()
+            if module not in reached:
+                reached.add(module)
+                todo += self._imported(module, kinds)
+        # Python runs a package before its modules; what a package only lists, none of these modules uses.
+        packages = {above for module in reached for above in _packages_of(module)} - reached
+        return (reached | packages) - _VALUES
+
+    def _imported(self, module: str, kinds: set[str]) -> Iterator[str]:
+        """Yield what a module imports, and the packages above it that do more than list methods."""
+        yield from (package for package in _packages_of(module) if package not in _METHODS)
+        for imported in self._graph.find_modules_directly_imported_by(module):
+            listed = module in _METHODS and imported.startswith(f"{module}.")
+            defined = _methods_in(self._paths[imported]) if listed else set()
+            if not defined or defined & kinds:
+                yield imported
+        own_task = f"{_NLP_TASKS}.{self._parameters['data']['task']}"
+        if module == _NLP_TASKS and own_task in self._paths:
+            yield own_task
+
+    def _parts_of_recipes(self, stage: str) -> list[Any]:
+        """Return the parts of recipes that a stage reads."""
+        recipes = self._parameters["recipes"]
+        if candidate := candidate_of(stage):
+            return [recipes[recipe_and_keep(candidate)[0]]]
+        if stage == "control":
+            return [self._parameters["control_recovery"]]
+        return [recipes[name] for name in self._parameters["study"]["recipes"]]
+
+
+def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest for a stage of candidates.
+
+    Args:
+        pipeline: the stages of dvc.yaml.
+        parameters: the resolved ones.
+    """
+    code = StageCode(parameters)
+    recipes = parameters["study"]["recipes"]
+    return {
+        name: {recipe: code.digest(f"{name}@{recipe}") for recipe in recipes}
+        if "matrix" in stage
+        else code.digest(name)
+        for name, stage in pipeline.items()
+        if name != _RESOLVE
+    }
+
+
+def check_stage(stage: str) -> None:
+    """Check that the code that a stage can run is what resolved.yaml has the digest of, if it has one.
+
+    Raises:
+        CodeChanged: it is other code.
+    """
+    if not schema.RESOLVED.exists():
+        return
+    parameters = schema.resolved()
+    recorded: Any = parameters.get("code", {}).get(stage.partition("@")[0])
+    if recorded and (candidate := candidate_of(stage)):
+        recorded = recorded.get(recipe_and_keep(candidate)[0])
+    if recorded and recorded != StageCode(parameters).digest(stage):
+        raise CodeChanged(f"the code here is not what {schema.RESOLVED} was written for; run again")
+
+
+def _packages_of(module: str) -> list[str]:
+    """Return the packages that a module lies in, which Python runs before it."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _is_in(module: str, names: Sequence[str]) -> bool:
+    """Whether a module is one of these, or lies in one of them."""
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+def _path(module: str, folders: Mapping[str, Path]) -> Path:
+    package, *names = module.split(".")
+    path = folders[package].joinpath(*names)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _digest(module: str, path: Path) -> str:
+    """Return the digest of a module's file, and of a package with the data beside it."""
+    files = [path]
+    if path.name == "__init__.py":
+        files += sorted(file for file in path.parent.iterdir() if file.is_file() and file.suffix not in _NO_DATA)
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        if file.suffix == ".py" and _is_in(module, _PARAMETER_TYPES):
+            content = _without_defaults(content)
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _methods_in(path: Path) -> set[str]:
+    """Return the kinds of the methods that a module defines."""
+    return {kind for literal in _KIND.findall(path.read_text()) for kind in re.findall(r'"(\w+)"', literal)}
+
+
+def _kinds(value: Any) -> Iterator[str]:
+    """Yield the methods that a part of the parameters names: what stands at a key `kind`, at any depth."""
+    if isinstance(value, Mapping):
+        if isinstance(kind := value.get("kind"), str):
+            yield kind
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from _kinds(part)
+
+
+def _without_defaults(source: bytes) -> bytes:
+    """Cut the defaults of fields, and the descriptions below them, out of the classes of a module."""
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    cuts: list[tuple[int, int]] = []
+    for node in ast.parse(source).body:
+        for part in node.body if isinstance(node, ast.ClassDef) and not node.decorator_list else ():
+            if isinstance(part, ast.AnnAssign) and part.value and "ClassVar" not in ast.unparse(part.annotation):
+                cuts.append((_end(part.annotation, starts), _end(part.value, starts)))
+            elif isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
+                cuts.append((starts[part.lineno - 1] + part.col_offset, _end(part, starts)))
+    for start, end in sorted(cuts, reverse=True):
+        source = source[:start] + source[end:]
+    return source
+
+
+def _end(node: ast.expr | ast.stmt, starts: Sequence[int]) -> int:
+    assert node.end_lineno
+    assert node.end_col_offset is not None
+    return starts[node.end_lineno - 1] + node.end_col_offset
