@@ -20,7 +20,7 @@ the dense model, X_n, beside what it reads by now, X̂_n, for anchoring (eckart/
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -149,6 +149,33 @@ def _layer(name: str) -> str:
     parts = name.split(".")
     number = next((position for position, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
+
+
+def gather(
+    model: PreTrainedModel,
+    batches: Callable[[], Iterable[Batch]],
+    groups: Sequence[Pass],
+    kinds: Collection[StatisticKind],
+    loss: Loss,
+    offload_activations: bool = False,
+) -> Iterator[Statistics]:
+    """Yield the statistics of each group of targets, gathered in a pass of its own.
+
+    Args:
+        batches: called for each pass; gives the calibration data.
+        groups: as `passes` makes them.
+
+    Raises:
+        ValueError: statistics of gradients are asked for, and no target has a gradient; or as for `collect`.
+    """
+    without_gradient = bool({*kinds} & {*OF_GRADIENTS})
+    for number, group in enumerate(groups, 1):
+        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations)
+        without_gradient = without_gradient and not has_gradients(statistics)
+        if without_gradient and number == len(groups):
+            raise ValueError(NO_GRADIENT)
+        yield statistics
+        del statistics  # before the next pass
 
 
 class _Reached(Exception):
