@@ -42,7 +42,7 @@ from eckart.model.layers import PivotedLinear, factorize_target, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import find_targets, weight_of
 from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
-from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _put
+from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _move
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
 from tasks.artifacts.task_spec import load_split
@@ -518,7 +518,7 @@ def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, mo
     inputs = batch(3, 7)
     torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
     (tmp_path / "model.onnx").write_text("without")
-    _put(tmp_path / "model.onnx", file)
+    _move(tmp_path / "model.onnx", file)
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]  # the weights went with their file
     assert file.read_text() == "without"
 
@@ -579,7 +579,7 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
     assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
     assert f"{size:.1f} MB" in done.stdout
-    assert f"answers {12 + MADE_UP} rows" in done.stdout  # all of the test split
+    assert f"On {12 + MADE_UP} examples" in done.stdout  # all of the test split
     graph = onnx.load(workspace / "served/model.onnx").graph
     shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
     assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
