@@ -49,7 +49,7 @@ from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe import Recipe, contradictions
 
 Score = Callable[[PreTrainedModel], float]
-"""How good a model is; more is better."""
+"""Measures a model; higher is better."""
 _PRECISION = 0.01  # of the keep that is searched for
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")  # which a config asks for, too
 
@@ -76,7 +76,7 @@ class CompressedTarget:
 
 @dataclass(frozen=True)
 class Report:
-    """What `compress` did; print it for a summary.
+    """Report of a compression, layer by layer and for the whole model; print it for a summary.
 
     Attributes:
         targets: name → target layer, in order of execution.
@@ -206,41 +206,26 @@ def compress(
     """
     _check_model(model)
     _check_goal(keep, largest_drop, score)
-    chosen = _recipe(recipe)
+    valid_recipe = _recipe(recipe)
     data = checked(model, batches)
-    found = find_targets(
+    targets = find_targets(
         model, _first_two(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
     )
-    objective = _objective(model, data, chosen, loss)
-    statistics = _statistics(model, data, found, chosen, objective.loss)
-    _warn(
-        found.census.warning,
-        padding_warning(model, data),
-        few_tokens(found.targets, statistics, sum(map(batch_size, data))),
-        underflow_warning(model, _first_two(data[0]), found.targets, objective.loss)
-        if _kinds(chosen) & {*OF_GRADIENTS}
-        else None,
-    )
-    problem = SearchProblem(
-        model=model,
-        targets=found.targets,
-        keep=1.0,
-        seed=seed,
-        objective=objective,
-        weighting=chosen.weighting,
-        statistics=statistics,
-        train=_refuse_training,
-        calibration=lambda count: _single_samples(data, count),
-    )
-    dense_macs = _macs(model, data[0])
+    problem = _calibrate(model, data, targets, valid_recipe, loss, seed)
+    macs_before = _macs(model, data[0])
 
     def compress_to(keep: float) -> Compressed:
         small = copy.deepcopy(model)
-        ranks = _compress_in_place(replace(problem, model=small, keep=keep), chosen, data)
-        parameters = (model.num_parameters(), small.num_parameters())
-        targets = _compressed_targets(ranks)
-        work = (dense_macs, _macs(small, data[0]))
-        return Compressed(small, Report(targets, found.excluded, found.census, parameters, work, scores=None))
+        chosen = _compress_in_place(replace(problem, model=small, keep=keep), valid_recipe, data)
+        report = Report(
+            targets=_compressed_targets(chosen),
+            excluded=targets.excluded,
+            census=targets.census,
+            parameters=(model.num_parameters(), small.num_parameters()),
+            macs=(macs_before, _macs(small, data[0])),
+            scores=None,
+        )
+        return Compressed(small, report)
 
     if largest_drop is None or score is None:
         compressed = compress_to(0.33 if keep is None else keep)
@@ -278,6 +263,36 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
     safe = {"use_safetensors": True, "trust_remote_code": False}
     model: PreTrainedModel = family.from_pretrained(folder, config=config, **{**options, **safe})
     return model
+
+
+def _calibrate(
+    model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
+) -> SearchProblem:
+    """Gather statistics, warn of what they may miss, and return the problem of choosing ranks at keep 1."""
+    kinds = _kinds(recipe)
+    objective = _objective(model, batches, recipe, loss)
+    statistics: Statistics = {}
+    if kinds:
+        groups = passes(targets.targets, None)
+        (statistics,) = gather(model, lambda: batches, groups, kinds, objective.loss)
+    _warn(
+        targets.census.warning,
+        padding_warning(model, batches),
+        few_tokens(targets.targets, statistics, sum(map(batch_size, batches))),
+    )
+    if kinds & {*OF_GRADIENTS}:
+        _warn(underflow_warning(model, _first_two(batches[0]), targets.targets, objective.loss))
+    return SearchProblem(
+        model=model,
+        targets=targets.targets,
+        keep=1.0,
+        seed=seed,
+        objective=objective,
+        weighting=recipe.weighting,
+        statistics=statistics,
+        train=_refuse_training,
+        calibration=lambda count: _single_samples(batches, count),
+    )
 
 
 def _compress_in_place(problem: SearchProblem, recipe: Recipe, batches: Sequence[Batch]) -> ChosenRanks:
@@ -385,10 +400,10 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     for part, mistake in contradictions(valid):
         raise ValueError(f"recipe: {part} {mistake}")
     if _trains_first(valid):
-        others = [name for name, other in recipes().items() if not _trains_first(other)]
+        closed_form = [name for name, other in recipes().items() if not _trains_first(other)]
         raise ValueError(
             "the recipe trains on the task before its factors are final, which takes the pipeline "
-            f"(`eckart run`): take one of {', '.join(others)}"
+            f"(`eckart run`): take one of {', '.join(closed_form)}"
         )
     return valid
 
@@ -426,18 +441,9 @@ def _run_without_loss(model: Any, batch: Batch) -> Tensor:
     return torch.zeros(())
 
 
-def _statistics(
-    model: PreTrainedModel, batches: Sequence[Batch], found: Targets, recipe: Recipe, loss: Loss
-) -> Statistics:
-    if not (kinds := _kinds(recipe)):
-        return {}
-    (statistics,) = gather(model, lambda: batches, passes(found.targets, None), kinds, loss)
-    return statistics
-
-
 def _warn(*messages: str | None) -> None:
     for message in filter(None, messages):
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)  # of the caller of `compress`
 
 
 def _refuse_training(*_: Any, **__: Any) -> None:

@@ -106,18 +106,18 @@ def export(
         raise ExportError(f"the model is in {model.dtype}, which few runtimes know: load it with dtype=torch.float32")
     file = Path(file)
     model.eval()
-    first, *others = _random_texts(model, tokenizer)
+    texts = list(_random_texts(model, tokenizer))
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
         written = Path(folder) / file.name
-        sample = _with_cache(model, first)
+        sample = _with_cache(model, texts[0])
         parameters = _write(model, sample, written)
-        compared = [first, *others, *batches]
+        compared = [*texts, *batches]
         rows, difference = _compare(model, written, sample, compared)
         if int8:
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
-            quantize(exact, written, list(calibration) or [first, *others])
+            quantize(exact, written, list(calibration) or texts)
             rows, difference = _compare(model, written, sample, compared, same=False)
         size = sum(part.stat().st_size for part in written.parent.iterdir())
         _move(written, file)
@@ -393,14 +393,14 @@ def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> di
 
     The last token's logits are computed apart, by KEPT, so that this input is compared, too.
     """
-    half, one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
+    half, keep_one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
     if not half:
-        return {"logits": answer({**inputs, **one})["logits"]}
+        return {"logits": answer({**inputs, **keep_one})["logits"]}
     first = answer({name: values[:, :half] for name, values in inputs.items()})
-    others = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
-    others |= cache_of(first)
-    then, last = answer(others)["logits"], answer({**others, **one})["logits"]
-    return {"logits": torch.cat([first["logits"], then[:, :-1], last[:, -1:]], 1)}
+    rest = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
+    rest |= cache_of(first)
+    second, last = answer(rest)["logits"], answer({**rest, **keep_one})["logits"]
+    return {"logits": torch.cat([first["logits"], second[:, :-1], last[:, -1:]], 1)}
 
 
 def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
@@ -431,8 +431,8 @@ def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[
     allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
     if not difference <= allowed and not difference <= 2 * rounding():  # also where it is nan
         raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
-    others = int((expected.argmax(-1) != actual.argmax(-1)).sum())
-    if others > _TIES * len(expected):
+    changed = int((expected.argmax(-1) != actual.argmax(-1)).sum())
+    if changed > _TIES * len(expected):
         raise ExportError(f"onnxruntime gives other labels than torch: {name} was not written")
     return difference
 

@@ -81,8 +81,8 @@ def search_ranks(
     if shaping:
         shaped = _shape(problem, shaping)
         problem = replace(problem, statistics={**problem.statistics, **shaped.scores})
-    found = _search_beside(residual, problem, method) if residual else method.search(problem)
-    chosen = ChosenRanks(problem.targets, found.ranks, _predicted_loss(found), shaped, found.changed)
+    result = _search_beside(residual, problem, method) if residual else method.search(problem)
+    chosen = ChosenRanks(problem.targets, result.ranks, _predicted_loss(result), shaped, result.changed)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than {keep:g} of all allows")
@@ -106,10 +106,10 @@ def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearc
         raise NoRank(f"for the factors, residual.low_rank · keep: {error}, or raise residual.low_rank") from error
 
 
-def _predicted_loss(found: Found) -> dict[str, float] | None:
-    if found.spectra is None:
+def _predicted_loss(result: Found) -> dict[str, float] | None:
+    if result.spectra is None:
         return None
-    return {name: _error_left(found.spectra[name], rank) for name, rank in found.ranks.items()}
+    return {name: _error_left(result.spectra[name], rank) for name, rank in result.ranks.items()}
 
 
 def _error_left(spectrum: Tensor, rank: Rank) -> float:

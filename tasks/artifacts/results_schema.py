@@ -90,7 +90,7 @@ class DenseReport(Scores):
     licence: dict[str, str]
     """The base model's (tasks/models/licence.py)."""
     head: str = ""
-    """What became of the base model's head (tasks/models/task_head.py); empty if there is nothing to say."""
+    """A sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 
 
 class TargetSize(BaseModel):

@@ -44,9 +44,9 @@ class Base(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     licence: licence.Licence
     fit: task_head.Fit
-    """How the head that it had fits the task."""
+    """Fit of the head that it had to the task."""
     head: str
-    """What became of that head, in a sentence; empty where there is nothing to say."""
+    """A sentence on what was done with that head; empty where there is nothing to say."""
 
 
 def load_base(params: Model, task: Task) -> Base:
@@ -87,8 +87,8 @@ def load_base(params: Model, task: Task) -> Base:
             ) from error
     _prepare_padding(tokenizer, model, params.base)
     _check_prefix(config, task)
-    said = task_head.adapt(model, config, task, loading)
-    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), said)
+    head = task_head.adapt(model, config, task, loading)
+    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head)
 
 
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
