@@ -1,4 +1,4 @@
-"""A model as ONNX: onnxruntime answers as torch does, at any shape, from as many numbers as the factors have."""
+"""Export as ONNX: onnxruntime gives torch's outputs for any shape, from as many numbers as the factors have."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize(("family", "stored"), [("bert", "factors"), ("gpt2", "rows"), ("llama", "pivoted")])
-def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, stored: str, tmp_path: Path) -> None:
+def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
+    family: str, stored: str, tmp_path: Path
+) -> None:
     whole, file = tiny.FAMILIES[family](), tmp_path / "model.onnx"
     model = compress(shallow(type(whole), whole.config), stored)
     made = export(model, tiny.words(), file)
@@ -119,7 +121,7 @@ def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, s
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_others_tools_quantize_the_plain_export(family: str, tmp_path: Path) -> None:
+def test_onnxruntime_quantizes_the_plain_export(family: str, tmp_path: Path) -> None:
     """The one line that a user tries; it refuses a file whose shapes contradict those that it infers."""
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
@@ -136,7 +138,7 @@ def rounded_maps(file: Path) -> int:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
+def test_int8_gives_nearly_the_same_logits(family: str, tmp_path: Path) -> None:
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
     made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
@@ -150,7 +152,7 @@ def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
     assert made.difference < 0.1 * float(expected.abs().max())
 
 
-def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_graph_without_smoothable_activations_is_not_changed(tmp_path: Path) -> None:
     """A dense BERT's are read by sums, too, or come out of a GELU."""
     model, file = tiny.bert().eval(), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
@@ -158,7 +160,7 @@ def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_pat
     torch.testing.assert_close(answers(tmp_path / "smooth.onnx", **batch(3, 9)), answers(file, **batch(3, 9)))
 
 
-def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp_path: Path) -> None:
+def test_a_channel_unseen_in_calibration_does_not_fill_the_range(tmp_path: Path) -> None:
     """A channel behind a Relu that was 0 in all rows: divided by next to nothing it would leave the others no steps."""
     draw = np.random.default_rng(0)
     first, second = np.eye(8, dtype=np.float32), draw.standard_normal((8, 6), dtype=np.float32)
@@ -187,9 +189,7 @@ def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_much_larger(
-    family: str, embeddings: bool, tmp_path: Path
-) -> None:
+def test_smoothing_keeps_the_outputs_and_evens_the_channels(family: str, embeddings: bool, tmp_path: Path) -> None:
     """Of what products read some channels are large, and of components some are made a thousand times as large."""
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
@@ -225,7 +225,7 @@ def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path)
     return {name: float(values.max() / values.median()) for name, values in maxima.items()}
 
 
-def test_a_model_can_be_scored_as_onnxruntime_runs_it(tmp_path: Path) -> None:
+def test_a_model_is_scored_by_onnxruntime(tmp_path: Path) -> None:
     model = classifier().eval()
     export(model, tiny_tokenizer(), tmp_path / "model.onnx")
     task = a_task("classification", ["negative", "positive"], "accuracy")
@@ -275,7 +275,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
+def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
     (make, names), file = HEADS[head], tmp_path / "model.onnx"
     model = compress(make())
     made = export(model, tiny.words(), file, [batch(3, 9)])
@@ -317,9 +317,7 @@ def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) 
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("gpt2", "rows")])
-def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
-    family: str, stored: str, tmp_path: Path
-) -> None:
+def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(family: str, stored: str, tmp_path: Path) -> None:
     model, file = compress(WRITERS[family](), stored), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
@@ -333,7 +331,7 @@ def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
 
 
-def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path: Path) -> None:
+def test_a_decoder_gives_logits_of_so_many_last_tokens(tmp_path: Path) -> None:
     model, file = compress(language()), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
     answer, inputs = runner(file), batch(3, 9)
@@ -361,7 +359,7 @@ _DECODERS = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": tiny.VOCAB
     ],
     ids=["torch's attention alone", "views of what attention gives"],
 )
-def test_a_decoder_whose_attention_is_not_as_others_is_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_decoders_with_unusual_attention_are_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
     export(AutoModelForCausalLM.from_config(config), tiny.words(), tmp_path / "model.onnx")
 
 
@@ -382,7 +380,7 @@ def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(architecture: str, tmp_path: Path) -> None:
+def test_shared_keys_are_repeated_only_where_scores_are_bounded(architecture: str, tmp_path: Path) -> None:
     """Else keys and values of the whole past are copied for each query head, with each token."""
     file, copies = tmp_path / "model.onnx", {}
     for heads in (2, 4):
@@ -404,9 +402,7 @@ def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(archi
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])
-def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
-    family: str, stored: str, tmp_path: Path
-) -> None:
+def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(family: str, stored: str, tmp_path: Path) -> None:
     """Nearly: how activations are rounded depends on what else is in the batch."""
     model, file = compress(WRITERS[family](), stored), tmp_path / "int8.onnx"
     export(model, tiny.words(), file, int8=True)
@@ -416,7 +412,7 @@ def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
     assert 0 < float((found - expected)[real].norm()) < 0.1 * float(expected[real].norm())
 
 
-def test_a_head_with_an_embeddings_weight_is_in_the_file_once_and_multiplies_in_int8(tmp_path: Path) -> None:
+def test_a_tied_weight_is_stored_once_and_multiplied_in_int8(tmp_path: Path) -> None:
     """Else the whole weight became float32 with each token. What is smaller than this is in a graph transposed, too."""
     model, file = gpt2_that_writes(vocabulary=20_000), tmp_path / "int8.onnx"
     table = model.get_input_embeddings().weight
@@ -442,7 +438,7 @@ def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stands_at_padding_is_not_compared() -> None:
+def test_padding_is_not_compared() -> None:
     """Of an answer for each token; of a row's one answer all counts."""
     mask, expected = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3, 4)
     found = expected.masked_fill(mask[..., None] == 0, torch.nan)
@@ -456,7 +452,7 @@ def test_what_stands_at_padding_is_not_compared() -> None:
         _difference(*_compared("logits", expected[..., 0], found[..., 0], inputs), "m", float)
 
 
-def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
+def test_one_token_of_thousands_may_be_a_tie() -> None:
     expected = torch.tensor([[1.0, 0.0]]).repeat(1500, 1)
     expected[0, 1] = 1 - 1e-6
     found = expected.clone()
@@ -466,7 +462,7 @@ def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
         _difference(expected[:32], found[:32], "m", float)
 
 
-def test_a_model_that_rounds_far_is_exported(tmp_path: Path) -> None:
+def test_a_model_that_torch_itself_rounds_far_is_exported(tmp_path: Path) -> None:
     """Features behind a layer norm sum to zero: of a weight that is the same for all only rounding is left."""
     model = shallow(BertForTokenClassification, tiny.bert().config)
     model.bert.encoder.layer[-1].output.LayerNorm.reset_parameters()
@@ -475,7 +471,7 @@ def test_a_model_that_rounds_far_is_exported(tmp_path: Path) -> None:
     assert export(model, tiny_tokenizer(), tmp_path / "model.onnx").difference > TOLERANCE * 1e4
 
 
-def test_what_is_no_number_differs() -> None:
+def test_nan_differs() -> None:
     expected = torch.tensor([[1.0, 0.0]])
     with pytest.raises(ExportError, match="nan"):
         _difference(expected, (-expected).sqrt(), "m", float)
@@ -499,7 +495,7 @@ def t5() -> PreTrainedModel:
     ],
     ids=["encoder and decoder", "loop over tokens", "no head"],
 )
-def test_what_cannot_be_exported_is_refused(
+def test_models_that_cannot_be_exported_are_refused(
     make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ExportError, match=said):
@@ -508,7 +504,7 @@ def test_what_cannot_be_exported_is_refused(
     assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
 
 
-def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_stored_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = compress(token_labels()), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
@@ -523,7 +519,7 @@ def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, mo
     assert file.read_text() == "without"
 
 
-def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_labels_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an exporter that went wrong: labels that change where logits hardly do."""
     file, model = tmp_path / "model.onnx", classifier()
     file.write_text("older")
@@ -538,7 +534,7 @@ def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_and_half_precision_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
         export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
     monkeypatch.setattr("eckart.onnx.exporting.find_spec", lambda name: name != "onnxscript")
@@ -569,9 +565,7 @@ def test_the_command_writes_int8_with_the_option(workspace: Path) -> None:
     assert rounded_maps(workspace / "int8.onnx") > rounded_maps(workspace / "model.onnx") == 0
 
 
-def test_the_command_writes_a_candidate_and_says_what_there_is(
-    workspace: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
     assert done.exit_code == 0, done.output
     assert done.stderr == capfd.readouterr().err == ""
@@ -600,6 +594,6 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_a_mistake_is_named(name: str, file: str, named: str) -> None:
+def test_wrong_names_are_errors(name: str, file: str, named: str) -> None:
     with pytest.raises(StageError, match=named):
         to_onnx(name, Path(file))
