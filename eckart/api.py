@@ -175,15 +175,15 @@ def compress(
         small, report = eckart.compress(model, batches, keep=0.33)
         small.save_pretrained("small")  # load it again by from_pretrained, after `import eckart`
 
-    `model` itself is not changed. The calibration batches, their statistics (in² + out² numbers for each linear layer)
+    `model` itself is not changed. The calibration batches, their statistics (up to in² + out² numbers for each layer)
     and two copies of the model are in memory at once, three with `largest_drop`; for larger models use the pipeline.
 
     Args:
         model: a transformers model with the head for its task, on the device where the work is to be done.
         batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
-            at padding) unless the recipe reads inputs alone, as `svd` and `drone` do. The decoder inputs of a T5 or
-            BART are made from the labels if they are missing.
-        keep: share of the linear layers' parameters to keep, in (0, 1]; 0.33 by default.
+            at padding) unless the recipe needs none, as `svd` and `drone`. The decoder inputs of a T5 or BART are made
+            from the labels if they are missing.
+        keep: share of these layers' parameters to keep, in (0, 1]; 0.33 by default.
         recipe: how to compress: a name from `recipes()`, or a recipe of your own. Its recovery fine-tuning is not run.
         largest_drop: find the smallest keep, to a hundredth, at which `score` falls by no more than this; give it
             instead of `keep`. Bisection finds it, which takes the score to fall with keep.

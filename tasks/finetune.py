@@ -41,10 +41,7 @@ def finetune(recipe: str, keep: str) -> None:
     )
 
 
-def _trains_together(recipe: str) -> bool:
-    """Whether the recipe trains here, and several processes can do so together."""
-    return train_together([section(f"recipes.{recipe}.recovery", Recovery)])
-
-
 if __name__ == "__main__":
-    run_candidate("finetune", finetune, trains=_trains_together)
+    run_candidate(
+        "finetune", finetune, lambda recipe: train_together([section(f"recipes.{recipe}.recovery", Recovery)])
+    )

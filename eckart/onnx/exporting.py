@@ -197,7 +197,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
         outputs = list(_outputs(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with quiet(), _eager_attention(model), torch.no_grad():  # to follow a backward pass takes longer
+    with quiet(), _eager_attention(model) as eager, torch.no_grad():  # to follow a backward pass takes longer
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),
@@ -206,7 +206,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 input_names=list(sample),
                 output_names=outputs,
                 # some models have torch's own attention alone, which opset 23 has for as many keys as queries
-                opset_version=_DECODER_OPSET if _has_cache(sample) and _is_eager(model) else None,
+                opset_version=_DECODER_OPSET if _has_cache(sample) and eager else None,
                 dynamic_shapes=(tuple(_dynamic_axes(name, sample) for name in sample),),
                 verbose=False,
             )
@@ -223,10 +223,6 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
-
-
-def _is_eager(model: PreTrainedModel) -> bool:
-    return model.config._attn_implementation == "eager"
 
 
 def _has_cache(inputs: Batch) -> bool:
@@ -303,8 +299,11 @@ def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
 
 
 @contextmanager
-def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run attention as products and a softmax: torch's own adds nodes for rows without tokens, which cost time."""
+def _eager_attention(model: PreTrainedModel) -> Iterator[bool]:
+    """Run attention as products and a softmax; yield whether the model can.
+
+    Torch's own attention adds nodes for rows without tokens, which cost time.
+    """
     before = model.config._attn_implementation
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -313,7 +312,7 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
         if shared:
             ALL_ATTENTION_FUNCTIONS["eager"] = _grouped_attention
         model.set_attn_implementation("eager")
-        yield
+        yield model.config._attn_implementation == "eager"
     finally:
         model.set_attn_implementation(before)
         if shared:

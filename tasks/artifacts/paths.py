@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
-from tasks.artifacts.results_schema import Runtime
+from tasks.artifacts.results_schema import Result, Runtime
 
 IMPORTANCE = Path("data/importance")
 """A folder with the calibration statistics and TARGETS."""
@@ -34,10 +32,8 @@ def exported_name(name: str) -> str:
     return f"{name}.onnx"
 
 
-class Decision(BaseModel):
+class Decision(Result):
     """The ranks that a search chose, and what it expects of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keep: float
     ranks: dict[str, int | None]

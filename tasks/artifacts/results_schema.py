@@ -30,10 +30,12 @@ def rows_file(name: str) -> Path:
     return Path(f"reports/rows/{name}.parquet")
 
 
-class Score(BaseModel):
-    """The metric of the study, and the mean loss, on a split."""
-
+class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Score(Result):
+    """The metric of the study, and the mean loss, on a split."""
 
     metric: float
     loss: float
@@ -42,10 +44,8 @@ class Score(BaseModel):
     """All metrics of this kind of task, including `metric`."""
 
 
-class Size(BaseModel):
+class Size(Result):
     """The size of a whole model; that of its target layers is always reported beside it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_parameters: int
     macs_per_token: int
@@ -55,19 +55,15 @@ class Size(BaseModel):
     bytes: int
 
 
-class Continuation(BaseModel):
+class Continuation(Result):
     """A language model's greedy continuation of the beginning of a test block."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     beginning: str
     text: str
 
 
-class Scores(BaseModel):
+class Scores(Result):
     """The scores of a model that could be shipped."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     score: Score
     """On the test split; reports and gates read it."""
@@ -93,7 +89,7 @@ class DenseReport(Scores):
     """A sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 
 
-class TargetSize(BaseModel):
+class TargetSize(Result):
     """A target layer after compression.
 
     Attributes:
@@ -105,18 +101,14 @@ class TargetSize(BaseModel):
             than the original model's were factorized.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     rank: int | None
     rows: int
     parameters: int
     loss_alone: float | None
 
 
-class Evaluation(BaseModel):
+class Evaluation(Result):
     """A candidate's scores, and the size of the recovered model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shaped: Score | None
     """The dense model after shaping, if there was any: what is lost before anything is factorized."""
@@ -134,38 +126,30 @@ class Evaluation(BaseModel):
     """Parameters of all target layers of the recovered model."""
 
 
-class ExportedFile(BaseModel):
+class ExportedFile(Result):
     """An ONNX file, scored on the test split by onnxruntime."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     score: Score
     bytes: int
 
 
-class Exports(BaseModel):
+class Exports(Result):
     """The two ONNX files of a model, with float32 and with int8 weights."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     onnx: ExportedFile
     int8: ExportedFile
 
 
-class Times(BaseModel):
+class Times(Result):
     """A speedup: the median over rounds of another model's seconds ÷ this model's, with its 95 % interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     median: float
     low: float
     high: float
 
 
-class Latency(BaseModel):
+class Latency(Result):
     """The seconds of a forward, and its speedup over the original model in torch and in the same runtime."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seconds: float
     of_torch: Times
@@ -176,10 +160,8 @@ Latencies = dict[Which, dict[Runtime, dict[str, Latency]]]
 """Candidate or original model → runtime → shape, as ROWSxTOKENS; both were timed in turn in one process."""
 
 
-class Benchmark(BaseModel):
+class Benchmark(Result):
     """The latencies of a candidate, by onnxruntime, too, where it is exported."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     timed: str
     """The candidate whose forwards were timed: this one, or one whose weights have the same shapes."""
