@@ -247,7 +247,7 @@ def test_a_single_pattern_may_be_a_string() -> None:
 
 
 def test_decoder_inputs_are_made_from_the_labels() -> None:
-    """As a padded batch with the decoder's inputs given has it, bit for bit."""
+    """They are those of a padded batch with the decoder's inputs, bit for bit."""
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config)
@@ -280,7 +280,7 @@ def test_a_model_with_adapters_is_refused() -> None:
 
 
 class Counting(type(tiny.bert())):  # type: ignore[misc]
-    """It answers by what is in no state: how often it was called."""
+    """A model whose outputs depend on something that is not saved: how often it was called."""
 
     calls = 0
 
@@ -306,7 +306,7 @@ def test_labels_that_are_all_ignored_are_an_error() -> None:
 
 
 def test_a_loss_without_a_gradient_is_an_error() -> None:
-    """It would leave all ranks to chance, and predict that nothing is lost."""
+    """Ranks would be left to chance, and the predicted loss would be 0."""
 
     def flat(model: Any, batch: Any) -> torch.Tensor:
         return 0 * model(**batch).logits.sum()

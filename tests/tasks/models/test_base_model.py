@@ -203,7 +203,7 @@ def test_a_model_without_a_head_gets_one_without_a_report() -> None:
 
 
 def test_weights_that_contradict_the_config_are_an_error() -> None:
-    """They are not the head's, so that nothing may take their place."""
+    """They are no weights of the head, which alone may be replaced."""
     folder = save("tuned", BertForSequenceClassification(tiny_config(num_labels=3)))
     file = Path(folder, "config.json")
     config = json.loads(file.read_text())

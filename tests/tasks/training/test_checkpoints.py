@@ -58,7 +58,7 @@ class Kill(Rule):
 
 @pytest.fixture(autouse=True)
 def _workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own, and with a checkpoint at every logged point."""
+    """Work in an empty folder, with a checkpoint at every logged point."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(SECONDS, "0")
 
