@@ -256,9 +256,8 @@ class _Curve(TrainerCallback):
         """Write again what was logged before a kill."""
         self._write([_point(logs) for logs in state.log_history if "loss" in logs])
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        logs: Mapping[str, Any] = given["logs"]
         if "loss" not in logs:
             return
         point = _point({**logs, "step": state.global_step})

@@ -70,8 +70,8 @@ def test_factors_beside_sparse_rows_get_their_share_of_the_budget() -> None:
 def test_a_search_that_exceeds_its_budget_is_refused() -> None:
     class Greedy(type(UNIFORM)):  # type: ignore[misc]
         def search(self, problem: SearchProblem) -> Found:
-            found: Found = super().search(replace(problem, keep=0.9))
-            return found
+            result: Found = super().search(replace(problem, keep=0.9))
+            return result
 
     with pytest.raises(ValueError, match=r"more than 0\.5"):
         search_ranks(problem(), Greedy(kind="uniform", by="share"))
