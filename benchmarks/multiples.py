@@ -27,12 +27,12 @@ from eckart.calibration.statistics import load_statistics
 from eckart.factorization.factorize import factorize_at_once
 from eckart.factorization.pivoted_storage import pivot
 from eckart.factorization.weightings import Weighting
-from eckart.model.targets import Storage
+from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import Ranks, stored
 from eckart.ranks.search_problem import Spectra
 from eckart.ranks.waterfill import Waterfill
-from tasks.artifacts.importance_files import IMPORTANCE, load_targets
+from tasks.artifacts.paths import IMPORTANCE, TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.benchmark import Forward, in_rounds, in_torch, ratio
 from tasks.config.schema import Benchmark, Threads, section
@@ -54,7 +54,8 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
         raise SystemExit(
             f"{recipe} has ranks of kind {search.kind}, which has no multiple: name a recipe with waterfill"
         )
-    targets, statistics = stored(load_targets().targets, storage), load_statistics(IMPORTANCE)
+    targets = stored(Targets.model_validate_json(TARGETS.read_text()).targets, storage)
+    statistics = load_statistics(IMPORTANCE)
     known, found = spectra(targets, dense, weighting, statistics), []
     for multiple in MULTIPLES:
         ranks = search.model_copy(update={"multiple": multiple}).ranks(targets, known, keep)

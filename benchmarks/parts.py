@@ -19,16 +19,16 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
-from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.weighted_svd import spectrum
 from eckart.factorization.weightings import Weighting, weigh
-from eckart.model.targets import Storage, Target, weight_of
+from eckart.model.targets import Storage, Target, Targets, weight_of
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import stored
 from eckart.ranks.search_problem import ByFormula, Spectra
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from tasks.artifacts.importance_files import load_targets
+from tasks.artifacts.paths import TARGETS
 from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Importance, Threads, section
 from tasks.data.loading import batches, encoded
@@ -54,7 +54,10 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     trained = [section(f"{part}.shaping", Shaping | None), section(f"{part}.residual", Residual | None)]
     if any(trained) or not isinstance(ranks, ByFormula):
         raise SystemExit(f"{recipe} trains before it factorizes: its seconds are in the table of its study")
-    model, targets = deepcopy(dense), stored(load_targets().targets, section(f"{part}.storage", Storage))
+    model, targets = (
+        deepcopy(dense),
+        stored(Targets.model_validate_json(TARGETS.read_text()).targets, section(f"{part}.storage", Storage)),
+    )
     began = time.perf_counter()
     statistics: Statistics = {}
     if weighting.statistics:
@@ -64,10 +67,7 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     yield (gathered := time.perf_counter()) - began
     found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
     yield (decided := time.perf_counter()) - gathered
-    if order:
-        factorize_in_order(model, targets, found, weighting, statistics, data, order)
-    else:
-        factorize_at_once(model, targets, found, weighting, statistics)
+    factorize_model(model, targets, found, weighting, statistics, in_order=order, batches=data)
     yield time.perf_counter() - decided
 
 

@@ -1,6 +1,7 @@
-"""Control: the dense model with the recovery that candidates get → models/control and its training curve.
+"""Control: the original model with the candidates' recovery fine-tuning → models/control and its training curve.
 
-What a candidate has over the dense model may be the recovery's alone; over the control it is not.
+A candidate may be better than the original model because of the further training alone; compared with the control it
+cannot be.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tasks.training.recovery import recover
 
 
 def control() -> None:
-    """Train the teacher on as the recipe `study.control` recovers (zero steps take it as it is)."""
+    """Train the original model on, as the recipe `study.control` recovers (zero steps take it as it is)."""
     recipe = section("study.control", str)
     recover(TEACHER, CONTROL, CONTROL_CURVE, section(f"recipes.{recipe}.recovery", Recovery))
 

@@ -1,7 +1,12 @@
-"""Dense: score and measure the teacher, its control and the trivial baseline → reports/dense.json, and what each row
-contributed, reports/rows/dense.parquet."""
+"""Dense: score and measure the original model, its control and the trivial baseline → reports/dense.json and, with what
+each example contributed to the scores, reports/rows/dense.parquet."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.artifacts.results_schema import DENSE_METRICS, DenseReport
 from tasks.artifacts.task_spec import load_split, load_task
@@ -16,22 +21,16 @@ from tasks.scoring.trivial_baseline import ANSWERS, TRIVIAL, warning
 
 
 def dense() -> None:
-    """Score the teacher, and the teacher with a candidate's recovery, in the way in which candidates are."""
-    task, device_map = load_task(), section("model", Model).device_map
-    kind = kind_of(task)
-    model, tokenizer = load(TEACHER, kind.auto, device_map=device_map)
-    place(model)
+    """Score the original model, and the original model with recovery fine-tuning, as candidates are scored."""
+    task = load_task()
+    model, tokenizer = _load(TEACHER)
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
-    trivial_rows = kind.trivial(load_split("train"), load_split("test"), task, tokenizer)
+    trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), task, tokenizer)
     trivial = metric_of_all(task, trivial_rows)
-    say(f"trivial baseline, {ANSWERS[task.kind]}: {task.metric} {trivial:.4f}")
-    drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
-    warn(warning(task, scores.score.metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
+    _compare_with_trivial(rows["test"], trivial_rows, scores.score.metric, trivial)
     measured = size(model, TEACHER, task.max_length)
     if not same_weights(TEACHER, CONTROL):
-        model, tokenizer = load(CONTROL, kind.auto, device_map=device_map)
-        place(model)
-        control, control_rows = all_scores(model, tokenizer, "control")
+        control, control_rows = all_scores(*_load(CONTROL), "control")
     write_rows("dense", {"dense": rows, "control": control_rows, TRIVIAL: {"test": trivial_rows}})
     result = DenseReport(
         **dict(scores),
@@ -42,6 +41,20 @@ def dense() -> None:
         head=task_head.noted(TEACHER),
     )
     DENSE_METRICS.write_text(result.model_dump_json(indent=2))
+
+
+def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = load(folder, kind_of(load_task()).auto, device_map=section("model", Model).device_map)
+    place(model)
+    return model, tokenizer
+
+
+def _compare_with_trivial(rows: pd.DataFrame, trivial_rows: pd.DataFrame, metric: float, trivial: float) -> None:
+    """Warn where the model is not significantly better than an answer that reads no input."""
+    task = load_task()
+    say(f"trivial baseline, {ANSWERS[task.kind]}: {task.metric} {trivial:.4f}")
+    drawn = resampled(task, {"dense": rows, TRIVIAL: trivial_rows})
+    warn(warning(task, metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:
-    """Write the recovered model, and score what was written as onnxruntime runs it."""
+    """Write the recovered model as ONNX, and score it as onnxruntime runs it."""
     name = candidate_name(recipe, keep)
     export_and_score(name, FINETUNED / name)
 

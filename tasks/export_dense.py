@@ -1,4 +1,4 @@
-"""Export dense: write the teacher as candidates are written, to compare with → models/onnx/dense."""
+"""Export dense: write the original model as candidates are exported, to compare them with → models/onnx/dense."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tasks.runtime.stage_runner import output, run
 
 
 def export_dense() -> None:
-    """Write and score the teacher; nothing, where no candidate is exported."""
+    """Export and score the original model; write empty files where no candidate is exported."""
     if section("export", Export).recipes:
         export_and_score("dense", TEACHER)
         return
-    with output(ONNX / "dense"):  # DVC wants all that a stage may write
+    with output(ONNX / "dense"):  # DVC wants every output to exist
         for file in (rows_file(exported_name("dense")), EXPORTS / "dense.json"):
             file.parent.mkdir(parents=True, exist_ok=True)
         pd.DataFrame().to_parquet(rows_file(exported_name("dense")))

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from collections.abc import Iterable
 
-from eckart.calibration.statistics import Statistics, load_statistics
-from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
+from pydantic import BaseModel
+
+from eckart.calibration.losses import Batch
+from eckart.calibration.statistics import load_statistics
+from eckart.factorization.factorize import InOrder, factorize_model
 from eckart.factorization.weightings import Weighting
 from eckart.model import hf_format
 from eckart.model.layers import factorized
+from eckart.model.targets import Targets
 from eckart.recipe_parts import Source
 from eckart.residual import Residual
-from tasks.artifacts.importance_files import IMPORTANCE, load_targets
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import FACTORIZED, RANKS, SCORES, load_decision, source_model
+from tasks.artifacts.paths import FACTORIZED, IMPORTANCE, RANKS, SCORES, TARGETS, load_decision, source_model
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Importance, Model, section
+from tasks.config.schema import Count, Model, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, place
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import TaskKind
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
+
+
+class FactorizationParts(BaseModel):
+    """The parts of a recipe that decide its factors."""
+
+    source: Source
+    weighting: Weighting
+    residual: Residual | None
+    sequential: InOrder | None
 
 
 def factorize(recipe: str, keep: str) -> None:
@@ -30,56 +41,29 @@ def factorize(recipe: str, keep: str) -> None:
     brings them into their storage, which computes the same. With a residual, what the factors leave of W stands beside
     them until recovery has pruned it.
     """
-    name = candidate_name(recipe, keep)
-    order = section(f"recipes.{recipe}.sequential", InOrder | None)
-    device_map = section("model", Model).device_map if order else None
+    name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
     kind = kind_of(load_task())
-    begun_with = DENSE[section(f"recipes.{recipe}.source", Source)]
-    model, tokenizer = load(source_model(name, begun_with), kind.auto, device_map=device_map)
+    calibration: Iterable[Batch] = ()
+    device_map = section("model", Model).device_map if parts.sequential else None
+    model, tokenizer = load(source_model(name, DENSE[parts.source]), kind.auto, device_map=device_map)
+    if parts.sequential:
+        data, size = encoded("calibration", tokenizer), section("importance.batch_size", Count)
+        calibration = batches(data, kind.collate(tokenizer, model), size, place(model))
     with explained():
-        if order:
-            _in_order(model, tokenizer, kind, recipe, name, order)
-        else:
-            _at_once(model, recipe, name)
+        factorize_model(
+            model,
+            Targets.model_validate_json(TARGETS.read_text()).targets,
+            load_decision(name).ranks,
+            parts.weighting,
+            {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)},
+            in_order=parts.sequential,
+            batches=calibration,
+            residual=parts.residual is not None,
+        )
     with output(FACTORIZED / name) as folder:
         hf_format.save(model, folder)
         tokenizer.save_pretrained(folder)
-    say(f"{len(factorized(model))} linear maps factorized, {model.num_parameters():,} parameters in all")
-
-
-def _in_order(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: TaskKind,
-    recipe: str,
-    name: str,
-    order: InOrder,
-) -> None:
-    data, size = encoded("calibration", tokenizer), section("importance", Importance).batch_size
-    factorize_in_order(
-        model,
-        load_targets().targets,
-        load_decision(name).ranks,
-        section(f"recipes.{recipe}.weighting", Weighting),
-        _statistics(name),
-        batches(data, kind.collate(tokenizer, model), size, place(model)),
-        order,
-    )
-
-
-def _at_once(model: PreTrainedModel, recipe: str, name: str) -> None:
-    factorize_at_once(
-        model,
-        load_targets().targets,
-        load_decision(name).ranks,
-        section(f"recipes.{recipe}.weighting", Weighting),
-        _statistics(name),
-        residual=section(f"recipes.{recipe}.residual", Residual | None) is not None,
-    )
-
-
-def _statistics(name: str) -> Statistics:
-    return {**load_statistics(IMPORTANCE), **load_statistics(RANKS / name / SCORES)}
+    say(f"{len(factorized(model))} linear layers factorized, {model.num_parameters():,} parameters in all")
 
 
 if __name__ == "__main__":

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-from eckart.model.targets import Storage
+from pydantic import BaseModel
+
+from eckart.model.targets import Storage, Targets
 from eckart.recipe_parts import Source, train_together
 from eckart.recovery import Recovery
 from eckart.residual import Residual
-from tasks.artifacts.importance_files import load_targets
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, source_model
+from tasks.artifacts.paths import CURVES, FACTORIZED, FINETUNED, TARGETS, source_model
 from tasks.config.schema import section
 from tasks.models.model_io import DENSE
 from tasks.runtime.stage_runner import run_candidate
 from tasks.training.recovery import recover
 
 
+class RecoveryParts(BaseModel):
+    """The parts of a recipe that decide its recovery fine-tuning."""
+
+    source: Source
+    residual: Residual | None
+    storage: Storage
+    recovery: Recovery
+
+
 def finetune(recipe: str, keep: str) -> None:
     """Train the factors on the task as the recipe's recovery and residual say; then bring them into its storage."""
-    name, part = candidate_name(recipe, keep), f"recipes.{recipe}"
+    name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", RecoveryParts)
     recover(
         FACTORIZED / name,
         FINETUNED / name,
         CURVES / f"{name}.jsonl",
-        section(f"{part}.recovery", Recovery),
-        residual=section(f"{part}.residual", Residual | None),
-        targets=load_targets().targets,
+        parts.recovery,
+        residual=parts.residual,
+        targets=Targets.model_validate_json(TARGETS.read_text()).targets,
         keep=float(keep),
-        storage=section(f"{part}.storage", Storage),
-        source=source_model(name, DENSE[section(f"{part}.source", Source)]),
+        storage=parts.storage,
+        source=source_model(name, DENSE[parts.source]),
     )
 
 
-def _is_shared(recipe: str) -> bool:
-    """Whether it trains, and several processes can do so together."""
-    return train_together([section(f"recipes.{recipe}.recovery", Recovery)])
-
-
 if __name__ == "__main__":
-    run_candidate("finetune", finetune, trains=_is_shared)
+    run_candidate(
+        "finetune", finetune, lambda recipe: train_together([section(f"recipes.{recipe}.recovery", Recovery)])
+    )

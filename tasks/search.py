@@ -1,117 +1,109 @@
-"""Search: decide the ranks of a candidate → models/ranks/RECIPE-KEEP and, where it trains, its training curve.
+"""Search: choose the ranks of a candidate → models/ranks/RECIPE-KEEP and, if it trains, its training curve.
 
-Beside ranks.json stand, for recipes that change the dense weights before they are factorized, the model so `shaped`,
-and the scores that shaping gave.
+Where shaping or the search changes the weights, the changed model is saved beside ranks.json; so are the scores that
+shaping gave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from pydantic import BaseModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from eckart.calibration.losses import Batch, Loss
 from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.weightings import Weighting
 from eckart.model import hf_format
-from eckart.model.targets import Storage
+from eckart.model.targets import Storage, Targets
 from eckart.ranks import RankSearch
-from eckart.ranks.budget import NoRank, Rank, allowance, stored, total
-from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.search import ChosenRanks, Shaped, search_ranks
+from eckart.ranks.search_problem import SearchProblem
 from eckart.recipe_parts import Source, train_together
 from eckart.residual import Residual
 from eckart.shaping import Shaping
-from eckart.shaping.outcome import average_rank, empty_rows, share_left
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
-from tasks.artifacts.importance_files import IMPORTANCE, load_targets
 from tasks.artifacts.names import candidate_name
-from tasks.artifacts.paths import RANKS, SCORES, SEARCH_CURVES, SHAPED, Decision
+from tasks.artifacts.paths import IMPORTANCE, RANKS, SCORES, SEARCH_CURVES, SHAPED, TARGETS, Decision
 from tasks.artifacts.task_spec import load_task
-from tasks.config.schema import Importance, Labels, Seed, Trainer, section
+from tasks.config.schema import Count, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
-from tasks.models.model_io import DENSE, load
+from tasks.models.model_io import DENSE, load, place
 from tasks.nlp_tasks import kind_of, objective_of
 from tasks.nlp_tasks.nlp_task import Collate
-from tasks.runtime.stage_runner import StageError, explained, leads, output, run_candidate, say
+from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
 from tasks.training.loop import train
 
 
+class SearchParts(BaseModel):
+    """The parts of a recipe that decide its ranks."""
+
+    source: Source
+    shaping: Shaping | None
+    weighting: Weighting
+    ranks: RankSearch
+    residual: Residual | None
+    storage: Storage
+
+
 def search(recipe: str, keep: str) -> None:
-    """Write the rank of every target, the loss that the weighted spectrum predicts, and what was trained on the way."""
-    name, part = candidate_name(recipe, keep), f"recipes.{recipe}"
-    shaping = section(f"{part}.shaping", Shaping | None)
-    residual = section(f"{part}.residual", Residual | None)
-    method = section(f"{part}.ranks", RankSearch)
-    seed, task = section("seed", Seed), load_task()
+    """Write the rank of every target, the loss that is predicted from them, and what was trained on the way."""
+    name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
+    task, seed = load_task(), section("seed", Seed)
     set_seed(seed)
-    kind = kind_of(task)
-    model, tokenizer = load(DENSE[section(f"{part}.source", Source)], kind.auto)
-    collate, objective = kind.collate(tokenizer, model), objective_of(task, section("importance.labels", Labels))
-    training = _Training(model, tokenizer, collate, SEARCH_CURVES / f"{name}.jsonl", seed, objective.training_loss)
+    kind, objective = kind_of(task), objective_of(task, section("importance.labels", Labels))
+    model, tokenizer = load(DENSE[parts.source], kind.auto)
+    data = _Data(model, tokenizer, kind.collate(tokenizer, model), objective.training_loss, seed, name)
     problem = SearchProblem(
         model=model,
-        targets=stored(load_targets().targets, section(f"{part}.storage", Storage)),
-        keep=float(keep) * (residual.low_rank if residual else 1),  # sparse rows get the rest
+        targets=Targets.model_validate_json(TARGETS.read_text()).targets,
+        keep=float(keep),
         seed=seed,
         objective=objective,
-        weighting=section(f"{part}.weighting", Weighting),
+        weighting=parts.weighting,
         statistics=load_statistics(IMPORTANCE),
-        train=training,
-        calibration=partial(_calibration, model, tokenizer, collate),
+        train=data.train,
+        calibration=data.calibration,
     )
     with explained(), output(RANKS / name) as folder:
-        rank_left = None
-        if shaping:
-            problem = _shape(problem, shaping, float(keep), folder)
-            rank_left = average_rank(model, problem.targets)
-            left = share_left(model.get_submodule(target.name) for target in problem.targets)
-            empty = empty_rows(model, problem.targets)
-            say(f"{left:.0%} of the weights are left, of rank {rank_left:.1f} on average; {empty} rows are empty")
-        found = _find(problem, method, bool(residual))
-        decision = Decision(
-            keep=float(keep),
-            ranks=dict(found.ranks),
-            predicted_loss=found.spectra
-            and {name: _error_left(found.spectra[name], rank) for name, rank in found.ranks.items()},
-            parameters_before=sum(target.parameters for target in problem.targets),
-            parameters_after=total(problem.targets, found.ranks),
-            steps=training.steps,
-            average_rank=rank_left,
-            as_shaped=bool(shaping) and not found.changed,
+        chosen = search_ranks(
+            problem, parts.ranks, shaping=parts.shaping, residual=parts.residual, storage=parts.storage
         )
-        _check_and_say(decision, problem)
-        if shaping or found.changed:
+        decision = _decision(chosen, float(keep), data.steps)
+        _report(decision, chosen.shaped)
+        (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
+        if chosen.shaped:
+            save_statistics(chosen.shaped.scores, folder / SCORES)
+        if chosen.shaped or chosen.changed:
             hf_format.save(model, folder / SHAPED)
             tokenizer.save_pretrained(folder / SHAPED)
-        (folder / "ranks.json").write_text(decision.model_dump_json(indent=2))
 
 
 @dataclass
-class _Training:
-    """Trainings of one model that follow each other on one curve."""
+class _Data:
+    """The data of a search, and its trainings of one model, which follow each other on one curve."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     collate: Collate
-    curve: Path
-    seed: int
     loss: Loss | None
+    seed: int
+    name: str
     steps: int = 0
-    """That were taken."""
+    """Training steps taken so far."""
 
     def __post_init__(self) -> None:
+        self.curve = SEARCH_CURVES / f"{self.name}.jsonl"
         self.curve.parent.mkdir(parents=True, exist_ok=True)
         if leads():
             self.curve.write_text("")
 
-    def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
+    def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
+        """Train on at most `rows` examples of the training split, drawn at random, and bring the model to the CPU."""
         self.steps += train(
             self.model,
             self.collate,
@@ -126,63 +118,51 @@ class _Training:
         )
         self.model.cpu()
 
+    def calibration(self, rows: int) -> Sequence[Batch]:
+        """Return batches of at most so many calibration examples, on the accelerator with the model."""
+        data = encoded("calibration", self.tokenizer)
+        chosen = data.select(range(min(rows, len(data))))
+        device = place(self.model)
+        return list(batches(chosen, self.collate, section("importance.batch_size", Count), device))
+
 
 def _sample(data: Dataset, rows: int | None, seed: int) -> Dataset:
-    """So many of the rows at random, or all where there are no more."""
+    """Draw so many examples at random, or take all where there are no more."""
     if rows is None or rows >= len(data):
         return data
     return data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].tolist())
 
 
-def _calibration(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, collate: Collate, rows: int
-) -> Sequence[Batch]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    data = encoded("calibration", tokenizer)
-    some = data.select(range(min(rows, len(data))))
-    model.to(device)  # type: ignore[arg-type]
-    return list(batches(some, collate, section("importance", Importance).batch_size, device))
+def _decision(chosen: ChosenRanks, keep: float, steps: int) -> Decision:
+    before, after = chosen.parameters
+    return Decision(
+        keep=keep,
+        ranks=dict(chosen.ranks),
+        predicted_loss=chosen.predicted_loss,
+        parameters_before=before,
+        parameters_after=after,
+        steps=steps,
+        average_rank=chosen.shaped and chosen.shaped.average_rank,
+        as_shaped=chosen.shaped is not None and not chosen.changed,
+    )
 
 
-def _shape(problem: SearchProblem, shaping: Shaping, keep: float, folder: Path) -> SearchProblem:
-    """Shape the model for the whole `keep`, sparse rows included; the scores that this gives join the statistics."""
-    scores = shaping.shape(replace(problem, keep=keep))
-    save_statistics(scores, folder / SCORES)
-    return replace(problem, statistics={**problem.statistics, **scores})
-
-
-def _find(problem: SearchProblem, method: RankSearch, beside_rows: bool) -> Found:
-    if not problem.keep:
-        return Found({target.name: 0 for target in problem.targets})
-    try:
-        return method.search(problem)
-    except NoRank as error:
-        if beside_rows:
-            raise StageError(
-                f"for the factors, residual.low_rank · keep: {error}, or raise residual.low_rank"
-            ) from error
-        raise
-
-
-def _check_and_say(decision: Decision, problem: SearchProblem) -> None:
-    if problem.keep and decision.parameters_after > allowance(problem.targets, problem.keep):
-        raise StageError(
-            f"the ranks keep {decision.parameters_after} parameters, more than {problem.keep:g} of all allows"
+def _report(decision: Decision, shaped: Shaped | None) -> None:
+    if shaped:
+        say(
+            f"{shaped.share_left:.0%} of the weights are left, of rank {shaped.average_rank:.1f} on average; "
+            f"{shaped.empty_rows} rows are empty"
         )
     share = decision.parameters_after / decision.parameters_before
     dense = sum(rank is None for rank in decision.ranks.values())
     say(f"{len(decision.ranks)} targets keep {share:.4f} of their parameters, {dense} stay dense")
 
 
-def _error_left(spectrum: Tensor, rank: Rank) -> float:
-    return 0.0 if rank is None else float(spectrum[rank:].square().sum() / 2)
-
-
-def _is_shared(recipe: str) -> bool:
-    """Whether it trains, and several processes can do so together."""
-    part = f"recipes.{recipe}"
-    return train_together([section(f"{part}.shaping", Shaping | None), section(f"{part}.ranks", RankSearch)])
+def _trains_together(recipe: str) -> bool:
+    """Whether the recipe trains here, and several processes can do so together."""
+    parts = section(f"recipes.{recipe}", SearchParts)
+    return train_together([parts.shaping, parts.ranks])
 
 
 if __name__ == "__main__":
-    run_candidate("search", search, trains=_is_shared)
+    run_candidate("search", search, trains=_trains_together)

@@ -21,7 +21,7 @@ needs both::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -425,6 +425,33 @@ def _layer(name: str) -> str:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
+
+
+def gather(
+    model: PreTrainedModel,
+    batches: Callable[[], Iterable[Batch]],
+    groups: Sequence[Pass],
+    kinds: Collection[StatisticKind],
+    loss: Loss,
+    offload_activations: bool = False,
+) -> Iterator[Statistics]:
+    """Yield the statistics of each group of targets, gathered in a pass of its own.
+
+    Args:
+        batches: called for each pass; gives the calibration data.
+        groups: as `passes` makes them.
+
+    Raises:
+        ValueError: statistics of gradients are asked for, and no target has a gradient; or as for `collect`.
+    """
+    without_gradient = bool({*kinds} & {*OF_GRADIENTS})
+    for number, group in enumerate(groups, 1):
+        statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations)
+        without_gradient = without_gradient and not has_gradients(statistics)
+        if without_gradient and number == len(groups):
+            raise ValueError(NO_GRADIENT)
+        yield statistics
+        del statistics  # before the next pass
 
 
 def save_statistics(statistics: Statistics, folder: Path, part: int | None = None) -> None:

@@ -53,6 +53,33 @@ class InOrder(BaseModel):
     )
 
 
+def factorize_model(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    ranks: Ranks,
+    weighting: Weighting,
+    statistics: Statistics,
+    *,
+    in_order: InOrder | None = None,
+    batches: Iterable[Batch] = (),
+    residual: bool = False,
+) -> None:
+    """Replace each of `targets` that has a rank by its best factors: all at once, or one after the other.
+
+    Args:
+        in_order: settings of factorizing in order of execution; None: all at once.
+        batches: the calibration data, read where targets are factorized in order.
+        residual: as in `factorize_at_once`, and for that alone.
+
+    Raises:
+        ValueError: a weight or its statistics are not fit; or a batch does not run a target.
+    """
+    if in_order:
+        factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order)
+    else:
+        factorize_at_once(model, targets, ranks, weighting, statistics, residual)
+
+
 def factorize_at_once(
     model: PreTrainedModel,
     targets: Iterable[Target],

@@ -1,6 +1,6 @@
-"""A model as ONNX, once onnxruntime gives the answers that torch gives, in float32 and in int8. Needs the extra `onnx`.
+"""Export a model as ONNX, once onnxruntime gives the outputs that torch gives. Needs the extra `onnx`.
 
-A low-rank layer stays two products, so the file has the parameters of factors or pivots, not those of the dense map.
+A low-rank layer stays two matrix products, so the file is as small as the factors or pivots are.
 """
 
 from __future__ import annotations
@@ -39,26 +39,29 @@ from eckart.onnx.running import (
 )
 
 TOLERANCE = 1e-4
-"""Largest difference of a logit, ÷ the largest logit of its batch where that is above 1."""
+"""Largest difference of two logits, ÷ the largest logit of the batch where that is above 1."""
 
-_TIES = 1e-3  # of a batch's answers that may be another class: among thousands of tokens some have two as likely
+_TIES = 1e-3  # share of predictions that may be another class: of thousands of tokens, some have two as likely
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-_LONGEST = 64  # tokens of the rows that are made up
-_ATTENTION_OF_THEIR_OWN = ("softcap", "s_aux", "position_bias")  # what some models add to scores: their own code does
-_DECODER_OPSET = 23  # has nodes for rotations and root-mean-square norms, which are seven nodes each before it
+_LONGEST = 64  # tokens of a random text
+_SPECIAL_ATTENTION = ("softcap", "s_aux", "position_bias")  # arguments of attention that only a model's own code knows
+_DECODER_OPSET = 23  # has nodes for rotary embeddings and RMS norms, which are seven nodes each before it
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how well it answers."""
+    """The file that was written, and how near its outputs are to torch's.
+
+    Attributes:
+        parameters: floating-point numbers in the file.
+        rows: examples on which both were compared.
+        difference: the largest difference of two logits.
+    """
 
     parameters: int
-    """Floating-point numbers in the file."""
     bytes: int
     rows: int
-    """That were answered by both."""
     difference: float
-    """The largest of a logit."""
 
 
 def export(
@@ -69,29 +72,28 @@ def export(
     int8: bool = False,
     calibration: Iterable[Batch] = (),
 ) -> Exported:
-    """Write `model` as ONNX, from the inputs that the tokenizer gives, each `(batch, tokens)`, both of any size.
+    """Write `model` as ONNX, with the tokenizer's outputs as inputs, `(batch, tokens)`, for any batch size and length.
 
-    Its outputs are `logits`, `(batch, classes)`, or `(batch, tokens, classes)` of heads that label each token and of
-    causal language models; or `start_logits` and `end_logits`, `(batch, tokens)`, of heads that point at a span. What
-    stands at padding is not compared.
+    The outputs are `logits`: `(batch, classes)`, or `(batch, tokens, classes)` for token classification and causal
+    language models; or for question answering `start_logits` and `end_logits`, `(batch, tokens)`.
 
-    A causal language model's graph reads a text and writes on: it has the cache as inputs `past_key_values.N.key` and
-    `.value`, `(batch, heads, past, size)`, with no past before the first token, and as outputs `present.N.key` and
-    `.value`, `(batch, heads, past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`, and says where a
-    text begins: rows may be padded on either side. `num_logits_to_keep`, a number that may be left out, asks for logits
-    of so many last tokens; 0: of all. A cache of another kind (Mamba's states) is left out, and then so is this.
+    The graph of a causal language model has the cache as inputs `past_key_values.N.key` and `.value`, `(batch, heads,
+    past, size)`, where past is 0 before the first token, and as outputs `present.N.key` and `.value`, `(batch, heads,
+    past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`; examples may be padded on either side. The
+    optional input `num_logits_to_keep` asks for the logits of so many last tokens; 0: of all. Caches of another kind
+    (Mamba's states) are left out, and with them this input.
 
-    The model is put into eval mode. `file` appears, or is replaced, as a whole and only after onnxruntime has answered
-    rows of several lengths, and those of `batches`, as torch does. Beyond 2 GB the weights are beside it: `FILE.data`.
+    The model is put into eval mode. `file` is written as a whole, and only after onnxruntime has given torch's outputs
+    for texts of several lengths and for `batches`, padding aside. Above 2 GB the weights are in `FILE.data` beside it.
 
     Args:
         model: in float32, with a head that gives logits.
         batches: more inputs to compare on, each `(batch, tokens)`; names that are no input are ignored.
-        int8: write what `quantize` makes of it, whose answers may differ.
-        calibration: rows that this is to be done by, like those that will come; none: texts that are made up.
+        int8: quantize the weights by `quantize`; the outputs may then differ.
+        calibration: typical inputs to quantize by; none: random texts.
 
     Raises:
-        ExportError: a package is missing, the model cannot be exported, or the answers differ.
+        ExportError: a package is missing, the model cannot be exported, or the outputs differ.
     """
     if model.config.is_encoder_decoder and model.can_generate():
         raise ExportError(
@@ -104,26 +106,26 @@ def export(
         raise ExportError(f"the model is in {model.dtype}, which few runtimes know: load it with dtype=torch.float32")
     file = Path(file)
     model.eval()
-    first, *others = _made_up(model, tokenizer)
+    texts = list(_random_texts(model, tokenizer))
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as folder:
         written = Path(folder) / file.name
-        sample = _with_cache(model, first)
+        sample = _with_cache(model, texts[0])
         parameters = _write(model, sample, written)
-        compared = [first, *others, *batches]
+        compared = [*texts, *batches]
         rows, difference = _compare(model, written, sample, compared)
         if int8:
             exact, written = written, Path(folder) / "int8" / file.name
             written.parent.mkdir()
-            quantize(exact, written, list(calibration) or [first, *others])
+            quantize(exact, written, list(calibration) or texts)
             rows, difference = _compare(model, written, sample, compared, same=False)
         size = sum(part.stat().st_size for part in written.parent.iterdir())
-        _put(written, file)
+        _move(written, file)
     return Exported(parameters, size, rows, difference)
 
 
 class _Logits(nn.Module):
-    """A model as a function of tensors in a fixed order."""
+    """Runs a model on tensors in a fixed order."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
         super().__init__()
@@ -131,20 +133,20 @@ class _Logits(nn.Module):
         self.names = names
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_answers(self.model, dict(zip(self.names, values, strict=True))).values())
+        return tuple(_outputs(self.model, dict(zip(self.names, values, strict=True))).values())
 
 
-def _answers(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Those of OUTPUTS that the model has and, where the inputs hold a cache, what it is then."""
+def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """Return those of OUTPUTS that the model has and, where the inputs hold a cache, the new cache."""
     past = [values for name, values in inputs.items() if name.startswith(PAST)]
     given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(PAST)}
-    if _counts_positions(model, given):  # from where each row's text begins, as `generate` does
+    if _counts_positions(model, given):  # counted from where each text begins, as `generate` does
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
     outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
-    found = {name: outputs[name] for name in OUTPUTS if name in outputs}
-    return found | (_cached(cache, PRESENT) if cache else {})
+    logits = {name: outputs[name] for name in OUTPUTS if name in outputs}
+    return logits | (_cached(cache, PRESENT) if cache else {})
 
 
 def _counts_positions(model: PreTrainedModel, inputs: Batch) -> bool:
@@ -153,7 +155,7 @@ def _counts_positions(model: PreTrainedModel, inputs: Batch) -> bool:
 
 
 def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
-    """Keys and values of each layer, `(batch, heads, tokens, size)`."""
+    """Return the keys and values of each layer, `(batch, heads, tokens, size)`."""
     layers = enumerate(cache.layers)
     return {
         f"{name}{number}.{part}": getattr(layer, f"{part}s") for number, layer in layers for part in ("key", "value")
@@ -161,7 +163,7 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
 
 def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """The inputs, behind some tokens that are in a cache, where the model keeps one of keys and values."""
+    """Return the inputs with a cache of some earlier tokens, if the model keeps keys and values."""
     accepted = inspect.signature(model.forward).parameters
     if not (model.can_generate() and "past_key_values" in accepted and "attention_mask" in inputs):
         return dict(inputs)
@@ -175,10 +177,10 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     return {**inputs, "attention_mask": torch.cat([seen, mask], 1), **past}
 
 
-def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
-    """Batches of random texts: a padded one, single rows down to one word, and a larger padded one."""
+def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of random texts: a padded one, single texts down to one word, and a larger padded one."""
     positions = getattr(model.config, "max_position_embeddings", None) or 2 * _LONGEST
-    longest = min(_LONGEST, positions // 2)  # half, as some models count theirs from another number than 0
+    longest = min(_LONGEST, positions // 2)  # half, as some models do not count positions from 0
     accepted = inspect.signature(model.forward).parameters
     words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     generator = torch.Generator().manual_seed(0)
@@ -190,12 +192,12 @@ def _made_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iter
 
 
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
-    """Write the graph that `model` runs for `sample`; how many floating-point numbers it holds."""
+    """Write the graph that `model` runs for `sample`; return how many floating-point numbers it holds."""
     with torch.no_grad():
-        outputs = list(_answers(model, sample))
+        outputs = list(_outputs(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with quiet(), _plain_attention(model), torch.no_grad():  # what follows a backward pass takes longer
+    with quiet(), _eager_attention(model) as eager, torch.no_grad():  # to follow a backward pass takes longer
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),
@@ -203,9 +205,9 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                # some know torch's own attention alone, which opset 23 has for as many keys as queries
-                opset_version=_DECODER_OPSET if _has_cache(sample) and _is_plain(model) else None,
-                dynamic_shapes=(tuple(_sides(name, sample) for name in sample),),
+                # some models have torch's own attention alone, which opset 23 has for as many keys as queries
+                opset_version=_DECODER_OPSET if _has_cache(sample) and eager else None,
+                dynamic_shapes=(tuple(_dynamic_axes(name, sample) for name in sample),),
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
@@ -214,34 +216,30 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 f"torch cannot export a {type(model).__name__}, which only torch itself can run: {reason}"
             ) from error
     assert program
-    _look_up_in_rows(program.model.graph)
+    _store_tables_by_rows(program.model.graph)
     _strip(program.model)
     if _has_cache(sample):
-        _ask_how_many_logits(program.model)
+        _add_kept_logits(program.model)
     program.save(file)
     initializers = [value.const_value for value in program.model.graph.initializers.values()]
     return sum(value.size for value in initializers if value is not None and value.dtype.is_floating_point())
-
-
-def _is_plain(model: PreTrainedModel) -> bool:
-    return model.config._attn_implementation == "eager"
 
 
 def _has_cache(inputs: Batch) -> bool:
     return any(name.startswith(PAST) for name in inputs)
 
 
-def _ask_how_many_logits(model: Any) -> None:
-    """Give the graph an input that may be left out: of how many last tokens it gives logits, 0 of all.
+def _add_kept_logits(model: Any) -> None:
+    """Add the optional input KEPT: for how many last tokens to compute logits; 0: for all.
 
-    A head is half of what a small language model computes of a prompt, of which a writer needs the last token's. Where
-    logits are a sum of products, the graph stays as it is.
+    The head is half of a small language model's work on a prompt, of which generation needs the last token's logits
+    alone. A graph whose logits are a sum of products stays as it is.
     """
     import onnx_ir as ir
 
     (logits,) = (value for value in model.graph.outputs if value.name == "logits")
     product = logits.producer()
-    while product.op_type != "MatMul":  # what bounds or scales logits
+    while product.op_type != "MatMul":  # nodes that bound or scale logits
         makers = [value.producer() for value in product.inputs if value is not None]
         computed = [maker for maker in makers if maker is not None and maker.op_type != "Constant"]
         if len(computed) != 1:
@@ -265,22 +263,25 @@ def _ask_how_many_logits(model: Any) -> None:
     logits.shape = ir.Shape([rows, "kept", classes])
 
 
-def _look_up_in_rows(graph: Any) -> None:
-    """Have each weight whose transpose rows are looked up in be stored as that, for those who multiply by it, too."""
+def _store_tables_by_rows(graph: Any) -> None:
+    """Transpose each stored weight that embeddings are looked up in, so that a lookup needs no transposed copy of it.
+
+    Products with the same weight transpose it back.
+    """
     import onnx_ir as ir
 
     for value in list(graph.initializers.values()):
-        turned = [node for node in value.consumers() if node.op_type == "Transpose"]
-        lookups = [use for node in turned for use in node.outputs[0].uses()]
-        others = [(user, place) for user, place in value.uses() if user not in turned]
+        transposes = [node for node in value.consumers() if node.op_type == "Transpose"]
+        lookups = [use for node in transposes for use in node.outputs[0].uses()]
+        others = [(user, place) for user, place in value.uses() if user not in transposes]
         if not lookups or any(user.op_type != "Gather" or place for user, place in lookups):
             continue
-        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in turned):
+        if len(value.const_value.shape) != 2 or any(node.outputs[0].is_graph_output() for node in transposes):
             continue
         rows = value.const_value.numpy().T.copy()
         table = ir.Value(name=f"{value.name}.rows", const_value=ir.tensor(rows, name=f"{value.name}.rows"))
         graph.register_initializer(table)
-        for node in turned:
+        for node in transposes:
             node.outputs[0].replace_all_uses_with(table)
             graph.remove(node, safe=True)
         for user, place in others:
@@ -290,17 +291,19 @@ def _look_up_in_rows(graph: Any) -> None:
         del graph.initializers[value.name]
 
 
-def _sides(name: str, sample: Batch) -> dict[int, str]:
-    """Those of an input that are of any size."""
+def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
+    """Return the axes of an input that may have any size, and their names."""
     if name.startswith(PAST):
         return {0: "batch", 2: "past"}
-    cached = any(other.startswith(PAST) for other in sample)
-    return {0: "batch", 1: "past_and_tokens" if cached and name == "attention_mask" else "tokens"}
+    return {0: "batch", 1: "past_and_tokens" if _has_cache(sample) and name == "attention_mask" else "tokens"}
 
 
 @contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Attention as products and a softmax: torch's own adds nodes against rows without tokens, which cost time."""
+def _eager_attention(model: PreTrainedModel) -> Iterator[bool]:
+    """Run attention as products and a softmax; yield whether the model can.
+
+    Torch's own attention adds nodes for rows without tokens, which cost time.
+    """
     before = model.config._attn_implementation
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -309,7 +312,7 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
         if shared:
             ALL_ATTENTION_FUNCTIONS["eager"] = _grouped_attention
         model.set_attn_implementation("eager")
-        yield
+        yield model.config._attn_implementation == "eager"
     finally:
         model.set_attn_implementation(before)
         if shared:
@@ -326,11 +329,11 @@ def _grouped_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a model's own eager attention gives, with no key or value repeated for each head that shares it.
+    """Compute eager attention without repeating keys and values for each query head that shares them.
 
-    Queries `(batch, heads, tokens, size)` of heads with one key head are taken as more tokens of one head.
+    Queries `(batch, heads, tokens, size)` of the heads that share a key are handled as more tokens of one head.
     """
-    if scaling is None or any(others.get(name) is not None for name in _ATTENTION_OF_THEIR_OWN):
+    if scaling is None or any(others.get(name) is not None for name in _SPECIAL_ATTENTION):
         eager: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
             type(module).__module__
         ].eager_attention_forward
@@ -339,15 +342,15 @@ def _grouped_attention(
     as_rows = (rows, key.shape[1], heads // key.shape[1] * tokens, -1)
     scores = ((query.reshape(as_rows) @ key.mT) * scaling).reshape(rows, heads, tokens, -1)
     shares = (scores if attention_mask is None else scores + attention_mask).softmax(-1)
-    found = (shares.reshape(as_rows) @ value).reshape(rows, heads, tokens, -1)
-    return found.transpose(1, 2).contiguous(), None
+    mixed = (shares.reshape(as_rows) @ value).reshape(rows, heads, tokens, -1)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def _strip(model: Any) -> None:
-    """Take out what the exporter notes of its work: stack traces with paths of this machine, larger than the graph.
+    """Remove the exporter's notes: stack traces with paths of this machine, which are larger than the graph.
 
-    So too the shapes of all but inputs and outputs: onnx infers them, and a tool that transposes a weight refuses the
-    file for the one that is noted.
+    Also remove the shapes of all but inputs and outputs: onnx infers them, and a tool that transposes a weight would
+    refuse the file for the shape that is noted.
     """
     nodes = list(model.graph.all_nodes())
     values = [value for node in nodes for value in node.outputs]
@@ -361,18 +364,18 @@ def _strip(model: Any) -> None:
 def _compare(
     model: PreTrainedModel, file: Path, sample: Batch, batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
-    """Rows, and the largest difference of a logit; which is an error where the answers must be the `same`."""
+    """Return the number of examples and the largest difference of logits; fail unless outputs are the `same`."""
     names = [name for name in sample if not name.startswith(PAST)]
     answer = runner(file, torch.get_num_threads())
     rows, largest = 0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(model.device) for name in names}
         with torch.no_grad():
-            expected = _answers(model, inputs)
+            expected = _outputs(model, inputs)
         with explained():
-            found = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
-        for name, wanted in expected.items():
-            pair = _compared(name, wanted.cpu(), found[name], inputs)
+            actual = _in_parts(answer, inputs) if _has_cache(sample) else answer(inputs)
+        for name, values in expected.items():
+            pair = _compared(name, values.cpu(), actual[name], inputs)
             if not pair[1].isfinite().all():
                 raise ExportError(f"onnxruntime's logits are not finite: {file.name} was not written")
             if same:
@@ -380,69 +383,72 @@ def _compare(
             else:
                 difference = _farthest(*pair)
             largest = max(largest, difference)
-        rows += len(wanted)
+        rows += len(values)
     return rows, largest
 
 
 def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
-    """What a `runner` answers that has a cache: of half of the tokens, and then of the others behind these.
+    """Run a graph with a cache on half of the tokens, then on the others with the cache of the first half.
 
-    The last token's logits are those that it gives where it is asked for one.
+    The last token's logits are computed apart, by KEPT, so that this input is compared, too.
     """
-    half, one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
+    half, keep_one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
     if not half:
-        return {"logits": answer({**inputs, **one})["logits"]}
+        return {"logits": answer({**inputs, **keep_one})["logits"]}
     first = answer({name: values[:, :half] for name, values in inputs.items()})
-    others = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
-    others |= cache_of(first)
-    then, last = answer(others)["logits"], answer({**others, **one})["logits"]
-    return {"logits": torch.cat([first["logits"], then[:, :-1], last[:, -1:]], 1)}
+    rest = {name: values if name == "attention_mask" else values[:, half:] for name, values in inputs.items()}
+    rest |= cache_of(first)
+    second, last = answer(rest)["logits"], answer({**rest, **keep_one})["logits"]
+    return {"logits": torch.cat([first["logits"], second[:, :-1], last[:, -1:]], 1)}
 
 
-def _compared(name: str, expected: Tensor, found: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
-    """What counts of two outputs of that name, `(answers, classes)`: at padding a model may say anything."""
+def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
+    """Return two outputs of that name as `(predictions, classes)`, without padding, where a model may give anything."""
     real = inputs["attention_mask"].cpu() == 1 if "attention_mask" in inputs else None
     if expected.dim() == 3:  # a label for each token
-        return (expected.flatten(0, 1), found.flatten(0, 1)) if real is None else (expected[real], found[real])
+        return (expected.flatten(0, 1), actual.flatten(0, 1)) if real is None else (expected[real], actual[real])
     if name != "logits" and real is not None:  # a token is chosen among all
-        return expected.where(real, expected.min()), found.where(real, expected.min())
-    return expected, found
+        return expected.where(real, expected.min()), actual.where(real, expected.min())
+    return expected, actual
 
 
-def _farthest(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())
+def _farthest(expected: Tensor, actual: Tensor) -> float:
+    return float((expected - actual).abs().max())
 
 
-def _difference(expected: Tensor, found: Tensor, name: str, rounding: Callable[[], float]) -> float:
-    """The largest difference of logits `(answers, classes)`.
+def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[[], float]) -> float:
+    """Return the largest difference of logits `(predictions, classes)`.
 
     Args:
-        rounding: how far torch's own are from exact ones, asked where the difference is above the tolerance: a model
-            that rounds so far on what it never saw is exported right if onnxruntime rounds as far.
+        rounding: returns how far torch's own logits are from exact ones. It is called where the difference is above the
+            tolerance: onnxruntime may round as far as torch does on inputs that the model never saw.
+
+    Raises:
+        ExportError: the logits differ by more than that, or predict other classes.
     """
-    difference = _farthest(expected, found)
+    difference = _farthest(expected, actual)
     allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-    if not difference <= allowed and not difference <= 2 * rounding():  # nor where it is no number
+    if not difference <= allowed and not difference <= 2 * rounding():  # also where it is nan
         raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
-    others = int((expected.argmax(-1) != found.argmax(-1)).sum())
-    if others > _TIES * len(expected):
+    changed = int((expected.argmax(-1) != actual.argmax(-1)).sum())
+    if changed > _TIES * len(expected):
         raise ExportError(f"onnxruntime gives other labels than torch: {name} was not written")
     return difference
 
 
 def _rounding(model: PreTrainedModel, inputs: Batch, name: str) -> float:
-    """How far what `model` answers is from what it answers in float64."""
+    """Return how far the model's logits are from its logits in float64."""
     on_cpu, copy = {key: values.cpu() for key, values in inputs.items()}, deepcopy(model).cpu()
     with torch.no_grad():
-        own = _answers(copy, on_cpu)[name]
-        exact = _answers(copy.double(), on_cpu)[name]
+        own = _outputs(copy, on_cpu)[name]
+        exact = _outputs(copy.double(), on_cpu)[name]
     return _farthest(*_compared(name, exact, own.double(), on_cpu))
 
 
-def _put(written: Path, file: Path) -> None:
-    """Move the file, and its weights where they are apart, to where they belong.
+def _move(written: Path, file: Path) -> None:
+    """Move a file to `file`, with its weights if they are apart.
 
-    Two files cannot be replaced at once: in between there is none, rather than one with the weights of another.
+    Two files cannot be replaced at once: in between there is none, rather than one with another's weights.
     """
     weights, old = weights_of(written), weights_of(file)
     if weights.exists() or old.exists():

@@ -1,4 +1,4 @@
-"""A graph in int8: smooth activations, weights with a scale for each output, tables of embeddings for each row."""
+"""Quantize a graph to int8: smooth activations, scale weights by output and embeddings by row."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _LARGEST = 63  # of seven bits
 
 
 def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> None:
-    """Write what `export` wrote with weights in int8: of maps with a scale for each output, of embeddings for each row.
+    """Write the graph in `file` with int8 weights: linear layers with a scale for each output, embeddings for each row.
 
-    Activations stay float32 between the maps and are rounded where one reads them, by the range that they have there.
-    Weights take seven of the eight bits: processors without VNNI sum two products in 16 bits, and what overflows there
-    is cut off. A dense model hardly notices; one in factors, whose first component is large, answers at chance.
+    Activations stay float32 between linear layers; each layer rounds its inputs by the range that they have.
+    Weights take seven of the eight bits: processors without VNNI sum two products in 16 bits, and cut off what
+    overflows. A dense model hardly notices; a factorized one, whose first component is large, predicts at chance.
 
     Args:
-        calibration: rows like those that will come, by which activations are smoothed (eckart/onnx/smoothing.py);
-            inputs of the graph, each `(batch, tokens)`. None: activations stay as they are.
+        file: as `export` wrote it.
+        calibration: typical inputs of the graph, each `(batch, tokens)`, by which activations are smoothed
+            (eckart/onnx/smoothing.py). None: activations stay as they are.
 
     Raises:
-        ExportError: onnxruntime cannot do it.
+        ExportError: onnxruntime cannot quantize the graph.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -57,23 +58,23 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
 
 
 def _round_tables(file: Path, rounded: Path) -> None:
-    """Round what rows are looked up in, and heads that have such a table for their weight, which then multiply in int8.
+    """Round the tables of embeddings with a scale for each row; heads that share a table then multiply in int8.
 
-    `quantize_dynamic` has one scale for all rows, and makes the weight of such a head float32 anew with each token.
+    `quantize_dynamic` has one scale for all rows, and converts the weight of such a head to float32 for each token.
     """
     import onnx_ir as ir
 
     model = ir.load(file)
     for table in list(model.graph.initializers.values()):
         lookups, heads = _readers(table)
-        every = len(lookups) + len(heads) == len(table.uses())
-        if lookups and every and np.isfinite(table.const_value.numpy()).all():  # type: ignore[union-attr]
+        all_known = len(lookups) + len(heads) == len(table.uses())
+        if lookups and all_known and np.isfinite(table.const_value.numpy()).all():  # type: ignore[union-attr]
             _round_table(model.graph, table, lookups, heads)
     save_graph(model, rounded, like=file)
 
 
 def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
-    """Nodes that look rows of a weight up, and those that transpose it for a product with all of them."""
+    """Return the nodes that look up rows of a table, and those that transpose it for a product."""
     import onnx_ir as ir
 
     nodes, weight = table.consumers(), table.const_value
@@ -128,7 +129,7 @@ def _initializer(graph: ir.Graph, name: str, values: Tensor) -> ir.Value:
 
 
 def _put(graph: ir.Graph, node: ir.Node, *others: ir.Node) -> None:
-    """Have `others`, of which the last gives what `node` gave, take its place."""
+    """Replace `node` by `others`, the last of which computes its output."""
     from onnx_ir.convenience import replace_nodes_and_values
 
     replace_nodes_and_values(graph, node, [node], others, node.outputs, others[-1].outputs)

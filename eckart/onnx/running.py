@@ -1,4 +1,4 @@
-"""A graph of ONNX as onnxruntime runs it on the CPU: by itself, with its cache, or in a model's place."""
+"""Run an ONNX graph by onnxruntime on the CPU, alone or in place of a model's forward."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 KEPT = "num_logits_to_keep"
-"""What a causal language model's graph may be told: of how many last tokens to give logits. transformers.js's name."""
+"""Optional input of a causal language model's graph: of how many last tokens to give logits (as transformers.js)."""
 
 OUTPUTS = ("logits", "start_logits", "end_logits")
-"""What a head answers."""
+"""Outputs of a head."""
 
 PAST, PRESENT = "past_key_values.", "present."
-"""How names begin of what a decoder's cache is before and after, as optimum calls it."""
+"""Prefixes of the names of a decoder's cache, before and after (as optimum)."""
 
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
-"""What `runner` leaves out of onnxruntime's optimizations: this kernel takes longer than the sum and the norm that it
-replaces; MiniLM in int8 is 1.15 times as fast without (docs/files-to-ship.md)."""
+"""Optimizations of onnxruntime that `runner` turns off: this kernel takes longer than the sum and the norm that it
+replaces; without it MiniLM in int8 is 1.15 times as fast (docs/files-to-ship.md)."""
 
 
 class ExportError(RuntimeError):
-    """There is no ONNX file, or the one before; the message says why."""
+    """No ONNX file was written, and an older one stays; the message says why."""
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
-    """What answers inputs as onnxruntime runs `file` on the CPU; where a cache is not given, none is taken to be there.
+    """Return a function from inputs to outputs that runs `file` on the CPU; a cache that is not given is empty.
 
     Args:
-        threads: of a product; 0: as many as there are cores.
+        threads: threads of a matrix product; 0: as many as there are cores.
 
     Raises:
         ExportError: onnxruntime cannot run it.
@@ -60,8 +60,8 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
             for name, shape in shapes.items()
         }
         given |= {name: inputs[name] for name in options if name in inputs}
-        found = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
-        return {name: torch.from_numpy(values) for name, values in zip(outputs, found, strict=True)}
+        results = session.run(outputs, {name: values.cpu().numpy() for name, values in given.items()})
+        return {name: torch.from_numpy(values) for name, values in zip(outputs, results, strict=True)}
 
     return answer
 
@@ -72,7 +72,7 @@ def _session(file: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # on the time of what runs next
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would take time from what runs next
     with explained():
         return onnxruntime.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
@@ -80,18 +80,18 @@ def _session(file: Path, threads: int) -> Any:
 
 
 def _no_past(rows: int, shape: Sequence[Any]) -> Tensor:
-    """Keys or values of no tokens, for an input `(batch, heads, past, size)`."""
+    """Return an empty cache for an input `(batch, heads, past, size)`."""
     _, heads, _, size = shape
     return torch.zeros(rows, heads, 0, size)
 
 
-def cache_of(found: Batch) -> dict[str, Tensor]:
-    """The cache that a `runner` of a causal language model answered, as inputs of the tokens that come next."""
-    return {name.replace(PRESENT, PAST, 1): values for name, values in found.items() if name.startswith(PRESENT)}
+def cache_of(outputs: Batch) -> dict[str, Tensor]:
+    """Return the cache among the outputs of a causal language model, as inputs for the next tokens."""
+    return {name.replace(PRESENT, PAST, 1): values for name, values in outputs.items() if name.startswith(PRESENT)}
 
 
 def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
-    """Have `model` give the logits of a `runner`: so it can be scored, but not trained."""
+    """Make `model` return the logits of a `runner`, so that it can be scored; it cannot be trained then."""
 
     @wraps(model.forward)
     def forward(**inputs: Any) -> ModelOutput:
@@ -103,7 +103,7 @@ def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor
 
 @contextmanager
 def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
-    """What onnxruntime raises, as an ExportError."""
+    """Raise errors of onnxruntime as ExportError."""
     try:
         yield
     except Exception as error:  # they have no class in common
@@ -112,7 +112,7 @@ def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Exporter and quantizer warn of what is no concern of their user, and print what could not be traced."""
+    """Silence exporter and quantizer, which warn of internals and print what could not be traced."""
     levels = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "torch.fx"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -126,12 +126,12 @@ def quiet() -> Iterator[None]:
 
 
 def weights_of(file: Path) -> Path:
-    """Where the weights of a file are that is too large to hold them."""
+    """Return the path of the weights of a file that is too large to hold them."""
     return file.with_name(f"{file.name}.data")
 
 
 def save_graph(model: ir.Model, file: Path, like: Path) -> None:
-    """Write a graph with its weights beside it where those of `like` are."""
+    """Write a graph, with its weights in a file of their own if those of `like` are."""
     import onnx_ir as ir
 
     ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

@@ -1,14 +1,14 @@
-"""Smoothing: the same graph, whose activations lose less where one range of eight bits is for all of their channels.
+"""Smoothing: rescale channels so that activations lose less when all channels share one range of eight bits.
 
-A few channels' values are often a hundred times the others', which then share a few of 255 steps. Dividing channel j of
-what a product reads by s_j, and multiplying row j of its weight by s_j, changes nothing but what rounding loses. With a
-share α of what is hard to round left to the weights::
+A few channels are often a hundred times as large as the others, which then share a few of 255 steps. Dividing channel j
+of a product's input by s_j and multiplying row j of its weight by s_j changes nothing but the rounding error. With a
+share α of the difficulty moved to the weights::
 
     s_j = max |X_j|^α ÷ max |W_j|^(1 − α).
 
-Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, where α is 1/2. They divide what norms give. Here it is
-all that some node makes which can as well make it smaller: a norm by its scale; a product by the columns of its weight,
-so the components between two factors, and what a gate lets through by what it multiplies.
+Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, where α is 1/2. The paper divides the outputs of
+norms. Here every output is divided whose node can absorb the division: a norm in its scale; a product in the columns of
+its weight, so the components between two factors, too; a gate in the value that it multiplies.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _SHARE = 0.65  # α (choice)
-_LEAST = 0.1  # of a maximum, ÷ the median one: what calibration never saw must not fill the range where it is seen
-_OF_CHANNELS = ("Relu", "Reshape", "Slice")  # of as many channels before as behind, each by itself
-_WITHOUT_STEPS = 4  # inputs of a Slice, which could turn channels around by the fifth
-_MAXIMUM = "maximum."  # how the names of outputs begin that tell them
+_LEAST = 0.1  # of a maximum, ÷ the median one: a channel that calibration never saw must not fill the range later
+_CHANNELWISE = ("Relu", "Reshape", "Slice")  # each output channel depends on the same input channel alone
+_WITHOUT_STEPS = 4  # inputs of a Slice; a fifth could reverse the channels
+_MAXIMUM = "maximum."  # prefix of the outputs that measure
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """An initializer that one node reads, and its axis of the channels in question."""
+    """A stored weight that one node reads, and its axis of channels."""
 
     value: ir.Value
     axis: int
@@ -59,11 +59,11 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Activation:
-    """What products read, and nothing else does.
+    """An activation that products read, and nothing else.
 
     Attributes:
-        made_by: whose division divides it.
-        read_by: the products' weights.
+        made_by: weights that are divided in order to divide it.
+        read_by: weights of the products.
     """
 
     value: ir.Value
@@ -73,10 +73,10 @@ class _Activation:
 
 
 def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
-    """Write `file` as a graph of the same nodes and answers, whose activations are smooth where that costs nothing.
+    """Write the graph in `file` with the same nodes and outputs, but smooth activations where that costs nothing.
 
     Args:
-        batches: rows that tell how large the channels are; inputs of the graph, each `(batch, tokens)`.
+        batches: typical inputs of the graph, each `(batch, tokens)`, by which channels are measured.
     """
     import onnx_ir as ir
 
@@ -92,19 +92,19 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
         for weight in activation.read_by:
             weight.scale(factors)
     for value in model.graph.initializers.values():
-        value.shape = value.type = None  # a tool that transposes a weight refuses the file for the shape that is noted
+        value.shape = value.type = None  # a tool that transposes a weight would refuse the noted shape
     save_graph(model, smoothed, like=file)
 
 
 def _positive(maxima: Tensor) -> Tensor:
-    """`(channels,)`; ones where all are zero."""
+    """Raise small maxima `(channels,)` to a share of the median; ones where all are zero."""
     used = maxima[maxima > 0]
     return maxima.clamp(min=_LEAST * float(used.median())) if len(used) else torch.ones_like(maxima)
 
 
 def _activations(graph: ir.Graph) -> list[_Activation]:
-    """Those that can be smoothed, in order of execution."""
-    found = []
+    """Return the activations that can be smoothed, in order of execution."""
+    activations = []
     for node in graph:
         for value in node.outputs:
             weights = [_weight(user, place) for user, place in value.uses()]
@@ -113,52 +113,53 @@ def _activations(graph: ir.Graph) -> list[_Activation]:
                 continue
             channels = read_by[0].channels
             if made_by := _makers(value, channels):
-                found.append(_Activation(value, channels, made_by, read_by))
-    return found
+                activations.append(_Activation(value, channels, made_by, read_by))
+    return activations
 
 
 def _weight(product: ir.Node, place: int) -> _Weight | None:
-    """Of a product that reads an activation at `place`, by its inputs."""
+    """Return the weight of a product that reads an activation at `place`, with its axis of inputs."""
     if place or product.op_type not in ("MatMul", "Gemm") or product.attributes.get_int("transA", 0):
         return None
-    return _own(product.inputs[1], product.attributes.get_int("transB", 0))
+    return _owned(product.inputs[1], product.attributes.get_int("transB", 0))
 
 
 def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
-    """What divides `value` where it is divided; None where nothing does."""
+    """Return the weights that are divided in order to divide `value`; None where there are none such."""
     node = value.producer()
     if node is None or not node.inputs:
         return None
     first, *others = node.inputs
     parts: list[_Weight | None]
     if node.op_type == "MatMul":
-        parts = [_own(others[0], 1, channels)]
+        parts = [_owned(others[0], 1, channels)]
     elif node.op_type == "Gemm":
-        parts = [_own(others[0], 1 - node.attributes.get_int("transB", 0), channels)]
-        parts += [_own(bias, -1, channels) for bias in others[1:]]
+        parts = [_owned(others[0], 1 - node.attributes.get_int("transB", 0), channels)]
+        parts += [_owned(bias, -1, channels) for bias in others[1:]]
     elif node.op_type == "Gather" and node.attributes.get_int("axis", 0) == 0:
-        parts = [_own(first, 1, channels)]
+        parts = [_owned(first, 1, channels)]
     elif node.op_type in ("LayerNormalization", "RMSNormalization"):
-        parts = [_own(each, -1, channels) for each in others]
+        parts = [_owned(weight, -1, channels) for weight in others]
     elif node.op_type == "Add":
-        return _all([_part(each, channels) for each in node.inputs])
+        return _all([_makers_or_own(term, channels) for term in node.inputs])
     elif node.op_type == "Mul":
-        return next((found for each in node.inputs if (found := _part(each, channels))), None)
-    elif node.op_type in _OF_CHANNELS and len(node.inputs) <= _WITHOUT_STEPS:
-        return _of_node(first, channels)
+        return next((makers for factor in node.inputs if (makers := _makers_or_own(factor, channels))), None)
+    elif node.op_type in _CHANNELWISE and len(node.inputs) <= _WITHOUT_STEPS:
+        return _makers_of_unshared(first, channels)
     else:
         return None
     return _all([[part] if part else None for part in parts])
 
 
-def _part(value: ir.Value | None, channels: int) -> list[_Weight] | None:
-    """As `_makers`, of what one node reads, which is divided with it."""
-    if own := _own(value, -1, channels):
+def _makers_or_own(value: ir.Value | None, channels: int) -> list[_Weight] | None:
+    """Return `value` itself if it is a stored weight, or else its makers."""
+    if own := _owned(value, -1, channels):
         return [own]
-    return _of_node(value, channels)
+    return _makers_of_unshared(value, channels)
 
 
-def _of_node(value: ir.Value | None, channels: int) -> list[_Weight] | None:
+def _makers_of_unshared(value: ir.Value | None, channels: int) -> list[_Weight] | None:
+    """Return the makers of `value`; None where something else reads it, too."""
     if value is None or len(value.uses()) > 1 or value.is_graph_output():
         return None
     return _makers(value, channels)
@@ -168,8 +169,8 @@ def _all(parts: list[list[_Weight] | None]) -> list[_Weight] | None:
     return None if None in parts else [weight for part in parts if part for weight in part]
 
 
-def _own(value: ir.Value | None, axis: int, channels: int | None = None) -> _Weight | None:
-    """An initializer that no one else reads, and has that many channels there: a matrix or, at axis -1, a vector."""
+def _owned(value: ir.Value | None, axis: int, channels: int | None = None) -> _Weight | None:
+    """Return `value` if it is a stored matrix, or for axis -1 a vector, of so many channels that nothing else reads."""
     if value is None or not value.is_initializer() or len(value.uses()) > 1 or value.const_value is None:
         return None
     weight, dimensions = _Weight(value, axis), 1 if axis < 0 else 2
@@ -180,10 +181,10 @@ def _own(value: ir.Value | None, axis: int, channels: int | None = None) -> _Wei
 def _maxima(
     file: Path, measured: Path, activations: Iterable[_Activation], batches: Iterable[Batch]
 ) -> dict[str, Tensor]:
-    """The largest magnitude of each channel; nothing where there are no batches.
+    """Return the largest magnitude of each channel; nothing where there are no batches.
 
     Args:
-        measured: where the graph is written that tells them.
+        measured: path of a graph that is written to measure them.
     """
     import onnx_ir as ir
 
@@ -206,7 +207,7 @@ def _maxima(
         graph.outputs.append(output)
     save_graph(model, measured, like=file)
     answer = runner(measured, torch.get_num_threads())
-    found: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
     for batch in batches:
-        found = {name: torch.maximum(found.get(name, values), values) for name, values in answer(batch).items()}
-    return found
+        maxima = {name: torch.maximum(maxima.get(name, values), values) for name, values in answer(batch).items()}
+    return maxima

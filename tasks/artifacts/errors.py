@@ -1,5 +1,5 @@
-"""The errors of which a person is told in words alone."""
+"""Errors that a user sees as a message, without a traceback."""
 
 
 class EckartError(Exception):
-    """Ends a command with its message, which says what is wrong and what to do; never with a traceback."""
+    """Ends a command with its message, which says what is wrong and what to do."""

@@ -1,47 +1,45 @@
-"""What the stages of one candidate share: where its files are, and what was decided about its ranks."""
+"""Paths of what stages share, and the ranks that were chosen for a candidate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from tasks.artifacts.results_schema import Result, Runtime
 
-from tasks.artifacts.results_schema import Runtime
-
+IMPORTANCE = Path("data/importance")
+"""A folder with the calibration statistics and TARGETS."""
+TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""Beside the ranks: the dense model with weights changed by shaping or search, where they were."""
+"""In a candidate's folder of RANKS: the original model as shaping or the search changed it, if they did."""
 SCORES = "scores"
-"""Beside the ranks: the scores that shaping gave, as statistics."""
+"""In the same folder: statistics that shaping gathered."""
 FACTORIZED = Path("models/factorized")
 FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
 ONNX = Path("models/onnx")
-"""Of exported candidates, and of `dense`: a folder with these files."""
+"""A folder with ONNX_FILES for each exported candidate, and for `dense`."""
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
-"""What runs it → the file."""
 EXPORTS = Path("reports/onnx")
 CARDS = Path("reports/cards")
 
 
 def exported_name(name: str) -> str:
-    """What the rows of an exported model are called."""
+    """Return the name under which the scores of an exported model are written."""
     return f"{name}.onnx"
 
 
-class Decision(BaseModel):
+class Decision(Result):
     """The ranks that a search chose, and what it expects of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keep: float
     ranks: dict[str, int | None]
     """Target → rank, or null where it stays dense."""
     predicted_loss: dict[str, float] | None
-    """Target → half the weighted error that its rank leaves, ½ Σ_{k>r} S_k²: under kfac what the loss increases by.
+    """Target → half the weighted error that its rank leaves, ½ Σ_{k>r} S_k²: under kfac the increase of the loss.
 
     Null where the search itself reduced the weights to their ranks, or all ranks are 0.
     """
@@ -53,14 +51,13 @@ class Decision(BaseModel):
     average_rank: float | None
     """Mean numerical rank of the weights that shaping left, in their own precision; null where nothing was shaped."""
     as_shaped: bool
-    """Whether the model beside it is what shaping left, and can be scored as that: the search has not changed it."""
+    """Whether SHAPED is what shaping left, and can be scored as that: the search has not changed it."""
 
 
-def source_model(name: str, begun_with: Path) -> Path:
-    """The dense model whose weights candidate `name` factorizes: the one that its recipe begins with, or what shaping
-    or search made of it."""
+def source_model(name: str, original: Path) -> Path:
+    """Return the folder of the dense model that candidate `name` factorizes: SHAPED if it is there, or `original`."""
     shaped = RANKS / name / SHAPED
-    return shaped if shaped.exists() else begun_with
+    return shaped if shaped.exists() else original
 
 
 def decision_file(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What the stages write down of a model, and where: read by other stages without the code that measured it."""
+"""Results of the stages as they stand in files, and the paths of these; read without the code that measured them."""
 
 from __future__ import annotations
 
@@ -11,98 +11,95 @@ from tasks.artifacts.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
 CONTROL_NAME = "dense + recovery"
-"""What the control is called in tables, where it stands as a recipe that keeps all."""
+"""Name of the control in tables, where it stands as a recipe that keeps everything."""
 TRIVIAL_NAME = "trivial baseline"
-"""What stands in tables for an answer that reads no input."""
+"""Name in tables of a prediction that reads no input."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 BENCHMARKS = Path("reports/benchmark.json")
 SECONDS = Path(".eckart/seconds.json")
-"""Stage → seconds that it took when it was executed. No stage reads or writes it: two runs differ in it."""
+"""Stage → seconds of its last execution. No stage reads or writes it: two runs differ in it."""
 
 Runtime = Literal["torch", "onnx", "int8"]
-"""What runs a model: torch, or onnxruntime with weights in float32 or in int8."""
+"""Software that runs a model: torch, or onnxruntime with weights in float32 or in int8."""
 Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
-    """Of what each row contributed to the scores of a candidate, or of `dense`, its control and the baseline."""
+    """Return the path of what each example contributed to the scores of a candidate, or of `dense` and its controls."""
     return Path(f"reports/rows/{name}.parquet")
 
 
-class Score(BaseModel):
-    """The metric that params.yaml names, and the mean loss, on a split."""
-
+class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Score(Result):
+    """The metric of the study, and the mean loss, on a split."""
 
     metric: float
     loss: float
     rows: int
     metrics: dict[MetricName, float]
-    """All metrics of the kind of task, `metric` among them."""
+    """All metrics of this kind of task, including `metric`."""
 
 
-class Size(BaseModel):
-    """What a model costs. Both denominators are always reported: this one, and the targets' own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Size(Result):
+    """The size of a whole model; that of its target layers is always reported beside it."""
 
     model_parameters: int
     macs_per_token: int
-    """Multiply-accumulates of a forward of one row of `max_length` tokens, attention included, ÷ its tokens.
+    """Multiply-accumulates of a forward of one example of `max_length` tokens, attention included, ÷ its tokens.
 
     A decoder beside an encoder reads as many tokens, and is counted in full."""
     bytes: int
 
 
-class Continuation(BaseModel):
-    """What a language model writes, greedily, behind the beginning of a block of the test text."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Continuation(Result):
+    """A language model's greedy continuation of the beginning of a test block."""
 
     beginning: str
     text: str
 
 
-class Scores(BaseModel):
-    """Of a model that could be shipped."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Scores(Result):
+    """The scores of a model that could be shipped."""
 
     score: Score
-    """On the test split, which reports and gates read."""
+    """On the test split; reports and gates read it."""
     validation: Score
-    """On the validation rows, by which candidates and trials are chosen."""
+    """On the validation split; candidates and trials are chosen by it."""
     zero_shot: dict[str, dict[str, float]]
-    """Task of lm-eval → metric → value, for those that evaluate.zero_shot names."""
+    """Task of lm-eval → metric → value, for the tasks in evaluate.zero_shot."""
     continuations: tuple[Continuation, ...]
-    """Of a language model, evaluate.continuation tokens each."""
+    """For language models, evaluate.continuation tokens each."""
 
 
 class DenseReport(Scores):
-    """Of the teacher: what every candidate is compared with."""
+    """The scores of the original model, with which every candidate is compared."""
 
     size: Size
     control: Scores
-    """Of the teacher with the recovery that candidates get."""
+    """The original model with the candidates' recovery fine-tuning."""
     trivial: float
-    """The metric, on the test split, of an answer that reads no input."""
+    """The metric, on the test split, of predictions that read no input."""
     licence: dict[str, str]
-    """Of the base model (tasks/models/licence.py)."""
+    """The base model's (tasks/models/licence.py)."""
     head: str = ""
-    """What became of the base model's head (tasks/models/task_head.py); empty if there is nothing to say."""
+    """A sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 
 
-class TargetSize(BaseModel):
-    """What is left of a target: `rank` is null where it is dense, `rows` are those of a residual beside the factors.
+class TargetSize(Result):
+    """A target layer after compression.
 
-    parameters: as it is stored, without its bias and the indices of rows or pivots.
-    loss_alone: what its factors do in the dense model (eckart/factorization/single_target_ablation.py), on
-    evaluate.probes rows; null where it has
-        none, or they are of other weights than the dense model's.
+    Attributes:
+        rank: null where it is dense.
+        rows: of a residual beside the factors.
+        parameters: as stored, without its bias and the indices of rows or pivots.
+        loss_alone: increase of the loss when its factors alone are put into the original model, on evaluate.probes
+            examples (eckart/factorization/single_target_ablation.py); null where it is dense, or where other weights
+            than the original model's were factorized.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rank: int | None
     rows: int
@@ -110,60 +107,49 @@ class TargetSize(BaseModel):
     loss_alone: float | None
 
 
-class Evaluation(BaseModel):
-    """Scores on the test split that the teacher was scored on, and the size of the recovered model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Evaluation(Result):
+    """A candidate's scores, and the size of the recovered model."""
 
     shaped: Score | None
-    """Of the dense model that shaping left, where there was any: what is lost before anything is factorized."""
+    """The dense model after shaping, if there was any: what is lost before anything is factorized."""
     factorized: Score | None
     """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
     recovered: Score
     validation: Score
-    """Of the recovered model, on the validation rows, by which candidates and trials are chosen."""
+    """The recovered model on the validation split; candidates and trials are chosen by it."""
     size: Size
     zero_shot: dict[str, dict[str, float]]
-    """Of the recovered model, as of the teacher."""
+    """As in Scores, of the recovered model."""
     continuations: tuple[Continuation, ...]
-    """Alike."""
     targets: dict[str, TargetSize]
     target_parameters: int
-    """Of all targets of the recovered model."""
+    """Parameters of all target layers of the recovered model."""
 
 
-class ExportedFile(BaseModel):
-    """An ONNX file, scored on the test split as onnxruntime runs it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class ExportedFile(Result):
+    """An ONNX file, scored on the test split by onnxruntime."""
 
     score: Score
     bytes: int
 
 
-class Exports(BaseModel):
-    """What a model was exported as, with float32 weights and with int8 ones."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Exports(Result):
+    """The two ONNX files of a model, with float32 and with int8 weights."""
 
     onnx: ExportedFile
     int8: ExportedFile
 
 
-class Times(BaseModel):
-    """The median over rounds of the seconds of one model ÷ those of another, and its 95 % interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Times(Result):
+    """A speedup: the median over rounds of another model's seconds ÷ this model's, with its 95 % interval."""
 
     median: float
     low: float
     high: float
 
 
-class Latency(BaseModel):
-    """Of a forward, and how many times as fast it is as the dense model's in torch, and in the same runtime."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Latency(Result):
+    """The seconds of a forward, and its speedup over the original model in torch and in the same runtime."""
 
     seconds: float
     of_torch: Times
@@ -171,20 +157,18 @@ class Latency(BaseModel):
 
 
 Latencies = dict[Which, dict[Runtime, dict[str, Latency]]]
-"""Model → what runs it → shape, as ROWSxTOKENS: of a candidate and the dense model, in turn in one process."""
+"""Candidate or original model → runtime → shape, as ROWSxTOKENS; both were timed in turn in one process."""
 
 
-class Benchmark(BaseModel):
-    """How fast a candidate is; by onnxruntime, too, where it is exported."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Benchmark(Result):
+    """The latencies of a candidate, by onnxruntime, too, where it is exported."""
 
     timed: str
     """The candidate whose forwards were timed: this one, or one whose weights have the same shapes."""
     speedup: Times
-    """Over the dense model in torch, at the first shape."""
+    """Over the original model in torch, at the first shape."""
     latency: Latencies
 
 
 class Benchmarks(RootModel[dict[str, Benchmark]]):
-    """Of every candidate, by name."""
+    """Candidate → its benchmark."""

@@ -1,1 +1,1 @@
-"""Other file formats of a candidate: ONNX, and a dense checkpoint."""
+"""Export candidates as ONNX, or as dense checkpoints."""

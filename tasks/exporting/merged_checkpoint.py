@@ -1,4 +1,4 @@
-"""A candidate as a plain Hugging Face folder, for tools that know no factors: as large and slow as the dense model."""
+"""Export a candidate as a dense checkpoint for tools that cannot load factors; it is as large as the original model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from tasks.models.model_io import UNLOADABLE, load, random_inputs
 from tasks.runtime.stage_runner import StageError, quiet
 
 _ROUNDING = 1e-4  # of the largest logit: float32 sums in another order, layer after layer
-_ROWS, _TOKENS = 4, 16  # that both models answer; fewer tokens where there are fewer positions
+_ROWS, _TOKENS = 4, 16  # of the inputs on which both models are compared; fewer tokens where positions are fewer
 
 
 def to_plain(name: str, folder: Path) -> str:
-    """Write the candidate `name`, or the Hugging Face folder at the path `name`, with its factors multiplied out and
-    with its tokenizer, in the type in which its weights are stored; what was written, in a sentence.
+    """Write a candidate to `folder` with its factors multiplied out; return a sentence that reports it.
+
+    Its tokenizer goes with it, and its weights keep their type.
+
+    Args:
+        name: of a candidate, or the path of a Hugging Face folder.
 
     Raises:
-        StageError: there is no such candidate, it is not factorized, no tool would know it merged either, `folder`
-            is there already, or the merged model answers otherwise.
+        StageError: there is no such candidate, it is not factorized, transformers has no class for it, `folder` exists,
+            or the merged model gives other outputs.
     """
     if folder.exists():
         raise StageError(f"{folder} exists: name a new folder")
@@ -43,10 +47,10 @@ def to_plain(name: str, folder: Path) -> str:
     if not (names := list(factorized(model))):
         raise StageError(f"{source} is not factorized: it is a plain folder already")
     inputs = random_inputs(model, _ROWS, min(_TOKENS, getattr(config, "max_position_embeddings", _TOKENS)))
-    expected = _answers(model, inputs)
-    for each in names:
-        merge(model, each)
-    difference = _difference(expected, _answers(model, inputs))
+    expected = _outputs(model, inputs)
+    for layer in names:
+        merge(model, layer)
+    difference = _difference(expected, _outputs(model, inputs))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
@@ -57,13 +61,13 @@ def to_plain(name: str, folder: Path) -> str:
     except OSError as error:
         raise StageError(f"{folder} cannot be written: {error}") from error
     return (
-        f"{folder}: {model.num_parameters():,} parameters, {len(names)} maps merged, with its tokenizer. It answers as "
-        f"{source} does (logits within {difference:.1g}), and needs transformers alone."
+        f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer. Its "
+        f"outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
     )
 
 
 def _family(source: Path, architectures: list[str] | None) -> Any:
-    """The class that the config names.
+    """Return the class that the config names.
 
     Raises:
         StageError: transformers has no such class.
@@ -74,22 +78,23 @@ def _family(source: Path, architectures: list[str] | None) -> Any:
     return family
 
 
-def _answers(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Its outputs of numbers, `(rows, …)` each, by name."""
+def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
+    """Return the outputs that are tensors, `(rows, …)` each, by name."""
     with eval_mode(model), torch.inference_mode():
         outputs = model(**inputs)
     return {name: values for name, values in outputs.items() if isinstance(values, Tensor)}
 
 
-def _difference(expected: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """
+def _difference(expected: dict[str, Tensor], merged: dict[str, Tensor]) -> float:
+    """Return the largest difference of two outputs.
+
     Raises:
-        StageError: it is more than rounding.
+        StageError: the difference is more than rounding.
     """
     largest = 0.0
     for name, values in expected.items():
-        difference = float((values - found[name]).abs().max())
-        if not difference <= _ROUNDING * max(1.0, float(values.abs().max())):  # nor where it is no number
-            raise StageError(f"merged, the model answers otherwise: its {name} differ by {difference:.2g}")
+        difference = float((values - merged[name]).abs().max())
+        if not difference <= _ROUNDING * max(1.0, float(values.abs().max())):  # also where it is nan
+            raise StageError(f"merging changes the outputs: {name} differ by {difference:.2g}")
         largest = max(largest, difference)
     return largest

@@ -1,4 +1,4 @@
-"""Loading the base model: from a package, a folder or GGUF file under models/base, or the hub."""
+"""Load the base model from a package, a folder or GGUF file under models/base, or the hub."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONVERT = (
     "save_file({name: value.contiguous().clone() for name, value in weights.items()}, "
     "'model.safetensors', {'format': 'pt'})\""
 )
-"""What makes safetensors of a pickle, of which it reads tensors alone."""
+"""Command that converts a pickle to safetensors; it reads nothing but tensors."""
 
 
 class Base(NamedTuple):
@@ -43,15 +43,14 @@ class Base(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     licence: licence.Licence
-    """What its card says."""
     fit: task_head.Fit
-    """Of the head that it had."""
+    """Fit of the head that it had to the task."""
     head: str
-    """What became of that, in words; empty where there is nothing to say."""
+    """A sentence on what was done with that head; empty where there is nothing to say."""
 
 
 def load_base(params: Model, task: Task) -> Base:
-    """The base model in `params.dtype` with a head for `task`, the one that it has where that is one for the task.
+    """Load the base model with a head for `task`: the head that it has, if that is one for the task, or a new one.
 
     Raises:
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
@@ -60,13 +59,13 @@ def load_base(params: Model, task: Task) -> Base:
         source, extra = located(params.base, stack)
         try:
             options: dict[str, Any] = {"revision": params.revision, "trust_remote_code": False, **extra}
-            found = AutoConfig.from_pretrained(source, **options)
-            _check_code(found)
+            config = AutoConfig.from_pretrained(source, **options)
+            _check_code(config)
             if not extra:
-                check_unquantized(found)
-            # All of one commit, should the hub's newest change meanwhile.
-            options["revision"] = getattr(found, "_commit_hash", None) or params.revision
-            check_weights(source, found, options["revision"])
+                check_unquantized(config)
+            # Everything from one commit, even if the hub's newest changes meanwhile.
+            options["revision"] = getattr(config, "_commit_hash", None) or params.revision
+            check_weights(source, config, options["revision"])
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             kind = kind_of(task)
             if extra:  # packed weights would need a kernel of the hub, and could neither be trained nor saved
@@ -86,21 +85,25 @@ def load_base(params: Model, task: Task) -> Base:
             raise StageError(
                 f"model.base {params.base} cannot be loaded for this task: {_reason(str(error))}"
             ) from error
+    _prepare_padding(tokenizer, model, params.base)
+    _check_prefix(config, task)
+    head = task_head.adapt(model, config, task, loading)
+    return Base(model, tokenizer, terms, task_head.fit(config, task.kind, task.labels), head)
+
+
+def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise StageError(f"model.base {params.base} has no tokenizer: put its files beside the model")
+        raise StageError(f"model.base {base} has no tokenizer: put its files beside the model")
     if tokenizer.pad_token is None:  # decoders are trained without padding; any masked token serves
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise StageError(f"the tokenizer of model.base {params.base} has no padding token: give it a pad_token")
+        raise StageError(f"the tokenizer of model.base {base} has no padding token: give it a pad_token")
     tokenizer.padding_side = "right"  # before a text it would shift the positions of models that count them (GPT-2)
     model.config.pad_token_id = tokenizer.pad_token_id
-    _check_prefix(found, task)
-    said = task_head.adapt(model, found, task, loading)
-    return Base(model, tokenizer, terms, task_head.fit(found, task.kind, task.labels), said)
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
-    """A T5 was trained with its task named before each text; whether to go on with that is for the user to say."""
+    """Ask the user whether to keep the prefix before each text that a T5 was trained with."""
     known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
     if known.strip() and task.prefix is None:
         raise StageError(
@@ -109,13 +112,13 @@ def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
 
 
 def _check_code(config: PreTrainedConfig) -> None:
-    """A model may ask for an attention kernel of the hub: code that transformers would fetch and run unasked."""
+    """Refuse a model that asks for an attention kernel of the hub: code that transformers would fetch and run."""
     if "/" in (asked := str(config._attn_implementation)):
         raise ValueError(f"it asks for the kernel {asked}, which is code: remove _attn_implementation from config.json")
 
 
 def _reason(error: str) -> str:
-    """Why a model cannot be loaded, and what to do where it is for safety."""
+    """Explain why a model cannot be loaded, and what to do where Eckart refuses it for safety."""
     if "trust_remote_code" in error:
         return "it needs code of its own, and Eckart runs none: name a model that transformers itself knows"
     if "file named model.safetensors" in error:
@@ -127,7 +130,9 @@ def _reason(error: str) -> str:
 
 
 def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
-    """Where transformers finds the model, a folder for as long as `stack` is open or a hub id, and which file of it.
+    """Return where transformers finds the model, and options that name its file.
+
+    That is a hub id, or a folder that exists for as long as `stack` is open.
 
     Raises:
         StageError: there is no such model, or DVC would not see it.
@@ -143,5 +148,5 @@ def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
 
 
 def _folder(path: Path) -> tuple[str, dict[str, str]]:
-    """A GGUF file, which holds tensors, a config and a tokenizer, is read as part of its folder."""
+    """Return a folder, or the folder of a GGUF file, which holds tensors, a config and a tokenizer, and its name."""
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})

@@ -1,5 +1,4 @@
-"""The licence of the base model, as its card states it in the words of the Hugging Face hub; it is that of what is made
-of it, too."""
+"""The licence of the base model, as its card states it; models that are made from the base model carry it on."""
 
 from __future__ import annotations
 
@@ -10,26 +9,26 @@ from transformers.utils import cached_file
 from yaml import YAMLError
 
 Licence = dict[str, str]
-"""`license`, and of one that the hub has no word for `license_name` and `license_link`; empty where none is stated."""
+"""`license` by the hub's name for it; where the hub has none, `license_name` and `license_link`, too. May be empty."""
 
 _CARD = "README.md"
 _KEYS = ("license", "license_name", "license_link")
 
 
 def stated(source: str | Path, revision: str | None = None) -> Licence:
-    """What the card of a model says.
+    """Read the licence from the card of a model.
 
     Args:
         source: a folder, or the id of a model on the hub.
     """
     try:
-        found = metadata_load(str(cached_file(source, _CARD, revision=revision))) or {}
+        card = metadata_load(str(cached_file(source, _CARD, revision=revision))) or {}
     except (OSError, ValueError, YAMLError):  # no card, or none that can be read
         return {}
-    return {key: found[key] for key in _KEYS if isinstance(found.get(key), str)}
+    return {key: card[key] for key in _KEYS if isinstance(card.get(key), str)}
 
 
 def write(folder: Path, licence: Licence) -> None:
-    """Have the card in `folder` say so, where there is something to say."""
+    """Write the licence, if there is one, into the card in `folder`."""
     if licence:
         metadata_save(folder / _CARD, licence)

@@ -1,4 +1,4 @@
-"""Loading models and measuring their size."""
+"""Load models that stages wrote, check what is loaded, and measure its size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tasks.runtime.stage_runner import StageError
 
 TEACHER = Path("models/teacher")
 UNTAUGHT = Path("models/untaught")
-"""The base model with a head for the task, before it has learned it."""
+"""The base model with a head for the task, before it learned the task."""
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
-"""A recipe's source → where that model lies."""
+"""The source of a recipe → folder of that model."""
 CONTROL = Path("models/control")
 UNLOADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
-"""What transformers raises where a folder holds no model, another one, or a damaged one."""
+"""Errors of transformers for a folder without a model, with another one, or with a damaged one."""
 
 
 def load(
@@ -35,7 +35,7 @@ def load(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device_map: str | dict[str, str] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that a stage wrote, with its tokenizer.
+    """Load a model that a stage wrote, and its tokenizer.
 
     Args:
         auto: the transformers class that loads it, with the head of its kind of task.
@@ -50,21 +50,22 @@ def load(
 
 
 def place(model: PreTrainedModel) -> str:
-    """Bring `model` to the accelerator, where there is one and no device map placed it; where its inputs belong."""
+    """Move `model` to the accelerator, unless there is none or a device map placed it; return its inputs' device."""
     if getattr(model, "hf_device_map", None) is None:
         model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     return inputs_device(model)
 
 
 def inputs_device(model: PreTrainedModel) -> str:
-    """Where the inputs of `model` belong; accelerate brings them to weights that wait on the CPU or the disk."""
+    """Return the device for inputs of `model`; accelerate moves them to weights that wait on the CPU or the disk."""
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
-    """Before a model is loaded with `use_safetensors`: refuse what leads past that to a pickle, which could run code.
+    """Refuse a model whose weights would be read from a pickle, which could run code.
 
-    transformers reads any file that a model's config or index names, and of an adapter whatever it finds.
+    To load with `use_safetensors` is not enough: transformers reads any file that a model's config or index names, and
+    for an adapter any file that it finds.
 
     Args:
         source: a folder, or the id of a model on the hub.
@@ -82,22 +83,22 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def _indexed(source: str | Path, index: str, revision: str | None) -> list[str]:
-    """The files that an index of weights names; none, if there is no such index."""
+    """Return the files that an index of weights names; none if there is no such index."""
     try:
-        found = cached_file(source, index, revision=revision)
+        file = cached_file(source, index, revision=revision)
     except OSError:
         return []
-    return list(json.loads(Path(str(found)).read_text())["weight_map"].values())
+    return list(json.loads(Path(str(file)).read_text())["weight_map"].values())
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
-    """A row longer than the model has positions fails deep inside it, so it is refused before.
+    """Refuse examples that are longer than the model has positions: they would fail deep inside the model.
 
     Raises:
         StageError: `tokens`, which `parameter` of params.yaml sets, is too many.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():  # RoBERTa counts its positions from behind that of padding
+    for module in model.modules():  # RoBERTa counts its positions from after the padding's
         if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
             positions -= module.padding_idx + 1
             break
@@ -106,7 +107,7 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
 
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
-    """Inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
+    """Draw inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
     ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model makes none up
@@ -115,7 +116,7 @@ def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, T
 
 
 def size(model: PreTrainedModel, folder: Path, tokens: int) -> Size:
-    """Measure `model`, whose weights are in `folder`."""
+    """Measure `model`, whose weights are in `folder`, for examples of so many tokens."""
     return Size(
         model_parameters=model.num_parameters(),
         macs_per_token=round(macs(model, random_inputs(model, 1, tokens)) / tokens),

@@ -21,9 +21,9 @@ from rich.table import Table
 from eckart.model.targets import Targets
 from eckart.recipe_parts import Method
 from eckart.recovery import Recovery
-from tasks.artifacts.importance_files import TARGETS
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, stage_name
+from tasks.artifacts.paths import TARGETS
 from tasks.artifacts.results_schema import CONTROL_NAME, DENSE_METRICS, SECONDS, DenseReport
 from tasks.artifacts.task_spec import SPLITS, Task
 from tasks.config.schema import Data, Model, Training

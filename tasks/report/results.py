@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from eckart.model.census import Census
 from eckart.model.targets import Target, Targets
 from eckart.ranks.budget import Rank
-from tasks.artifacts.importance_files import TARGETS
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import (
@@ -23,6 +22,7 @@ from tasks.artifacts.paths import (
     EVALUATIONS,
     EXPORTS,
     SEARCH_CURVES,
+    TARGETS,
     Decision,
     decision_file,
     exported_name,

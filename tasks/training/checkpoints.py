@@ -1,7 +1,7 @@
-"""Checkpoints of a training: where one goes on that was killed.
+"""Checkpoints, from which a training that was killed resumes.
 
-They lie outside every stage's outputs, which DVC empties before it runs a stage, and belong to one training with one
-model, data, settings and code: any other ignores them. They hold no result; removing them costs time alone.
+They stand outside the outputs of stages, which DVC empties before it runs a stage. Each belongs to one model, data,
+settings and code, and is ignored by any other training. Removing them costs time, and no result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tasks.runtime.stage_runner import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")
 SECONDS = "ECKART_CHECKPOINT_SECONDS"
-"""Environment variable: least seconds between two checkpoints. It changes no result."""
+"""Environment variable: the least seconds between two checkpoints. It changes no result."""
 
 _DEFAULT_SECONDS = 60.0
 _DIGEST = "digest"  # written last: a checkpoint without it is not complete
@@ -38,7 +38,7 @@ _RULE = "rule-{}.safetensors"
 
 
 class Checkpoints(TrainerCallback):
-    """Asks for a checkpoint whenever enough time has passed, at a logged point, and finds the last one again."""
+    """Saves a checkpoint at a logged point once enough time has passed, and resumes from the last one."""
 
     def __init__(
         self, name: Path, model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Checkpoints(TrainerCallback):
         self.saved = time.monotonic()
 
     def resume(self) -> str | None:
-        """The last complete checkpoint of this very training, with the rules set to it; if there is none, clear all."""
+        """Return the last complete checkpoint of this very training, and set the rules to it; if none, clear all."""
         complete = [file.parent for file in self.folder.glob(f"*/{_DIGEST}") if file.read_text() == self.digest]
         last = max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
         if last is None:
@@ -67,7 +67,7 @@ class Checkpoints(TrainerCallback):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Only here: between two logged points the Trainer keeps sums that no checkpoint holds."""
+        """Ask for a checkpoint; only here, as between logged points the Trainer keeps sums that none holds."""
         over = control.should_training_stop or state.global_step == state.max_steps
         due = [time.monotonic() - self.saved >= self.seconds and not over]
         if args.world_size > 1:
@@ -87,7 +87,7 @@ class Checkpoints(TrainerCallback):
 
 
 def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
-    """Of all that decides what the training gives."""
+    """Digest everything that decides the result of the training."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()}".encode())
     digest.update(model.config.to_json_string().encode())

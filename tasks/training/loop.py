@@ -1,4 +1,4 @@
-"""The one training loop: transformers.Trainer with rules, a curve that grows as it trains, and checkpoints."""
+"""The training loop of all stages: transformers.Trainer with rules, a training curve and checkpoints."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 
 _POINTS = 20  # of a training curve, at most
+_LOGGED = ("loss", "learning_rate", "grad_norm")  # by the Trainer itself
 
 
 def train(
@@ -56,21 +57,21 @@ def train(
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
 
-    A training that was killed goes on from its last checkpoint, to the same bytes.
+    A training that was killed resumes from its last checkpoint, and gives the same bytes.
 
     Args:
-        collate: rows of `data` → a batch.
+        collate: makes a batch of examples of `data`.
         schedule: of the learning rate after its linear warm-up: down to 0, or constant.
-        loss: whose mean over rows is minimised; None takes the model's own loss.
-        checkpoint_activations: keep the inputs of layers alone, and compute the rest again on the way back.
+        loss: the loss whose mean over examples is minimised; None: the model's own.
+        checkpoint_activations: keep the inputs of layers alone, and compute the rest again in the backward pass.
         precision: of mixed-precision training; None computes in the type of the weights.
         before: steps of an earlier training on the same curve, which this one continues.
 
     Returns:
-        The steps that were taken.
+        The number of steps that were taken.
 
     Raises:
-        StageError: the loss is not finite, or the processes cannot share the rows of a step.
+        StageError: the loss is not finite, or the processes cannot share the examples of a step.
     """
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
@@ -80,7 +81,7 @@ def train(
         return 0
     settings: dict[str, Any] = {
         "max_steps": steps,
-        "per_device_train_batch_size": _share(batch_size),
+        "per_device_train_batch_size": _per_process(batch_size),
         "learning_rate": learning_rate,
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" else "linear",
         "warmup_steps": math.ceil(warmup * steps),
@@ -90,7 +91,8 @@ def train(
         "bf16": precision == "bf16",
     }
     if checkpoint_activations:  # not by the Trainer's arguments: they are saved, and rules cannot be
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": partial(_contexts, rules)})
+        contexts = partial(_checkpoint_contexts, rules)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     identity = {**settings, "checkpoint_activations": checkpoint_activations}
     checkpoints = Checkpoints(curve.with_suffix(f".{before}"), model, data, rules, identity)
     trainer = _RuleTrainer(
@@ -102,7 +104,7 @@ def train(
         rules=rules,
         loss=loss,
     )
-    trainer.remove_callback(PrinterCallback)  # says every log as a raw dictionary
+    trainer.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
     trainer.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
     if trainer.model_wrapped is not model or precision:  # a model is scored as it will be loaded
@@ -113,11 +115,11 @@ def train(
     return trainer.state.global_step
 
 
-def _share(batch_size: int) -> int:
-    """Rows of a step that each process takes."""
+def _per_process(batch_size: int) -> int:
+    """Return how many examples of a step each process takes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % processes:
-        raise StageError(f"{batch_size} rows cannot be shared by {processes} processes: write a multiple of them")
+        raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
     return batch_size // processes
 
 
@@ -128,7 +130,7 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
         **devices(),
         average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
         logging_nan_inf_filter=False,  # a loss that is not finite must be seen
-        save_strategy="no",  # checkpoints asks for it by itself
+        save_strategy="no",  # Checkpoints decides when to save
         save_total_limit=2,
         report_to="none",
         dataloader_pin_memory=torch.cuda.is_available(),
@@ -138,8 +140,8 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
     return arguments
 
 
-def _contexts(rules: Sequence[Rule]) -> tuple[Any, Any]:
-    """What a part of a forward runs in, and what it runs in when it is computed again on the way back."""
+def _checkpoint_contexts(rules: Sequence[Rule]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a layer's forward pass, and of computing it again in the backward pass."""
     return nullcontext(), _together([rule.recomputation() for rule in rules])
 
 
@@ -158,7 +160,7 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 
 
 class _RuleTrainer(Trainer):
-    """A Trainer whose steps obey rules."""
+    """A Trainer that calls the rules in each step."""
 
     def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,7 +171,7 @@ class _RuleTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         lengths = [len(ids) for ids in self.train_dataset["input_ids"]]  # type: ignore[index]
-        return _Order(self.args.train_batch_size * self.args.world_size, lengths, self.args.seed)
+        return _LengthGroups(self.args.train_batch_size * self.args.world_size, lengths, self.args.seed)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
@@ -200,7 +202,7 @@ class _RuleTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the task loss, a mean like `loss`, and what the rules measured at the last step."""
+        """Add the task loss, a mean like `loss`, and the rules' measures of the last step."""
         if "loss" in logs and self.rules:
             logs["task_loss"] = sum(self.task_losses) / len(self.task_losses)
             self.task_losses.clear()
@@ -209,11 +211,10 @@ class _RuleTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
 
-class _Order(LengthGroupedSampler):
-    """Rows of like length together, in an order that seed and epoch decide.
+class _LengthGroups(LengthGroupedSampler):
+    """Batches of examples of similar length, in an order that seed and epoch decide.
 
-    The Trainer's own draws from the global random state, and a training that goes on from a checkpoint would see other
-    rows.
+    The Trainer's own sampler draws from the global random state, so that a resumed training would see other examples.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -230,7 +231,7 @@ class _Order(LengthGroupedSampler):
 
 
 class _AfterUpdate(TrainerCallback):
-    """Lets the rules see what the optimizer did, and stop the training."""
+    """Calls the rules after the optimizer, and stops the training when one is done."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
@@ -245,7 +246,7 @@ class _AfterUpdate(TrainerCallback):
 
 
 class _Curve(TrainerCallback):
-    """Writes each logged point to a file and says it."""
+    """Writes each logged point to a file, and prints it."""
 
     def __init__(self, file: Path, before: int) -> None:
         self.file = file
@@ -253,35 +254,26 @@ class _Curve(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write again what was logged before a kill."""
-        self._write(_points(state.log_history))
+        self._write([_point(logs) for logs in state.log_history if "loss" in logs])
 
-    def _write(self, points: Iterable[Mapping[str, float]]) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        logs: Mapping[str, Any] = given["logs"]
+        if "loss" not in logs:
+            return
+        point = _point({**logs, "step": state.global_step})
+        if not all(map(math.isfinite, point.values())):
+            raise StageError(f"the loss is not finite at step {state.global_step}: lower the learning rate")
+        self._write([point])
+        extras = "".join(f"  {name} {value:.4g}" for name, value in point.items() if name not in ("step", *_LOGGED))
+        say(f"step {state.global_step}/{state.max_steps}  loss {point['loss']:.4f}{extras}")
+
+    def _write(self, points: Sequence[Mapping[str, float]]) -> None:
         if leads():
             with self.file.open("a") as lines:
-                lines.writelines(json.dumps({**one, "step": one["step"] + self.before}) + "\n" for one in points)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        for point in _points([{**(logs or {}), "step": state.global_step}]):
-            if not all(map(math.isfinite, point.values())):
-                raise StageError(f"the loss is not finite at step {state.global_step}: lower the learning rate")
-            self._write([point])
-            extras = "".join(f"  {name} {value:.4g}" for name, value in point.items() if name not in _PLAIN)
-            say(f"step {state.global_step}/{state.max_steps}  loss {point['loss']:.4f}{extras}")
+                lines.writelines(json.dumps({**point, "step": point["step"] + self.before}) + "\n" for point in points)
 
 
-_PLAIN = ("step", "loss", "learning_rate", "grad_norm")
-
-
-def _points(history: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
-    """The logs that have a loss, without the Trainer's epoch count."""
-    for logs in history:
-        if "loss" in logs:
-            rest = {name: float(logs[name]) for name in sorted(logs) if name not in (*_PLAIN, "epoch")}
-            yield {"step": logs["step"], **{name: float(logs[name]) for name in _PLAIN[1:]}, **rest}
+def _point(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return a point of the curve: what the Trainer logged, without its epoch count, then what rules measured."""
+    measured = sorted({*logs} - {"step", "epoch", *_LOGGED})
+    return {"step": logs["step"], **{name: float(logs[name]) for name in (*_LOGGED, *measured)}}

@@ -1,4 +1,4 @@
-"""How a model recovers: the training that the stages finetune and control share."""
+"""Recovery fine-tuning, which the stages finetune and control share."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def recover(
     storage: Storage = "factors",
     source: Path = TEACHER,
 ) -> None:
-    """Train the model in the folder `model_from` on the task as `recovery` and `residual` say, and save it.
+    """Train the model in the folder `model_from` on the task as `recovery` and `residual` say, and save it in `to`.
 
     Args:
-        storage: how factors are saved; while they train they are factors.
-        source: the dense model whose weights were factorized.
+        curve: file of the training curve.
+        storage: how factors are saved; they train as factors in any case.
+        source: folder of the dense model whose weights were factorized.
     """
     seed, trainer = section("seed", Seed), section("trainer", Trainer)
     set_seed(seed)

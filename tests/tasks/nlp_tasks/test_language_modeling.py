@@ -26,8 +26,8 @@ from transformers import (
 )
 
 import eckart as eckart  # teaches transformers to load the candidates
-from eckart.model.targets import Tied
-from tasks.artifacts.importance_files import load_targets
+from eckart.model.targets import Targets, Tied
+from tasks.artifacts.paths import TARGETS
 from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model
 from tasks.data.loading import encoded
@@ -209,7 +209,9 @@ class TestStages:
         write_params(workspace, settings)
         for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
             run_stage(stage)
-        (tied,) = (target for target in load_targets().targets if isinstance(target, Tied))
+        (tied,) = (
+            target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
+        )
         for recipe in ("svd", "kfac", "walk"):
             for stage in ("search", "factorize", "finetune", "evaluate"):
                 run_stage(stage, recipe, "0.5")

@@ -1,4 +1,4 @@
-"""Trainings that are killed: they go on to the same bytes, and never from what is not theirs."""
+"""Trainings that are killed resume to the same bytes, and never from another training's checkpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Kill(Rule):
 
 @pytest.fixture(autouse=True)
 def _workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own, and with a checkpoint at every logged point."""
+    """Work in an empty folder, with a checkpoint at every logged point."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(SECONDS, "0")
 
@@ -79,7 +79,7 @@ def steps_taken(output: str) -> int:
     return int(output.partition("goes on from step ")[2].split()[0]) if "goes on" in output else 0
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_training_resumes_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     whole, curve = trained(Kill()), CURVE.read_text()
     for step in (2, 11, 20):
         killed(step)
@@ -106,7 +106,7 @@ def pruned_and_taught(kill: int | None) -> bytes:
     return save(dict(model.state_dict()))
 
 
-def test_rows_and_a_teacher_go_on_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pruning_and_distillation_resume_to_the_same_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     whole, curve = pruned_and_taught(None), CURVE.read_text()
     with pytest.raises(Killed):
         pruned_and_taught(11)
@@ -136,7 +136,7 @@ def test_other_data_start_anew(capsys: pytest.CaptureFixture[str]) -> None:
     assert steps_taken(capsys.readouterr().out) == 0
 
 
-def test_a_checkpoint_that_is_not_complete_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_checkpoint_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
     whole = trained(Kill())
     killed(10)
     for file in CHECKPOINTS.rglob("digest"):
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_is_not_complete_is_not_used(capsys: pytest.CaptureFix
     assert steps_taken(capsys.readouterr().out) == 0
 
 
-def test_a_curve_that_two_trainings_share_goes_on() -> None:
+def test_two_trainings_share_a_curve() -> None:
     model = bert()
     for before in (0, 2):
         options = {**OPTIONS, "steps": 2}
@@ -153,7 +153,7 @@ def test_a_curve_that_two_trainings_share_goes_on() -> None:
     assert [json.loads(line)["step"] for line in CURVE.read_text().splitlines()] == [1, 2, 3, 4]
 
 
-def test_a_rule_finishes_also_where_there_is_no_step() -> None:
+def test_a_rule_finishes_without_any_step() -> None:
     class Finished(Kill):
         def finish(self) -> None:
             self.seen += 7
@@ -163,7 +163,7 @@ def test_a_rule_finishes_also_where_there_is_no_step() -> None:
     assert rule.seen == 7
 
 
-def test_what_a_rule_measures_is_in_the_curve() -> None:
+def test_measures_of_a_rule_are_in_the_curve() -> None:
     trained(Kill(), steps=3)
     assert [json.loads(line)["seen"] for line in CURVE.read_text().splitlines()] == [0, 1, 3]
     assert all("task_loss" in json.loads(line) for line in CURVE.read_text().splitlines())

@@ -42,7 +42,7 @@ def weights(model: PreTrainedModel) -> bytes:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 19, 20, 21, 39, 45])
-def test_a_curve_climbs_to_the_last_step(curve: Path, steps: int) -> None:
+def test_a_curve_ends_at_the_last_step(curve: Path, steps: int) -> None:
     trained(curve, steps=steps, batch_size=2)
     climb = [point["step"] for point in points(curve)]
     assert climb == sorted(set(climb))
@@ -56,7 +56,7 @@ def test_a_curve_has_twenty_points_at_most(curve: Path, steps: int) -> None:
     assert POINTS // 2 <= len(points(curve)) <= POINTS
 
 
-def test_a_curve_is_finite_and_has_what_the_plots_read(curve: Path) -> None:
+def test_a_curve_is_finite_and_has_its_columns(curve: Path) -> None:
     trained(curve)
     for point in points(curve):
         assert set(point) == {"step", "loss", "learning_rate", "grad_norm"}

@@ -45,7 +45,7 @@ def test_two_processes_learn_what_one_learns(workspace: Path) -> None:
     assert [point["step"] for point in joined] == [point["step"] for point in curve]
 
 
-def test_rows_that_cannot_be_shared_are_an_error_that_says_so(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_processes_cannot_share_is_an_error(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each of the processes; this is the first of two."""
     tiny_workspace(workspace, trainer={"processes": 2}, teacher={"batch_size": 7})
     run_stage("extract")
@@ -56,7 +56,7 @@ def test_rows_that_cannot_be_shared_are_an_error_that_says_so(workspace: Path, m
     assert not Path("models/teacher").exists()
 
 
-def test_what_ended_one_of_them_ends_the_stage(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_process_ends_the_stage(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes of another stage, which needs no seconds to import what trains."""
     tiny_workspace(workspace, trainer={"processes": 2})
     code = workspace / "tasks/teacher.py"

@@ -1,0 +1,58 @@
+"""The stages of a candidate: they do what `eckart.compress` does, and read the parameters that DVC watches."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from ruamel.yaml import YAML
+from transformers import AutoModelForSequenceClassification
+
+import eckart
+from tasks.artifacts.paths import FACTORIZED, load_decision
+from tasks.artifacts.task_spec import load_task
+from tasks.data.loading import batches, encoded
+from tasks.evaluate import EvaluationParts
+from tasks.factorize import FactorizationParts
+from tasks.finetune import RecoveryParts
+from tasks.models.model_io import TEACHER, load
+from tasks.nlp_tasks import kind_of
+from tasks.search import SearchParts
+from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compress_gives_what_the_stages_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = {"anchor": 0.5, "ridge": 0.1}
+    monkeypatch.chdir(tiny_workspace(tmp_path, recipes={"kfac": {"sequential": order}}))
+    for stage in ("extract", "teacher", "importance"):
+        run_stage(stage)
+    for stage in ("search", "factorize"):
+        run_stage(stage, "kfac", "0.5")
+    model, tokenizer = load(TEACHER, AutoModelForSequenceClassification)
+    collate = kind_of(load_task()).collate(tokenizer, model)
+    data = list(batches(encoded("calibration", tokenizer), collate, 8, "cpu"))
+    recipe = tiny_params()["recipes"]["kfac"] | {"sequential": order}
+    small, report = eckart.compress(model, data, 0.5, recipe)
+    expected, _ = load(FACTORIZED / "kfac-0.5", AutoModelForSequenceClassification)
+    assert {name: target.rank for name, target in report.targets.items()} == load_decision("kfac-0.5").ranks
+    own, theirs = small.state_dict(), expected.state_dict()
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(values, theirs[name]) for name, values in own.items())
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        ("search", SearchParts),
+        ("factorize", FactorizationParts),
+        ("finetune", RecoveryParts),
+        ("evaluate", EvaluationParts),
+    ],
+)
+def test_a_stage_reads_the_parts_of_a_recipe_that_dvc_watches(stage: str, parts: type[BaseModel]) -> None:
+    described = YAML(typ="safe").load(REPOSITORY / "dvc.yaml")["stages"][stage]["params"]
+    assert set(re.findall(r"recipes\.\$\{item\.recipe\}\.(\w+)", str(described))) == set(parts.model_fields)
