@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.calibration.batches import checked
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import Batch, Loss, Objective, batch_size, logits_of, row_of
+from eckart.calibration.losses import Batch, Loss, Objective, batch_size, predictions_of, row_of
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect, has_gradients
 from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
 from eckart.factorization.factorize import factorize_at_once, factorize_in_order
@@ -434,7 +434,8 @@ def _objective(model: PreTrainedModel, data: Sequence[Batch], loss: Loss | None,
     if loss is None and need:
         return objective_of(model, data, need)
     chosen = loss or _forward
-    return Objective(chosen, chosen, chosen, logits_of, model.config.problem_type != "regression")
+    problem = model.config.problem_type
+    return Objective(chosen, chosen, chosen, predictions_of(problem), problem != "regression")
 
 
 def _statistics(

@@ -23,7 +23,7 @@ from flows.engine.run_options import Options
 from flows.environment import redaction, settings
 from flows.workspace import installation
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.metrics import TaskKindName
+from tasks.nlp_tasks import TaskName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,9 +87,7 @@ def init(
     text: Annotated[str | None, typer.Option(help="the column of the text; default: text")] = None,
     text_pair: Annotated[str | None, typer.Option(help="the column of a second text")] = None,
     label: Annotated[str | None, typer.Option(help="the column of what is to be told; default: label")] = None,
-    task: Annotated[
-        TaskKindName | None, typer.Option(help="the kind of task; default: what the label looks like")
-    ] = None,
+    task: Annotated[TaskName | None, typer.Option(help="the kind of task; default: what the label looks like")] = None,
     again: Annotated[
         bool, typer.Option("--again", help="amend the workspace that is there; nothing of it is lost")
     ] = False,

@@ -12,7 +12,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.bootstrap import interval, metric_of_all, resampled
 from tasks.scoring.splits import all_scores, same_weights, write_rows
-from tasks.scoring.trivial_baseline import ANSWERS, TRIVIAL, warning
+from tasks.scoring.trivial_baseline import TRIVIAL, warning
 
 
 def dense() -> None:
@@ -22,9 +22,9 @@ def dense() -> None:
     model, tokenizer = load(TEACHER, kind.auto, device_map=device_map)
     place(model)
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
-    trivial_rows = kind.trivial(load_split("train"), load_split("test"), task, tokenizer)
+    trivial_rows = kind.trivial(load_split("train"), load_split("test"), tokenizer)
     trivial = metric_of_all(task, trivial_rows)
-    say(f"trivial baseline, {ANSWERS[task.kind]}: {task.metric} {trivial:.4f}")
+    say(f"trivial baseline, {kind.trivial_answer}: {task.metric} {trivial:.4f}")
     drawn = resampled(task, {"dense": rows["test"], TRIVIAL: trivial_rows})
     warn(warning(task, scores.score.metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
     measured = size(model, TEACHER, task.max_length)

@@ -19,7 +19,7 @@ from tasks.config.schema import Importance, Model, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, place
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import TaskKind
+from tasks.nlp_tasks.nlp_task import NlpTask
 from tasks.runtime.stage_runner import explained, output, run_candidate, say
 
 
@@ -50,7 +50,7 @@ def factorize(recipe: str, keep: str) -> None:
 def _in_order(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    kind: TaskKind,
+    kind: NlpTask,
     recipe: str,
     name: str,
     order: InOrder,

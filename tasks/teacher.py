@@ -17,7 +17,6 @@ from tasks.models import licence, task_head
 from tasks.models.base_model import load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import loss_of_training
 from tasks.runtime.stage_runner import StageError, output, run, say
 from tasks.training.loop import train
 
@@ -52,7 +51,7 @@ def teacher() -> None:
             TEACHER_CURVE,
             steps=steps,
             seed=seed,
-            loss=loss_of_training(kind),
+            loss=kind.training_loss,
             **options,
         )
         model.save_pretrained(folder)

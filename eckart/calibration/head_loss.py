@@ -24,8 +24,8 @@ from eckart.calibration.losses import (
     Objective,
     batch_size,
     causal_loss,
-    logits_of,
     mean_loss_times_batch,
+    predictions_of,
     row_of,
     span_logits,
     span_loss,
@@ -64,7 +64,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             )
         spans = set(rows[0]) >= _POSITIONS and set(outputs) >= _OF_SPANS
         loss = span_loss if spans else _loss_of(model, rows)
-    predictions = span_logits if loss is span_loss else logits_of
+    predictions = span_logits if loss is span_loss else predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
 
 

@@ -26,9 +26,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.metrics import MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import Runtime
+from tasks.nlp_tasks import TaskName
 
 PARAMS = Path("params.yaml")
 
@@ -144,7 +145,7 @@ class Data(Section):
     splits: Splits
     shares: Shares
     columns: Columns
-    task: TaskKindName
+    task: TaskName
     metric: MetricName
     sizes: Sizes
     max_length: Count

@@ -123,7 +123,7 @@ def _rows(
     if (SPLITS / f"{split}.parquet").exists():
         task, data = load_task(), encoded(split, tokenizer)
         blocks = _BLOCKS if split == "test" else _CALIBRATED
-        rows, size = (blocks, 1) if task.kind == "language_modeling" else (_ROWS, _BATCH)
+        rows, size = (blocks, 1) if kind_of(task).running_text else (_ROWS, _BATCH)
         yield from batches(
             data.select(range(min(rows, len(data)))), kind_of(task).collate(tokenizer, model), size, "cpu"
         )

@@ -20,13 +20,10 @@ import torch
 import transformers
 
 from tasks.artifacts import stage_inputs
-from tasks.artifacts.errors import EckartError
+from tasks.artifacts.errors import EckartError as EckartError
+from tasks.artifacts.errors import StageError as StageError
 from tasks.artifacts.names import candidate_name, stage_name
 from tasks.config.schema import Threads, Trainer, section
-
-
-class StageError(EckartError):
-    """A mistake of the input, said in words that tell what to do; shown without a traceback."""
 
 
 def run(

@@ -26,9 +26,9 @@ def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, to
     """
     task = load_task()
     tokens = min(tokens, task.max_length // 2)
-    if task.kind != "language_modeling" or not tokens:
+    if not kind_of(task).running_text or not tokens:
         return ()
-    blocks = kind_of(task).encode(load_split("test"), task, tokenizer, "test")["input_ids"]
+    blocks = kind_of(task).columns(load_split("test"), tokenizer, "test")["input_ids"]
     some = [blocks[place] for place in sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})]
     ids = torch.tensor(some, device=inputs_device(model))[:, :tokens]
     written = model.eval().generate(
