@@ -11,9 +11,10 @@ from scipy.stats import bootstrap
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Task
-from tasks.nlp_tasks import kind_of, (
+from tasks.nlp_tasks import (
     TASK_NAMES,
     TaskName,
+    kind_of,
     question_answering,
     summarization,
     task_class,
