@@ -15,7 +15,7 @@ _COUNT = 3  # of texts: enough to see what the text is like, few enough to be re
 
 @torch.inference_mode()
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
-    """Return what `model` writes, greedily, after the beginnings of three blocks that are spread evenly over the test split.
+    """Return what `model` writes, greedily, after the beginnings of three blocks spread evenly over the test split.
 
     Args:
         tokens: that it reads of each block, and writes at most; never more than half a block, so that the model has
