@@ -20,6 +20,7 @@ from eckart.calibration.losses import binary_logits, logits_error
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
 from tasks.artifacts.errors import StageError
+from tasks.artifacts.paths import EXPORTS
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.data.loading import batches
 from tasks.extract import extract
@@ -173,7 +174,7 @@ def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace
     run_stage("compare")
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     assert set(evaluation["recovered"]["metrics"]) == {"f1_micro", "f1_macro", "exact_match"}
-    exported = json.loads(Path("reports/export/kfac-0.5.json").read_text())
+    exported = json.loads((EXPORTS / "kfac-0.5.json").read_text())
     assert exported["onnx"]["score"]["metrics"] == pytest.approx(evaluation["recovered"]["metrics"], abs=1e-6)
     assert set(exported) == {"onnx", "int8"}
     kept = AutoModelForSequenceClassification.from_pretrained("models/finetuned/kfac-0.5")
