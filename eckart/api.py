@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
-from eckart.calibration.losses import Batch, Loss, Objective, batch_size, logits_of, row_of
+from eckart.calibration.losses import Batch, Loss, Objective, batch_size, predictions_of, row_of
 from eckart.calibration.statistics import OF_GRADIENTS, StatisticKind, Statistics, gather, passes
 from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
 from eckart.factorization.factorize import factorize_model
@@ -427,7 +427,8 @@ def _objective(model: PreTrainedModel, batches: Sequence[Batch], recipe: Recipe,
     if loss is None and recipe.ranks.asks_frozen:
         return objective_of(model, batches, f"ranks {recipe.ranks.kind}")
     used = loss or _run_without_loss
-    return Objective(used, used, used, logits_of, model.config.problem_type != "regression")
+    problem = model.config.problem_type
+    return Objective(used, used, used, predictions_of(problem), problem != "regression")
 
 
 def _run_without_loss(model: Any, batch: Batch) -> Tensor:

@@ -23,7 +23,7 @@ from flows.engine.run_options import Options
 from flows.environment import redaction, settings
 from flows.workspace import installation
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.metrics import TaskKindName
+from tasks.nlp_tasks import TaskName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,9 +95,7 @@ def init(
     text: Annotated[str | None, typer.Option(help="text column; default: text")] = None,
     text_pair: Annotated[str | None, typer.Option(help="column of a second text")] = None,
     label: Annotated[str | None, typer.Option(help="label column; default: label")] = None,
-    task: Annotated[
-        TaskKindName | None, typer.Option(help="kind of NLP task; default: guessed from the labels")
-    ] = None,
+    task: Annotated[TaskName | None, typer.Option(help="kind of NLP task; default: guessed from the labels")] = None,
     again: Annotated[bool, typer.Option("--again", help="update an existing workspace; nothing in it is lost")] = False,
 ) -> None:
     """Make a workspace: params.yaml filled in from your model and data, dvc.yaml, folders, git and DVC."""

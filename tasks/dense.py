@@ -17,7 +17,7 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import run, say, warn
 from tasks.scoring.bootstrap import interval, metric_of_all, resampled
 from tasks.scoring.splits import all_scores, same_weights, write_rows
-from tasks.scoring.trivial_baseline import ANSWERS, TRIVIAL, warning
+from tasks.scoring.trivial_baseline import TRIVIAL, warning
 
 
 def dense() -> None:
@@ -25,7 +25,7 @@ def dense() -> None:
     task = load_task()
     model, tokenizer = _load(TEACHER)
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
-    trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), task, tokenizer)
+    trivial_rows = kind_of(task).trivial(load_split("train"), load_split("test"), tokenizer)
     trivial = metric_of_all(task, trivial_rows)
     _compare_with_trivial(rows["test"], trivial_rows, scores.score.metric, trivial)
     measured = size(model, TEACHER, task.max_length)
@@ -52,7 +52,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def _compare_with_trivial(rows: pd.DataFrame, trivial_rows: pd.DataFrame, metric: float, trivial: float) -> None:
     """Warn where the model is not significantly better than an answer that reads no input."""
     task = load_task()
-    say(f"trivial baseline, {ANSWERS[task.kind]}: {task.metric} {trivial:.4f}")
+    say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
     drawn = resampled(task, {"dense": rows, TRIVIAL: trivial_rows})
     warn(warning(task, metric, trivial, interval(drawn["dense"] - drawn[TRIVIAL]), len(trivial_rows)))
 

@@ -12,10 +12,10 @@ import datasets
 import pandas as pd
 
 from tasks.artifacts.task_spec import SPLITS, Split, Task
-from tasks.config.schema import Columns, Data, section
-from tasks.data.label_encoding import convert_labels
+from tasks.config.schema import Data, section
 from tasks.data.packaged_datasets import PACKAGED
-from tasks.data.splitting import split_rows, split_text
+from tasks.data.splitting import split_source
+from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import StageError, output, run, say
 
 RAW = Path("data/raw")
@@ -38,9 +38,7 @@ def extract() -> None:
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
-    split = split_text if params.task == "language_modeling" else split_rows
-    splits = split(load(params), params)
-    labels = convert_labels(splits, params)
+    splits, labels = split_and_convert(params)
     with output(SPLITS) as folder:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
@@ -57,6 +55,19 @@ def extract() -> None:
             seed=params.seed,
         )
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
+
+
+def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
+    """Return the splits with labels as models read them, and the names of the classes.
+
+    Raises:
+        StageError: the source cannot be read, or the task cannot be learned from it.
+    """
+    splits = split_source(load(params), params)
+    for name, frame in splits.items():
+        if frame.empty:
+            raise StageError(f"the {name} split of {params.source} is empty: give it more rows, or raise data.shares")
+    return splits, task_class(params.task).convert_labels(splits, params)
 
 
 def load(params: Data) -> dict[Split, pd.DataFrame]:
@@ -144,37 +155,13 @@ def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
 
 def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
     """The named columns under their canonical names; a cell that is empty, or a text that is no string, is an error."""
-    names = {role: name for role, name in _roles(params.columns).items() if name is not None}
+    names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
     if absent := [name for name in names.values() if name not in frame]:
         raise StageError(
             f"{params.source} has no column {', '.join(absent)}: data.columns may name {', '.join(map(str, frame))}"
         )
     frame = pd.DataFrame({role: frame[name] for role, name in names.items()})
-    if params.task == "language_modeling":  # an empty row is an empty line of the text
-        text = frame["text"].fillna("")
-        frame["text"] = text.where(text.astype(str).str.strip() != "", "")  # as the hub's copies of WikiText have it
-    elif holes := (frame.isna() | frame.isin([""])).any(axis=1).sum():
-        raise StageError(f"{params.source} has {holes} rows with an empty {' or '.join(names.values())}: remove them")
-    if params.task == "token_classification":
-        frame["text"] = _words(frame["text"], f"column {names['text']} of {params.source}")
-        return frame
-    for role in ("text", "text_pair", *(("label",) if params.task == "summarization" else ())):
-        if role in frame and not pd.api.types.is_string_dtype(frame[role]):
-            raise StageError(f"column {names[role]} of {params.source} is not text: data.columns must name strings")
-    return frame
-
-
-def _words(rows: pd.Series, column: str) -> list[tuple[str, ...]]:
-    """Rows of words, which as tuples can be told apart."""
-    if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
-        raise StageError(f"{column} is not lists of words: data.columns.text must name lists of strings, one a word")
-    if empty := sum(not len(row) for row in rows):
-        raise StageError(f"{column} has {empty} rows without a word: remove them")
-    return [tuple(row) for row in rows]
-
-
-def _roles(columns: Columns) -> dict[str, str | None]:
-    return {"text": columns.text, "text_pair": columns.text_pair, "label": columns.label}
+    return task_class(params.task).prepare(frame, names, params.source)
 
 
 if __name__ == "__main__":

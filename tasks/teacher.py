@@ -17,7 +17,6 @@ from tasks.models import licence, task_head
 from tasks.models.base_model import Base, load_base
 from tasks.models.model_io import TEACHER, UNTAUGHT, check_length
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import loss_of_training
 from tasks.runtime.stage_runner import StageError, output, run, say
 from tasks.training.loop import train
 
@@ -41,7 +40,7 @@ def teacher() -> None:
             TEACHER_CURVE,
             steps=math.ceil(settings.epochs * math.ceil(len(data) / settings.batch_size)),
             seed=seed,
-            loss=loss_of_training(kind),
+            loss=kind.training_loss,
             **settings.model_dump(exclude={"epochs"}),
             **section("trainer", Trainer).options(),
         )

@@ -72,6 +72,40 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+TASK_RUN = """
+from pathlib import Path
+import mlflow.pyfunc
+import pandas as pd
+from flows.registry.model_package import answers, settings_of
+from flows.registry.pyfunc_model import Served
+from tasks.artifacts.task_spec import load_task
+from tasks.config.validation import check
+from tests.workspace import run_stage
+
+check()
+for stage in ("extract", "check", "teacher", "control", "dense"):
+    run_stage(stage)
+served = Served()
+served.load_context(mlflow.pyfunc.PythonModelContext({"model": "models/teacher"}, settings_of(load_task(), 4, 0)))
+found = served.predict(None, pd.DataFrame({"text": ["the plot is dull"]}))
+assert list(found) == answers(load_task()).input_names()
+Path("answer.json").write_text(found.to_json(orient="records"))
+"""
+
+
+def test_a_task_is_one_file(tmp_path: Path) -> None:
+    for name in ("eckart", "tasks", "flows"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tasks/nlp_tasks/second_word.py").write_text(block("python", "`tasks/nlp_tasks/second_word.py`:"))
+    nothing = {"fewest_of_class": None, "fewest_rows": None}
+    tiny_workspace(tmp_path, data={"task": "second_word", "metric": "error_rate"}, check=nothing)
+    python(tmp_path, "-c", TASK_RUN)
+    task, dense = read(tmp_path / "data/splits/task.json"), read(tmp_path / "reports/dense.json")
+    assert "plot" in task["labels"]
+    assert dense["score"]["metric"] == dense["score"]["metrics"]["error_rate"]
+    assert read(tmp_path / "answer.json")[0]["label"] in task["labels"]
+
+
 def python(root: Path, *arguments: str) -> None:
     """Run the code in `root`, which comes before the repository's."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(root / "cache")}

@@ -27,10 +27,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from tasks.artifacts.metrics import MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Task
 from tasks.config.resolved import resolve
 from tasks.config.schema import read
+from tasks.nlp_tasks import TaskName
 from tasks.nlp_tasks.nlp_task import Collate
 
 REPOSITORY = Path(__file__).parents[1]
@@ -130,7 +131,7 @@ def write_reviews(file: Path) -> None:
     reviews().to_csv(file, index=False)
 
 
-def a_task(kind: TaskKindName, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
+def a_task(kind: TaskName, labels: Sequence[str], metric: MetricName, max_length: int = 16) -> Task:
     """What the extract stage writes down of a data set."""
     sizes = {"train": 32, "validation": 8, "test": 12, "calibration": 16}
     return Task(

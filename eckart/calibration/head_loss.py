@@ -25,8 +25,8 @@ from eckart.calibration.losses import (
     Objective,
     batch_size,
     causal_loss,
-    logits_of,
     mean_loss_times_batch,
+    predictions_of,
     row_of,
     span_logits,
     span_loss,
@@ -65,7 +65,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
             )
         spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
         loss = span_loss if spans else _loss_of(model, examples)
-    predictions = span_logits if loss is span_loss else logits_of
+    predictions = span_logits if loss is span_loss else predictions_of(model.config.problem_type)
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
 
 

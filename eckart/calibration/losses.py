@@ -61,6 +61,21 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
     return logits
 
 
+def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    """Return the Predictions of a head that decides each label by itself, by σ of its logit.
+
+    They are two logits a label, z and 0, `(samples · labels, 2)`: softmax(z, 0) = (σ(z), 1 − σ(z)), so a divergence of
+    the two classes is that of the label, and a class drawn is a label drawn.
+    """
+    logits = logits_of(outputs, batch).flatten()
+    return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
+
+
+def predictions_of(problem_type: str | None) -> Predictions:
+    """Return the Predictions of a head that answers once a sample, by what config.json calls its problem."""
+    return binary_logits if problem_type == "multi_label_classification" else logits_of
+
+
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
     """Return temperature² · KL(teacher ‖ student), averaged over predictions (Hinton et al., 2015).
 

@@ -312,6 +312,8 @@ def _alike(answer: Any, wanted: Any) -> bool:
     """(choice) A hundredth: batches that are padded otherwise move a loss in bfloat16 by thousandths."""
     if isinstance(wanted, float) and isinstance(answer, float):
         return math.isclose(answer, wanted, rel_tol=1e-2, abs_tol=1e-2)
+    if isinstance(wanted, list) and isinstance(answer, list):
+        return len(answer) == len(wanted) and all(map(_alike, answer, wanted))
     return bool(answer == wanted)
 
 

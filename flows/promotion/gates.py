@@ -116,7 +116,7 @@ def measure(
             theirs = _champions(champion, tokenizer, task, terms)
             error = _error(task, ours.rows, theirs.rows)
             gates.append(gain(metric, theirs.score.metric, error, champion, terms))
-        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), task, terms.batch_size)
+        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
@@ -145,7 +145,7 @@ def questions() -> pd.DataFrame:
 
 def _smoked(task: Task) -> pd.DataFrame:
     rows = load_split("test").head(SMOKED)
-    return rows.assign(text=rows["text"].str[:_LONGEST]) if task.kind == "language_modeling" else rows
+    return rows.assign(text=rows["text"].str[:_LONGEST]) if kind_of(task).running_text else rows
 
 
 def _same_files(files: Path, candidate: Recorded) -> Gate:
@@ -226,23 +226,26 @@ def _difference(
     known = model.config.architectures or ()
     if type(model).__name__ not in known:  # its head was then made up for this task
         return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
-    if task.labels or task.kind == "regression":
-        theirs, wanted = _meaning(model), ", ".join(task.labels) or _NUMBER
+    if kind_of(task).outputs_are_labels:
+        config = model.config
+        theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))
+        wanted = _meaning(kind_of(task).problem_type, task.labels)
         return f"answers {theirs}, and this study {wanted}" if theirs != wanted else ""
-    if task.kind == "language_modeling" and tokenizer.get_vocab() != ours.get_vocab():
+    if kind_of(task).running_text and tokenizer.get_vocab() != ours.get_vocab():
         return "has another vocabulary, so that its perplexity is that of other tokens"
     return ""
 
 
-def _meaning(model: PreTrainedModel) -> str:
-    """What the outputs of a model with labels, or of a regression, stand for."""
-    names = dict(model.config.id2label or {}).values()
-    return _NUMBER if model.config.problem_type == "regression" else ", ".join(map(str, names))
+def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
+    """Say what the outputs of a head with labels, or of a regression, stand for."""
+    if problem_type == "regression":
+        return _NUMBER
+    return ("any of " if problem_type == "multi_label_classification" else "") + ", ".join(map(str, labels))
 
 
 def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
     try:
-        return kind_of(task).score(model, tokenizer, load_split("test"), task, terms.batch_size, "test")
+        return kind_of(task).score(model, tokenizer, load_split("test"), terms.batch_size, "test")
     except StageError as error:
         raise Refused(str(error)) from error
 

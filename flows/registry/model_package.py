@@ -1,22 +1,26 @@
-"""What a version is made of: the Hugging Face folder, eckart's code, and what MLflow must know to serve them."""
+"""Write a version: the Hugging Face folder, the code that answers, and what MLflow must know to serve them."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlflow
 import pandas as pd
 from mlflow.models import ModelSignature
-from mlflow.types.schema import Array, ColSpec, DataType, Schema
+from mlflow.types.schema import Schema
 
 import eckart
+import tasks
 from flows.registry import pyfunc_model
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.nlp_task import STRING, STRINGS
 
 MODEL = "artifacts/model"
 """Where a version has its Hugging Face folder."""
@@ -28,7 +32,7 @@ _EXAMPLE = {"text": "An example.", "text_pair": "Another one."}
 def save(
     model: Path, folder: Path, task: Task, pairs: bool, batch_size: int, continuation: int, onnx: Path | None = None
 ) -> None:
-    """Write a Hugging Face folder as a model that MLflow serves, eckart's code included.
+    """Write a Hugging Face folder as a model that MLflow serves, with the code of eckart and tasks.
 
     Args:
         onnx: a folder with the same model for onnxruntime, which the version carries besides.
@@ -44,8 +48,8 @@ def save(
             folder,
             python_model=pyfunc_model.__file__,
             artifacts={name: str(Path(temporary) / name) for name in artifacts},
-            code_paths=[str(Path(eckart.__file__).parent)],
-            signature=ModelSignature(questions(task, pairs), pyfunc_model.ANSWERS[task.kind]),
+            code_paths=[package.__path__[0] for package in (eckart, tasks)],
+            signature=ModelSignature(questions(task, pairs), answers(task)),
             input_example=example(task, pairs),
             pip_requirements=[f"{name}=={_public(name)}" for name in _REQUIRED],
             model_config=settings_of(task, batch_size, continuation),
@@ -53,22 +57,29 @@ def save(
 
 
 def settings_of(task: Task, batch_size: int, continuation: int) -> dict[str, Any]:
-    """What `Served` is told."""
-    read = ("kind", "max_length", "target_length", "prefix", "stride")
-    auto = kind_of(task).auto.__name__
-    return {**task.model_dump(include=set(read)), "auto": auto, "batch_size": batch_size, "continuation": continuation}
+    """Return the settings of `Served`."""
+    return {"task": task.model_dump(mode="json"), "batch_size": batch_size, "continuation": continuation}
 
 
 def questions(task: Task, pairs: bool) -> Schema:
-    """The columns that a version reads: words come as a list, as the task has them."""
-    text = Array(DataType.string) if task.kind == "token_classification" else DataType.string
-    return Schema([ColSpec(text, "text"), *([ColSpec(DataType.string, "text_pair")] if pairs else [])])
+    """Return the columns that a version reads: words come as a list, as the task has them."""
+    text = STRINGS if kind_of(task).text_is_words else STRING
+    return _schema({"text": text} | ({"text_pair": STRING} if pairs else {}))
+
+
+def answers(task: Task) -> Schema:
+    """Return the columns of a version's answers."""
+    return _schema(kind_of(task).answer_columns)
+
+
+def _schema(columns: Mapping[str, Mapping[str, Any]]) -> Schema:
+    return Schema.from_json(json.dumps([{"required": True, **type_, "name": name} for name, type_ in columns.items()]))
 
 
 def example(task: Task, pairs: bool) -> pd.DataFrame:
-    """A row of `questions`."""
+    """Return a row of `questions`."""
     row: dict[str, Any] = {name: _EXAMPLE[name] for name in ("text", "text_pair")[: 1 + pairs]}
-    if task.kind == "token_classification":
+    if kind_of(task).text_is_words:
         row["text"] = row["text"].split()
     return pd.DataFrame([row])
 

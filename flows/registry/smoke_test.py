@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
             question.write_text(json.dumps({"dataframe_split": split}, default=list))  # words are arrays
         _predict(model, question, answer)
         answers: list[dict[str, Any]] = json.loads(answer.read_text())["predictions"]
-    numbers = [value for row in answers for value in row.values() if isinstance(value, float)]
+    cells = [value if isinstance(value, list) else [value] for row in answers for value in row.values()]
+    numbers = [value for value in chain(*cells) if isinstance(value, float)]
     if not all(map(math.isfinite, numbers)):
         raise SmokeFailed(f"not all numbers that it answers are finite: {numbers}")
     return answers

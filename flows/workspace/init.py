@@ -16,10 +16,10 @@ from typing import Any
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.metrics import TaskKindName
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, read, sections
+from tasks.nlp_tasks import TaskName
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
 _RECIPE = "anchored"
@@ -45,7 +45,7 @@ class Wishes:
     text: str | None
     text_pair: str | None
     label: str | None
-    task: TaskKindName | None
+    task: TaskName | None
 
 
 @dataclass(frozen=True)

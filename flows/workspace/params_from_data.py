@@ -11,18 +11,15 @@ import datasets
 import pandas as pd
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tasks.config import yaml_edit
 from tasks.config.schema import PARAMS, Data, parse, read, sections
-from tasks.data.label_encoding import convert_labels
-from tasks.data.splitting import split_rows, split_text
-from tasks.extract import FORMATS, load, read_file
+from tasks.extract import FORMATS, read_file, split_and_convert
 from tasks.models import task_head
 from tasks.models.base_model import located
 from tasks.models.model_io import UNLOADABLE
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
-_FEW = 20  # classes; whole numbers of more values are a scale
 _SAMPLE = 1000  # rows whose tokens are counted
 _SHARE = 0.95  # of the rows that are to be read in full
 
@@ -37,7 +34,7 @@ class Found(NamedTuple):
 
 
 def of_data(
-    source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskKindName | None
+    source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskName | None
 ) -> Found:
     """What a file under data/raw and the base model decide of params.yaml.
 
@@ -54,7 +51,7 @@ def of_data(
     datasets.disable_progress_bars()
     rows = _rows(Path(source)).to_pandas()
     columns = _columns(rows, text, text_pair, label)
-    kind = task or _kind(rows, columns)
+    kind = task or _task(rows, columns)
     config, tokenizer = read_base(base)
     changes: dict[str, Any] = {
         "data": {
@@ -62,10 +59,10 @@ def of_data(
             "splits": {split: split for split in _splits(Path(source))},
             "columns": columns,
             "task": kind,
-            "metric": BY_KIND[kind][0],
+            "metric": task_class(kind).metrics[0],
         }
     }
-    if kind != "language_modeling":  # its sizes are blocks, and its drop is in units of perplexity
+    if not task_class(kind).running_text:  # whose sizes are blocks, and whose drop is in units of perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     labels = _labels(changes["data"])
@@ -75,12 +72,10 @@ def of_data(
 
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classes as the stage extract finds them; what it would refuse is refused here."""
+    """Return the names of the classes as the stage extract finds them; what it would refuse is refused here."""
     content = sections(read())["data"]
     yaml_edit.change(content, changes)
-    params = parse(content, Data, PARAMS, "data")
-    split = split_text if params.task == "language_modeling" else split_rows
-    return convert_labels(split(load(params), params), params)
+    return split_and_convert(parse(content, Data, PARAMS, "data"))[1]
 
 
 def _splits(source: Path) -> list[str]:
@@ -116,21 +111,20 @@ def _columns(rows: pd.DataFrame, *wanted: str | None) -> dict[str, str | None]:
     return found
 
 
-def _kind(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskKindName:
-    if (name := columns["label"]) is None:
-        if len(rows.columns) > 1:
-            raise StageError(
-                f"there is no column label: write --label with one of {', '.join(map(str, rows))}, or, for running "
-                "text, --task language_modeling"
-            )
-        return "language_modeling"
-    values = rows[name].dropna()
-    distinct = values.astype(str).nunique()
-    if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):
-        return "classification" if distinct <= _FEW and (values == values.round()).all() else "regression"
-    if values.map(pd.api.types.is_list_like).any() or distinct > len(values) / 2:
-        raise StageError(f"column {name} is no class and no number: write --task with one of {', '.join(TASK_KINDS)}")
-    return "classification"
+def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
+    """Return the task that the columns look like."""
+    label = columns["label"]
+    if label is None and len(rows.columns) > 1:
+        raise StageError(
+            f"there is no column label: write --label with one of {', '.join(map(str, rows))}, or, for running "
+            "text, --task language_modeling"
+        )
+    labels = None if label is None else rows[label].dropna()
+    texts = rows[columns["text"]].dropna()
+    for name in TASK_NAMES:
+        if task_class(name).looks_like(texts, labels):
+            return name
+    raise StageError(f"column {label} is no class and no number: write --task with one of {', '.join(TASK_NAMES)}")
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -151,20 +145,19 @@ def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
 def _length(
     rows: pd.DataFrame,
     columns: dict[str, str | None],
-    kind: TaskKindName,
+    kind: TaskName,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
     """Tokens that hold nearly all rows, a multiple of 8, and no more than the model takes."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)
-    if kind == "language_modeling":
+    if task_class(kind).running_text:
         return most
     some = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
     texts = [list(some[name]) for name in (columns["text"], columns["text_pair"]) if name]
-    split = kind == "token_classification"
     try:
-        encoded = tokenizer(*texts, is_split_into_words=split)["input_ids"]
+        encoded = tokenizer(*texts, is_split_into_words=task_class(kind).text_is_words)["input_ids"]
     except (TypeError, ValueError) as error:
         raise StageError(
             f"column {columns['text']} is not text: write --text with one of {', '.join(map(str, rows))}"

@@ -3,3 +3,7 @@
 
 class EckartError(Exception):
     """Ends a command with its message, which says what is wrong and what to do."""
+
+
+class StageError(EckartError):
+    """A mistake in the input; the message says what to do and is shown without a traceback."""

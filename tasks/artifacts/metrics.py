@@ -1,32 +1,10 @@
-"""The kinds of task, and by which metrics each is judged: the one place that lists them."""
+"""Metrics, and how each reads in reports; which task has which stands in tasks/nlp_tasks."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-TaskKindName = Literal[
-    "classification",
-    "regression",
-    "token_classification",
-    "question_answering",
-    "summarization",
-    "language_modeling",
-]
-MetricName = Literal[
-    "accuracy",
-    "f1",
-    "matthews",
-    "pearson",
-    "spearman",
-    "exact_match",
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "perplexity",
-]
+MetricName = str
 
 
 @dataclass(frozen=True)
@@ -62,26 +40,30 @@ class Metric:
         return part / whole if whole > 0 else None
 
 
-METRICS: Mapping[MetricName, Metric] = {
-    "accuracy": Metric("accuracy", share=True),
-    "f1": Metric("F1", share=True),
-    "matthews": Metric("Matthews correlation"),
-    "pearson": Metric("Pearson correlation"),
-    "spearman": Metric("Spearman correlation"),
-    "exact_match": Metric("exact match", share=True),
-    "rouge1": Metric("ROUGE-1", share=True),
-    "rouge2": Metric("ROUGE-2", share=True),
-    "rougeL": Metric("ROUGE-L", share=True),
-    "perplexity": Metric("perplexity", lower_is_better=True, bounded=False),
-}
-BY_KIND: Mapping[TaskKindName, tuple[MetricName, ...]] = {
-    "classification": ("accuracy", "f1", "matthews"),
-    "regression": ("pearson", "spearman"),
-    "token_classification": ("accuracy", "f1"),
-    "question_answering": ("exact_match", "f1"),
-    "summarization": ("rouge1", "rouge2", "rougeL"),
-    "language_modeling": ("perplexity",),
-}
-ENTITY_TAG = re.compile(r"O|[BIES]-.+")
-"""Where all tags are such, F1 is that of entities, each right only as a whole."""
-TASK_KINDS: tuple[TaskKindName, ...] = get_args(TaskKindName)
+class _Metrics(dict[MetricName, Metric]):
+    def __missing__(self, name: MetricName) -> Metric:
+        """Look for a metric that only the file of its task knows."""
+        from tasks.nlp_tasks import TASK_NAMES, task_class  # which imports torch
+
+        for task in TASK_NAMES:
+            self |= {key: metric for key, metric in task_class(task).own_metrics.items() if key not in self}
+        if name not in self:
+            raise KeyError(name)
+        return self[name]
+
+
+METRICS = _Metrics(
+    accuracy=Metric("accuracy", share=True),
+    f1=Metric("F1", share=True),
+    f1_micro=Metric("micro F1", share=True),
+    f1_macro=Metric("macro F1", share=True),
+    matthews=Metric("Matthews correlation"),
+    pearson=Metric("Pearson correlation"),
+    spearman=Metric("Spearman correlation"),
+    exact_match=Metric("exact match", share=True),
+    rouge1=Metric("ROUGE-1", share=True),
+    rouge2=Metric("ROUGE-2", share=True),
+    rougeL=Metric("ROUGE-L", share=True),
+    perplexity=Metric("perplexity", lower_is_better=True, bounded=False),
+)
+"""Metric → how it reads; a task may add its own (`NlpTask.own_metrics`), which are found when they are asked for."""

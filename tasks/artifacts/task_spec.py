@@ -8,11 +8,12 @@ from typing import Literal
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from tasks.artifacts.metrics import MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
+from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
 REFERENCE = Path("data/reference")
-"""What the champion learned from."""
+"""The data that the champion learned from."""
 REFERENCE_PARTS = ("train.parquet", "task.json")
 """Its files, as they are in data/splits."""
 
@@ -20,11 +21,11 @@ Split = Literal["train", "validation", "test", "calibration"]
 
 
 class Task(BaseModel):
-    """What is to be learned, as the extract stage found it."""
+    """The task of a study, as the stage extract wrote it down."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: TaskKindName
+    kind: TaskName
     labels: tuple[str, ...]
     """Names of the classes, in order of their ids; empty where there are none."""
     metric: MetricName
@@ -32,13 +33,13 @@ class Task(BaseModel):
     target_length: int | None
     """Of a summary, in tokens."""
     prefix: str | None
-    """What stands before each document that is to be summarized."""
+    """Text that stands before each document that is to be summarized."""
     stride: int | None
     """Tokens that neighbouring windows of a long context share."""
     sizes: dict[Split, int]
-    """Rows of a split at most; of language modelling, which is cut into rows only when it is tokenized, blocks."""
+    """Examples of a split at most; for running text, blocks, into which it is cut once it is tokenized."""
     seed: int
-    """Of the lots of those blocks."""
+    """For drawing those blocks."""
 
 
 def load_task() -> Task:
@@ -46,5 +47,5 @@ def load_task() -> Task:
 
 
 def load_split(name: Split) -> pd.DataFrame:
-    """Columns text, text_pair and label, those of them that the kind of task has."""
+    """Return a split with those of the columns text, text_pair and label that the task has."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")

@@ -27,9 +27,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError, to_jsonable_python
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
-from tasks.artifacts.metrics import MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import Runtime
+from tasks.nlp_tasks import TaskName
 from tasks.runtime.code_folders import PIPELINE
 
 PARAMS = Path("params.yaml")
@@ -170,7 +171,7 @@ class Data(Section):
     splits: Splits = Field(Splits(), description="the names of the splits in the source")
     shares: Shares = Field(Shares(), description="the shares of train that become splits the source does not have")
     columns: Columns = Field(Columns(), description="the columns to read")
-    task: TaskKindName = Field("classification", description="the kind of task; docs/tasks.md lists them")
+    task: TaskName = Field("classification", description="the kind of task; docs/tasks.md lists them")
     metric: MetricName = Field("accuracy", description="what candidates are compared by; docs/tasks.md lists them")
     sizes: Sizes = Field(Sizes(), description="how many examples of each split are used")
     max_length: Count = Field(64, description="tokens of an input, at most; longer ones are cut")

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
+from tasks.artifacts.metrics import METRICS
 from tasks.config import schema
 from tasks.config.schema import PARAMS, ParamsError
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.code_folders import code_folders
 
 if TYPE_CHECKING:
@@ -38,20 +39,6 @@ SECTIONS: dict[str, Any] = {
     for name, kind in get_type_hints(schema.Params, include_extras=True).items()
     if name in schema.Params.model_fields and name not in ("recipes", "recovery")
 }
-_WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
-_OF_PAIRS: tuple[TaskKindName, ...] = ("question_answering",)
-_OF_ONE_KIND: Mapping[str, TaskKindName] = {
-    "target_length": "summarization",
-    "prefix": "summarization",
-    "stride": "question_answering",
-}
-_WITH_LABELS: Mapping[str, tuple[TaskKindName, ...]] = {
-    "expected": ("classification",),
-    "drawn": ("classification", "language_modeling"),
-}
-"""Which kinds of task each way of labelling works for: it needs one number of labels per row; `expected` also needs few
-classes."""
-_OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
 def check() -> dict[str, Any]:
@@ -170,16 +157,8 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
             yield f"recipes.{name}.{part}: {mistake}"
     yield from _of_splits(typed["data"])
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
-    if task in TASK_KINDS:
-        if metric in list(METRICS) and metric not in BY_KIND[task]:
-            yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(BY_KIND[task])}"
-        yield from _of_columns(task, _at(content, "data", "columns"))
-        if task != "language_modeling" and typed["evaluate"] and typed["evaluate"].zero_shot:
-            yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
-        yield from _of_kind(task, content["data"])
-        labels = typed["importance"] and typed["importance"].labels
-        if labels and task not in _WITH_LABELS.get(labels, TASK_KINDS):
-            yield f"importance.labels: {labels} is for {' and '.join(_WITH_LABELS[labels])} alone; write given"
+    if task in TASK_NAMES:
+        yield from _of_task(task, metric, typed, content["data"])
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
@@ -199,8 +178,8 @@ def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterat
     for name in recipes:
         if name not in used:
             yield f"export.recipes: has {name}, which is not in study.recipes; remove it, or write []"
-    if recipes and task == "summarization":
-        yield "export.recipes: a model of summarization is more than one graph; write []"
+    if recipes and task in TASK_NAMES and not task_class(task).one_graph:
+        yield f"export.recipes: a model of {task} is more than one graph; write []"
 
 
 def _unexported(goals: Sequence[schema.Goal]) -> Iterator[str]:
@@ -249,28 +228,41 @@ def _unshared(
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
 
-def _of_kind(task: TaskKindName, data: Mapping[str, Any]) -> Iterator[str]:
-    """Keys that only another kind of task reads, and what this one lacks."""
-    for key, kind in _OF_ONE_KIND.items():
-        if task != kind and data.get(key) is not None:
-            yield f"data.{key}: is for {kind} alone; write null"
-    if task == "summarization" and "target_length" in data and data["target_length"] is None:
-        yield "data.target_length: is null; write how many tokens a summary has at most"
+def _of_task(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what does not fit the task: its metric, columns, options, and what other sections ask of it."""
+    kind = task_class(task)
+    if isinstance(metric, str) and metric not in kind.metrics:
+        yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(kind.metrics)}"
+    yield from _of_columns(task, data.get("columns"))
+    for key in sorted({option for name in TASK_NAMES for option in task_class(name).options} - {*kind.options}):
+        if data.get(key) is not None:
+            owners = [name for name in TASK_NAMES if key in task_class(name).options]
+            yield f"data.{key}: is for {' and '.join(owners)} alone; write null"
+    for key, meaning in kind.required_options.items():
+        if key in data and data[key] is None:
+            yield f"data.{key}: is null; write {meaning}"
+    if not kind.zero_shot and typed["evaluate"] and typed["evaluate"].zero_shot:
+        yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
+    labels = typed["importance"] and typed["importance"].labels
+    if labels and labels not in kind.calibration_labels:
+        owners = [name for name in TASK_NAMES if labels in task_class(name).calibration_labels]
+        yield f"importance.labels: {labels} is for {' and '.join(owners)} alone; write given"
 
 
-def _of_columns(task: TaskKindName, columns: Any) -> Iterator[str]:
-    """Columns that a kind of task needs and does not have, or has and cannot use."""
+def _of_columns(task: TaskName, columns: Any) -> Iterator[str]:
+    """Yield the columns that the task needs and does not have, or has and cannot use."""
     if not isinstance(columns, dict):
         return
+    kind = task_class(task)
     named = {role: name for role, name in columns.items() if isinstance(name, str)}
     null = [role for role, name in columns.items() if name is None]
-    if task in _WITHOUT_LABELS and "label" in named:
+    if not kind.has_labels and "label" in named:
         yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
-    if task not in _WITHOUT_LABELS and "label" in null:
+    if kind.has_labels and "label" in null:
         yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
-    if task in _OF_PAIRS and "text_pair" in null:
-        yield f"data.columns.text_pair: is null, but {task} finds answers in it; write the name of the contexts' column"
-    if task in _OF_ONE_TEXT and "text_pair" in named:
+    if kind.text_pair == "required" and "text_pair" in null:
+        yield f"data.columns.text_pair: is null, but {task} needs a second text; write the name of its column"
+    if kind.text_pair == "refused" and "text_pair" in named:
         yield f"data.columns.text_pair: is {named['text_pair']}, but {task} reads one text; write null"
 
 

@@ -17,7 +17,7 @@ from tasks.nlp_tasks.nlp_task import Collate, by_length
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """A split as model inputs with labels, unpadded."""
     task = load_task()
-    return kind_of(task).encode(load_split(name), task, tokenizer, name)
+    return kind_of(task).encode(load_split(name), tokenizer, name)
 
 
 def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:

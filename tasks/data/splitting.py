@@ -6,7 +6,7 @@ Membership does not depend on what else the source has: it stays as data grow, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,33 +15,34 @@ import pandas as pd
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Data
 from tasks.data.hash_sampling import lots, lowest
+from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
 _PASSAGE = 5000
 """Characters of a running text that are on one side (choice): some thousand tokens, so that few blocks are torn."""
 
 
-def split_rows(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
-    """Samples of rows, which are independent of each other, each in an order of chance."""
-    contents = _contexts if params.task == "question_answering" else _contents
-    parts = _carve(_without_leaks(source), params, contents)
+def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
+    """Return train, validation, test and calibration.
+
+    Of independent examples they are samples, each in an order of chance. Running text keeps its order: passages are
+    carved, and blocks are drawn once it is tokenized; nothing is left out of train where splits are given, since lines
+    of a text, empty ones and headings, repeat.
+    """
+    task = task_class(params.task)
+    if task.running_text:
+        parts = _carve(source, params, _passages)
+        return {**parts, "calibration": parts["train"]}
+    parts = _carve(_without_leaks(source), params, lambda rows: _contents(rows, task.split_by))
     drawn = {name: _sample(part, name, "sample", params) for name, part in parts.items()}
     return {**drawn, "calibration": _sample(drawn["train"], "calibration", "calibration", params)}
-
-
-def split_text(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
-    """Running text, in its order: passages are carved, and blocks are drawn once it is tokenized.
-
-    Nothing is left out of train where splits are given: lines of a text, empty ones and headings, repeat.
-    """
-    parts = _carve(source, params, _passages)
-    return {**parts, "calibration": parts["train"]}
 
 
 def _carve(
     source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
 ) -> dict[Split, pd.DataFrame]:
-    """Train, validation and test; a row of train is in an absent one if its lot falls into that one's share."""
+    """Return train, validation and test; a row of train goes into an absent split if what `lots` gives it falls into
+    that split's share."""
     rows, parts, start = source["train"], dict(source), 0.0
     drawn = lots(contents(rows), params.seed, "split")
     for name, share in params.shares.by_split().items():
@@ -53,7 +54,8 @@ def _carve(
 
 
 def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
-    """No row of train stands in validation or test, and none of validation in test; labels do not count."""
+    """Drop rows of train that stand in validation or test, and rows of validation that stand in test, whatever their
+    labels."""
     parts: dict[Split, pd.DataFrame] = {}
     seen: set[str] = set()
     for name in ("test", "validation", "train"):
@@ -67,22 +69,19 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
     return parts
 
 
-def _contents(rows: pd.DataFrame) -> list[Any]:
-    """What tells rows apart: the text, and the second one where there is one."""
-    return list(zip(*(rows[name] for name in ("text", "text_pair") if name in rows), strict=True))
-
-
-def _contexts(rows: pd.DataFrame) -> list[Any]:
-    """Several questions share a context: all of them are on one side."""
-    return list(rows["text_pair"])
+def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")) -> list[Any]:
+    """Return what tells rows apart; of one column the cells themselves."""
+    cells = [rows[name] for name in columns if name in rows]
+    return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:
-    """For each row the digest of its passage: of all rows that begin within the same stretch of characters."""
+    """Return for each row the digest of its passage: of all rows that begin within the same stretch of characters."""
     lengths = rows["text"].str.len()
     number = (lengths.cumsum() - lengths) // _PASSAGE
     digests = {
-        one: hashlib.sha256(repr(list(texts)).encode()).hexdigest() for one, texts in rows["text"].groupby(number)
+        passage: hashlib.sha256(repr(list(texts)).encode()).hexdigest()
+        for passage, texts in rows["text"].groupby(number)
     }
     return list(number.map(digests))
 

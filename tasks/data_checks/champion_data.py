@@ -13,6 +13,7 @@ from tasks.data_checks.class_shares import counts_of_both, shift
 from tasks.data_checks.drift import FEWEST, drift
 from tasks.data_checks.findings import Finding, at_most, unmeasured
 from tasks.data_checks.text_normalization import texts
+from tasks.nlp_tasks import kind_of
 
 _BOTH = "train, and the champion's"
 _MEASURES = ("lost rows", "label shift", "text drift")
@@ -57,7 +58,7 @@ def changes(now: pd.DataFrame, task: Task, reference: Reference | None, limits: 
 
 def _amount(rows: pd.DataFrame, task: Task) -> int:
     """Rows; of running text, whose rows may be lines or books, characters."""
-    return int(rows["text"].str.len().sum()) if task.kind == "language_modeling" else len(rows)
+    return int(rows["text"].str.len().sum()) if kind_of(task).running_text else len(rows)
 
 
 def _label_shift(now: pd.DataFrame, task: Task, reference: Reference, limits: Check) -> Finding:

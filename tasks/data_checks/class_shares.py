@@ -6,14 +6,15 @@ import numpy as np
 import pandas as pd
 
 from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks import kind_of
 
 _BINS = 10
 """Of numbers (choice): as many classes, which are equally frequent in the reference."""
 
 
 def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
-    """Class or tag → how many rows or words have it; 0 of those that none has."""
-    ids = rows["label"].explode() if task.kind == "token_classification" else rows["label"]
+    """Return class or tag → how many rows or words have it; 0 for those that none has."""
+    ids = rows["label"].explode().dropna()  # of tags and of sets of labels, each counts
     counts = np.bincount(ids.to_numpy(np.int64), minlength=len(task.labels))
     return pd.Series(counts, index=list(task.labels))
 
@@ -21,11 +22,11 @@ def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
 def counts_of_both(
     now: pd.DataFrame, task: Task, then: pd.DataFrame, task_then: Task
 ) -> tuple[pd.Series, pd.Series] | None:
-    """How many labels of each class there are now, and were then; None where labels are texts."""
+    """Count the labels of each class now and then; None where labels are texts."""
     if task.labels:
         both = pd.concat([classes(now, task), classes(then, task_then)], axis=1).fillna(0)
         return both.iloc[:, 0], both.iloc[:, 1]
-    if task.kind != "regression":
+    if not kind_of(task).labels_are_numbers:
         return None
     edges = np.unique(np.quantile(then["label"], np.linspace(0, 1, _BINS + 1)[1:-1]))
     some, others = (
@@ -35,7 +36,7 @@ def counts_of_both(
 
 
 def shift(now: pd.Series, then: pd.Series) -> tuple[float, float]:
-    """Total variation of two counts by class, and how far chance alone reaches.
+    """Return the total variation of two counts by class, and how far chance alone reaches.
 
     Chance: the mean of what two samples of one distribution differ by, bounded class by class, and three standard
     deviations (choice), each at most half the root of 1/m + 1/n (McDiarmid's inequality).

@@ -12,6 +12,7 @@ from tasks.data_checks.class_shares import classes
 from tasks.data_checks.findings import Finding, at_least, at_most, unmeasured
 from tasks.data_checks.schema import mistakes
 from tasks.data_checks.text_normalization import contents
+from tasks.nlp_tasks import kind_of
 
 _RUNNING = "rows of running text are lines, which repeat"
 
@@ -26,7 +27,7 @@ def of_cells(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) ->
 
 def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
     """What the rows say of themselves."""
-    if task.kind == "language_modeling":
+    if kind_of(task).running_text:
         for measure in ("rows", "doubled rows", "leaked rows"):
             yield unmeasured(measure, "all splits", _RUNNING)
         return

@@ -122,6 +122,6 @@ def _examples(
     """Yield batches of the first examples of a split; nothing where the split does not exist."""
     if (SPLITS / f"{split}.parquet").exists():
         task, data = load_task(), encoded(split, tokenizer)
-        count, size = (_BLOCKS[split], 1) if task.kind == "language_modeling" else (_EXAMPLES, _BATCH)
+        count, size = (_BLOCKS[split], 1) if kind_of(task).running_text else (_EXAMPLES, _BATCH)
         chosen = data.select(range(min(count, len(data))))
         yield from batches(chosen, kind_of(task).collate(tokenizer, model), size, "cpu")

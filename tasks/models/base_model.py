@@ -78,7 +78,7 @@ def load_base(params: Model, task: Task) -> Base:
                 ignore_mismatched_sizes=True,  # they are looked at below
                 output_loading_info=True,
                 **options,
-                **kind.head(task),
+                **kind.head(),
             )
             terms = licence.stated(source, options["revision"])
         except UNLOADABLE as error:

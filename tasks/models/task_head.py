@@ -10,20 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tasks.artifacts.metrics import TaskKindName
 from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
-_CLASSES: dict[TaskKindName, str] = {
-    "classification": "ForSequenceClassification",
-    "regression": "ForSequenceClassification",
-    "token_classification": "ForTokenClassification",
-    "question_answering": "ForQuestionAnswering",
-    "summarization": "ForConditionalGeneration",
-    "language_modeling": "ForCausalLM",
-}
-"""How the class of a model ends that has learned the task."""
-_LABELLED: tuple[TaskKindName, ...] = ("classification", "regression", "token_classification")
+_HEADS_OF_LABELS = ("ForMultipleChoice", "ForSequenceClassification", "ForTokenClassification")
 _SHOWN = 5  # names of labels
 _FILE = "head.txt"
 
@@ -32,26 +23,25 @@ Fit = Literal["none", "known", "by position", "other"]
 either they or the labels are mere numbers; or they are something else, so that a new head takes its place."""
 
 
-def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> Fit:
-    """How the head that a base model's config tells of fits a task.
+def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
+    """Compare the head that a base model's config describes with the task.
 
     Names are the same in capital letters, too. A head without names, as transformers writes it where nobody gave any,
     is that of labels 0, 1, ….
     """
-    names = _outputs(config)
+    task, names = task_class(kind), _outputs(config)
     unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
     # Where no class is named, names of outputs tell of a head, which may be one for the task.
-    name = (config.architectures or ["" if unnamed else _CLASSES[kind]])[0]
-    if not name.endswith(_CLASSES[kind]):
+    name = (config.architectures or ["" if unnamed else task.head_class])[0]
+    if not name.endswith(task.head_class):
         # A head of another kind may have the same name and shape.
-        others = ("ForMultipleChoice", *(_CLASSES[one] for one in _LABELLED))
-        return "other" if kind in _LABELLED and name.endswith(others) else "none"
-    if kind not in _LABELLED:
+        return "other" if task.outputs_are_labels and name.endswith(_HEADS_OF_LABELS) else "none"
+    if not task.outputs_are_labels:
         return "known"
-    if kind == "regression":
-        return "known" if config.num_labels == 1 and config.problem_type in (None, "regression") else "other"
-    if config.problem_type not in (None, "single_label_classification"):
+    if config.problem_type not in (None, task.problem_type):
         return "other"
+    if task.labels_are_numbers:
+        return "known" if config.num_labels == 1 else "other"
     if _order(names, labels):
         return "known"
     if len(names) != len(labels):
@@ -61,7 +51,7 @@ def fit(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> 
     return "by position" if unnamed else "other"
 
 
-def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]) -> str:
+def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
     """What becomes of a head whose outputs are not the task's labels by name; empty where there is nothing to say."""
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
@@ -70,7 +60,20 @@ def in_words(config: PreTrainedConfig, kind: TaskKindName, labels: Sequence[str]
             return f"The base model's head is kept: its outputs ({had}) are taken for {wanted}, in this order."
         case "other":
             had = f"{', '.join([*(config.architectures or [])[:1], _named(_outputs(config))])}"
-            return f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
+            said = f"The base model's head ({had}) is not one for {wanted}: a new head takes its place."
+            return said + _other_task(config, kind, labels)
+    return ""
+
+
+def _other_task(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
+    """Say which task the head is for, where its problem_type contradicts data.task and it would fit otherwise."""
+    for name in TASK_NAMES if config.problem_type else ():
+        if (
+            name != kind
+            and task_class(name).problem_type == config.problem_type
+            and fit(config, name, labels) == "known"
+        ):
+            return f" Its problem_type is {config.problem_type}: to keep the head, write {name} for data.task."
     return ""
 
 

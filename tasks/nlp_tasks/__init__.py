@@ -1,51 +1,54 @@
-"""The kinds of task: what each does between rows of text and a score."""
+"""The registry of NLP tasks: a task's name in params.yaml is the name of its module.
+
+`data.task: token_classification` is the class TokenClassification in `tasks/nlp_tasks/token_classification.py`; a file
+put beside it is one more task. A module is imported only when its task is asked for, so a stage runs the code of its
+own task alone: the module `tasks.nlp_tasks.<data.task>` and what that imports. Names are known without importing torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from eckart.calibration.losses import Loss, Objective, drawn_loss, expected_losses
-from tasks.artifacts.metrics import TaskKindName
-from tasks.artifacts.task_spec import Task
-from tasks.config.schema import Labels
-from tasks.nlp_tasks.language_modeling import LANGUAGE
-from tasks.nlp_tasks.nlp_task import TaskKind, loss_of_training
-from tasks.nlp_tasks.question_answering import ANSWERS
-from tasks.nlp_tasks.sequence_classification import SEQUENCE
-from tasks.nlp_tasks.summarization import SUMMARIES
-from tasks.nlp_tasks.token_classification import TOKENS
+if TYPE_CHECKING:
+    from eckart.calibration.losses import Loss, Objective
+    from tasks.artifacts.task_spec import Task
+    from tasks.config.schema import Labels
+    from tasks.nlp_tasks.nlp_task import NlpTask
 
-_KINDS: Mapping[TaskKindName, TaskKind] = {
-    "classification": SEQUENCE,
-    "regression": SEQUENCE,
-    "token_classification": TOKENS,
-    "question_answering": ANSWERS,
-    "summarization": SUMMARIES,
-    "language_modeling": LANGUAGE,
-}
+_BASE = "nlp_task"  # the module of the base class
+
+TASK_NAMES: tuple[str, ...] = tuple(
+    sorted(
+        file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("_") and file.stem != _BASE
+    )
+)
+"""All that data.task may be."""
+
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[TASK_NAMES]
 
 
-def kind_of(task: Task) -> TaskKind:
-    return _KINDS[task.kind]
+def task_class(name: TaskName) -> type[NlpTask]:
+    """Return the class of a task, importing its module."""
+    module = import_module(f"tasks.nlp_tasks.{name}")
+    found: type[NlpTask] = getattr(module, "".join(part.capitalize() for part in name.split("_")))
+    return found
+
+
+def kind_of(task: Task) -> NlpTask:
+    """Return the task of a study, with the labels and lengths that the stage extract wrote down."""
+    return task_class(task.kind)(task)
 
 
 def calibration_loss(task: Task, labels: Labels) -> Loss:
-    """The loss whose gradient is the statistics. tasks/config/validation.py lists the labels that each kind allows."""
-    kind = kind_of(task)
-    return {"given": kind.loss, "expected": expected_losses, "drawn": drawn_loss(kind.logits, task.seed)}[labels]
+    """Return the loss whose gradients the calibration statistics are of."""
+    return kind_of(task).calibration_loss(labels)
 
 
 def objective_of(task: Task, labels: Labels = "given") -> Objective:
-    """What methods are told of it.
-
-    Args:
-        labels: of the statistics that a method gathers.
-    """
-    kind = kind_of(task)
-    return Objective(
-        loss=kind.loss,
-        calibration_loss=calibration_loss(task, labels),
-        training_loss=loss_of_training(kind),
-        predictions=kind.logits,
-        classes=task.kind != "regression",
-    )
+    """Return what methods are told of the task; `labels` are those of the statistics that a method gathers."""
+    return kind_of(task).objective(labels)

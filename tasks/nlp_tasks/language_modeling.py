@@ -8,131 +8,214 @@ that do not overlap, as in the tables of papers on compressing language models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
-from eckart.calibration.losses import Batch, mean_loss_times_batch
-from tasks.artifacts.task_spec import Split, Task
+from eckart.calibration.losses import IGNORED, Batch, Predictions
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest
-from tasks.models.model_io import inputs_device
-from tasks.nlp_tasks.nlp_task import Answers, Scored, TaskKind, plain_head, predict, scored
-from tasks.runtime.stage_runner import StageError
+from tasks.nlp_tasks.nlp_task import (
+    NUMBER,
+    STRING,
+    Answers,
+    CellRule,
+    Collate,
+    Columns,
+    NlpTask,
+    Scored,
+    place,
+    predict,
+)
+from tasks.scoring import metrics_on_draws as on_draws
+from tasks.scoring.metrics_on_draws import OnDraws
 
 _SEPARATOR = "\n\n"
 _ROWS = 10_000  # that are tokenized at a time
 
 
-def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
-    """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, by lot.
+def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
+    return outputs["logits"][:, :-1].flatten(0, 1)
 
-    The calibration blocks are some of the training blocks.
 
-    Raises:
-        StageError: the text is shorter than a block.
-    """
-    ids = np.concatenate([*_pieces(frame["text"].tolist(), tokenizer), np.empty(0, np.int64)])
-    count = len(ids) // task.max_length
-    if not count:
-        raise StageError(
-            f"the {split} split has {len(ids)} tokens, less than a block of data.max_length={task.max_length}: "
-            "give it more text, or lower data.max_length"
-        )
-    blocks = ids[: count * task.max_length].reshape(count, task.max_length)
-    blocks = _some(blocks, task, split)
-    return Dataset.from_dict({"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks})
+class LanguageModeling(NlpTask):
+    metrics: ClassVar = ("perplexity",)
+    text_pair: ClassVar = "refused"
+    has_labels: ClassVar = False
+    calibration_labels: ClassVar = ("given", "drawn")
+    zero_shot: ClassVar = True
+    running_text: ClassVar = True
+    may_be_empty: ClassVar = ("text",)  # an empty line of the text
+    auto_class: ClassVar = "AutoModelForCausalLM"  # whose own loss weighs blocks of one length alike
+    pipeline: ClassVar = "text-generation"
+    trivial_answer: ClassVar = "the frequencies of tokens in the training text"
+    answer_columns: ClassVar = {"loss": {**NUMBER, "required": False}, "continuation": {**STRING, "required": False}}
+
+    @classmethod
+    def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
+        return labels is None
+
+    @classmethod
+    def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
+        """Lines of white space become empty, as the hub's copies of WikiText have them."""
+        text = frame["text"].fillna("")
+        text = text.where(text.astype(str).str.strip() != "", "")
+        return super().prepare(frame.assign(text=text), names, source)
+
+    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
+        return {"text": CellRule(str)}
+
+    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
+        """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, drawn
+        by their hash. The calibration blocks are some of the training blocks.
+
+        Raises:
+            StageError: the text is shorter than a block.
+        """
+        length = self.spec.max_length
+        ids = np.concatenate([*_pieces(frame["text"].tolist(), tokenizer), np.empty(0, np.int64)])
+        count = len(ids) // length
+        if not count:
+            raise StageError(
+                f"the {split} split has {len(ids)} tokens, less than a block of data.max_length={length}: give it more "
+                "text, or lower data.max_length"
+            )
+        blocks = self._sample(ids[: count * length].reshape(count, length), split)
+        return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks}
+
+    def _sample(self, blocks: np.ndarray, split: Split) -> np.ndarray:
+        if split == "calibration":  # of those that training sees
+            blocks = self._sample(blocks, "train")
+        size = self.spec.sizes[split]
+        if size >= len(blocks):
+            return blocks
+        purpose = "calibration" if split == "calibration" else "sample"
+        return blocks[np.sort(lowest(blocks.tolist(), size, self.spec.seed, purpose))]
+
+    @property
+    def predictions(self) -> Predictions:
+        return _next_token_logits
+
+    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+        return default_data_collator
+
+    def score(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+    ) -> Scored:
+        """Perplexity is the exponential of the mean loss over all predicted tokens."""
+        (losses,) = predict(model, self.columns(frame, tokenizer, split), default_data_collator, batch, _losses)
+        each = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
+        loss = float(each["loss"].mean())
+        return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, each)  # finite, however bad
+
+    def answers(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        frame: pd.DataFrame,
+        batch: int,
+        continuation: int = 0,
+    ) -> list[Answers]:
+        """The mean loss of each row's own blocks, the last of which may be shorter, None where no token is predicted;
+        and what the model writes after the row, None after one without a token."""
+        place(model.eval())
+        found: list[Answers] = []
+        for start in range(0, len(frame), batch):
+            texts = frame["text"].iloc[start : start + batch].tolist()
+            ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            losses = self._text_losses(model, ids, batch)
+            written = self._written(model, tokenizer, ids, continuation) if continuation else ()
+            found += [{"loss": loss} for loss in losses]
+            for answer, text in zip(found[start:], written, strict=False):
+                answer["continuation"] = text  # type: ignore[index]
+        return found
+
+    @torch.inference_mode()
+    def _text_losses(self, model: PreTrainedModel, texts: Sequence[Sequence[int]], batch: int) -> list[float | None]:
+        length = self.spec.max_length
+        blocks = [
+            (row, torch.tensor(ids[start : start + length]))
+            for row, ids in enumerate(texts)
+            for start in range(0, len(ids), length)
+        ]
+        sums, counts = [0.0] * len(texts), [0] * len(texts)
+        for start in range(0, len(blocks), batch):
+            part = blocks[start : start + batch]
+            labels = pad_sequence([block for _, block in part], batch_first=True, padding_value=IGNORED)
+            labels = labels.to(place(model))
+            outputs = model(input_ids=labels.clamp(min=0), attention_mask=(labels != IGNORED).long())
+            losses = _token_losses(outputs["logits"], labels).double().sum(1).tolist()
+            for (row, block), loss in zip(part, losses, strict=True):
+                sums[row] += loss
+                counts[row] += len(block) - 1
+        return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+
+    @torch.inference_mode()
+    def _written(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]], tokens: int
+    ) -> Iterator[str | None]:
+        """Return what the model writes greedily after each text, None after one without a token."""
+        read = self._room(model, tokens)
+        contexts = [torch.tensor(ids[-read:]) for ids in texts if ids]
+        written: Iterator[str] = iter(())
+        if contexts:
+            ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(place(model))
+            new = model.generate(  # type: ignore[operator]
+                input_ids=ids.clamp(min=0),
+                attention_mask=(ids != IGNORED).long(),
+                num_beams=1,
+                do_sample=False,
+                max_new_tokens=tokens,
+            )
+            written = iter(tokenizer.batch_decode(new[:, ids.shape[1] :], skip_special_tokens=True))
+        return iter([next(written) if ids else None for ids in texts])
+
+    def check_room(self, model: PreTrainedModel, continuation: int) -> None:
+        self._room(model, continuation)
+
+    def _room(self, model: PreTrainedModel, continuation: int) -> int:
+        """Return how many tokens of a text are read before it is continued: what is written needs positions, too."""
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is None:
+            return self.spec.max_length
+        if continuation >= positions:
+            raise ValueError(
+                f"promotion.continuation is {continuation}, but the model has {positions} positions: lower it"
+            )
+        return int(min(self.spec.max_length, positions - continuation))
+
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """How often each token of the vocabulary is in the training blocks, plus one: a model without a context."""
+        seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
+        blocks = np.array(self.columns(frame, tokenizer, "test")["input_ids"])
+        counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
+        losses = -np.log(counts / counts.sum())
+        return pd.DataFrame({"loss": losses[blocks[:, 1:]].mean(axis=1)})
+
+    def on_draws(self, rows: pd.DataFrame) -> OnDraws:
+        return on_draws.perplexity(rows["loss"])
 
 
 def _pieces(rows: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
-    """The tokens of the text, some rows at a time: as one string a large text would take a hundredfold of its size."""
+    """Yield the tokens of the text, some rows at a time: as one string a large text takes a hundredfold of its size."""
     for start in range(0, len(rows), _ROWS):
         piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
-def _some(blocks: np.ndarray, task: Task, split: Split) -> np.ndarray:
-    if split == "calibration":  # of those that training sees
-        blocks = _some(blocks, task, "train")
-    if task.sizes[split] >= len(blocks):
-        return blocks
-    purpose = "calibration" if split == "calibration" else "sample"
-    return blocks[np.sort(lowest(blocks.tolist(), task.sizes[split], task.seed, purpose))]
+def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return (_token_losses(outputs["logits"], batch["labels"]),)
 
 
-def score(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    frame: pd.DataFrame,
-    task: Task,
-    batch_size: int,
-    split: Split,
-) -> Scored:
-    """Perplexity is the exponential of the mean loss over all predicted tokens."""
-    data = encode(frame, task, tokenizer, split)
-    losses, _ = predict(model, data, default_data_collator, batch_size, _losses)
-    each = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
-    loss = float(each["loss"].mean())
-    return scored(task, {"perplexity": math.exp(min(loss, 700.0))}, loss, each)  # finite, however bad
-
-
-def answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> list[Answers]:
-    """The mean loss of each row's own blocks, the last of which may be shorter; None where no token is predicted."""
-    every = tokenizer(frame["text"].tolist(), add_special_tokens=False, verbose=False)["input_ids"]
-    return [{"loss": _mean_loss(model.eval(), ids, task.max_length)} for ids in every]
-
-
-def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """How often each token of the vocabulary is in the training blocks, plus one: a model without a context."""
-    seen = np.array(encode(train, task, tokenizer, "train")["input_ids"])
-    blocks = np.array(encode(frame, task, tokenizer, "test")["input_ids"])
-    counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
-    losses = -np.log(counts / counts.sum())
-    return pd.DataFrame({"loss": losses[blocks[:, 1:]].mean(axis=1)})
-
-
-@torch.inference_mode()
-def _mean_loss(model: PreTrainedModel, ids: list[int], length: int) -> float | None:
-    total, count = 0.0, 0
-    for block in torch.tensor(ids, dtype=torch.long, device=inputs_device(model)).split(length):
-        if len(block) > 1:
-            total += (len(block) - 1) * float(model(input_ids=block[None], labels=block[None]).loss)
-            count += len(block) - 1
-    return total / count if count else None
-
-
-def _losses(outputs: Any, labels: Tensor) -> Tensor:
-    """`(batch, tokens - 1)`: of each token but the first, given those before it."""
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    return cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], reduction="none")
-
-
-def _logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    return outputs["logits"][:, :-1].flatten(0, 1)
-
-
-def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Any:
-    return default_data_collator
-
-
-LANGUAGE = TaskKind(
-    auto=AutoModelForCausalLM,
-    head=plain_head,
-    encode=encode,
-    collate=_collate,
-    loss=mean_loss_times_batch,  # blocks are of one length, so each counts alike
-    own_loss=True,
-    logits=_logits,
-    score=score,
-    answers=answers,
-    trivial=trivial,
-)
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each token but the first, given those before it, `(batch, tokens - 1)`."""
+    return cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], ignore_index=IGNORED, reduction="none")

@@ -12,55 +12,154 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
-from datasets import Dataset
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForQuestionAnswering, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import span_logits, span_loss
+from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
 from eckart.text import qa_windows
-from eckart.text.qa_windows import Window, best_answers
+from eckart.text.qa_windows import Answer, Window, best_answers
+from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
-from tasks.artifacts.task_spec import Split, Task
-from tasks.nlp_tasks.nlp_task import Answers, Collate, Scored, TaskKind, check_offsets, predict, scored
-from tasks.runtime.stage_runner import StageError
+from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks.nlp_task import (
+    FILLED_TEXT,
+    NUMBER,
+    STRING,
+    Answers,
+    CellRule,
+    Collate,
+    Columns,
+    NlpTask,
+    Scored,
+    predict,
+)
+
+if TYPE_CHECKING:
+    from tasks.config.schema import Data
 
 
-def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
-    """Windows, and between which tokens of each the first answer stands.
+class QuestionAnswering(NlpTask):
+    metrics: ClassVar = ("exact_match", "f1")
+    mean_metrics: ClassVar = ("exact_match", "f1")
+    text_pair: ClassVar = "required"
+    split_by: ClassVar = ("text_pair",)  # several questions share a context
+    options: ClassVar = ("stride",)
+    auto_class: ClassVar = "AutoModelForQuestionAnswering"
+    own_loss: ClassVar = False
+    pipeline: ClassVar = "question-answering"
+    trivial_answer: ClassVar = "the most frequent answer of the training rows"
+    answer_columns: ClassVar = {"answer": STRING, "score": NUMBER}
 
-    Raises:
-        StageError: the tokenizer does not say where its tokens stand, or a question leaves no room for its context.
-    """
-    return _encode(frame, windows(frame, task, tokenizer), tokenizer)
+    @classmethod
+    def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        for name, frame in splits.items():
+            frame["label"] = _answers(frame, name, params)
+        return ()
+
+    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
+        answered = {"has an answer": lambda cell: len(cell["text"]) > 0}
+        return {"text": FILLED_TEXT, "text_pair": FILLED_TEXT, "label": CellRule(object, answered)}
+
+    def head(self) -> dict[str, Any]:
+        return {"num_labels": 2}  # a start and an end, whatever head the base model had
+
+    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
+        """Windows, and between which tokens of each the first answer stands, where answers are given.
+
+        Raises:
+            StageError: the tokenizer does not say where its tokens stand, or a question leaves no room for its context.
+        """
+        return _columns(frame, self.windows(frame, tokenizer), tokenizer)
+
+    def windows(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> list[Window]:
+        """Return all windows of all questions, in their order."""
+        self.check_offsets(tokenizer)
+        questions, contexts = frame["text"].tolist(), frame["text_pair"].tolist()
+        try:
+            return list(qa_windows.windows(questions, contexts, tokenizer, self.spec.max_length, self.spec.stride or 0))
+        except qa_windows.NoRoom as error:
+            raise StageError(f"{error} (data.max_length, data.stride)") from error
+
+    @property
+    def loss(self) -> Loss:
+        return span_loss
+
+    @property
+    def predictions(self) -> Predictions:
+        return span_logits
+
+    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+        """Padded on the right, whatever the tokenizer does: positions count from the left."""
+        return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
+
+    def score(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+    ) -> Scored:
+        """Metrics are means over questions, the loss is one over windows."""
+        found = self.windows(frame, tokenizer)
+        data = _columns(frame, found, tokenizer)
+        logits, best = self._best(model, tokenizer, frame, found, batch)
+        each = each_question([answer.text for answer in best], [list(cell["text"]) for cell in frame["label"]])
+        positions = np.array(data["start_positions"]), np.array(data["end_positions"])
+        return self.scored(question_metrics(each), mean_loss(found, logits, positions), each)
+
+    def answers(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        frame: pd.DataFrame,
+        batch: int,
+        continuation: int = 0,
+    ) -> list[Answers]:
+        _, best = self._best(model, tokenizer, frame, self.windows(frame, tokenizer), batch)
+        return [{"answer": answer.text, "score": answer.probability} for answer in best]
+
+    def _best(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        frame: pd.DataFrame,
+        found: Sequence[Window],
+        batch: int,
+    ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
+        """Return the logits of starts and ends `(windows, tokens)`, and the best answer to each question."""
+        data = _columns(frame.drop(columns="label", errors="ignore"), found, tokenizer)
+        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _read)
+        return (starts, ends), best_answers(found, starts, ends, frame["text_pair"].tolist())
+
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """The most frequent answer of the training rows; of equally frequent ones the first."""
+        counts = Counter(normal(cell["text"][0]) for cell in train["label"])
+        most = counts.most_common(1)[0][0]
+        return each_question([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
 
 
-def _encode(frame: pd.DataFrame, every: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    places = [_span(cell["text"][0], cell["answer_start"][0]) for cell in frame["label"]]
-    return Dataset.from_list([{**one.inputs, **_positions(one, *places[one.row], tokenizer)} for one in every])
+def _columns(frame: pd.DataFrame, found: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
+    rows: list[dict[str, Any]] = [dict(window.inputs) for window in found]
+    if "label" in frame:
+        places = [_span(cell["text"][0], cell["answer_start"][0]) for cell in frame["label"]]
+        for row, window in zip(rows, found, strict=True):
+            row |= _positions(window, *places[window.row], tokenizer)
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    return outputs["start_logits"], outputs["end_logits"]
 
 
 def _span(answer: str, start: int) -> tuple[int, int]:
     """The characters from the first to behind the last that is no white space, which tokens may not cover."""
     start += len(answer) - len(answer.lstrip())
     return start, start + len(answer.strip())
-
-
-def windows(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> list[Window]:
-    """All windows of all questions, in their order."""
-    check_offsets(tokenizer, task)
-    questions, contexts = frame["text"].tolist(), frame["text_pair"].tolist()
-    try:
-        return list(qa_windows.windows(questions, contexts, tokenizer, task.max_length, task.stride or 0))
-    except qa_windows.NoRoom as error:
-        raise StageError(f"{error} (data.max_length, data.stride)") from error
 
 
 def _positions(window: Window, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -75,47 +174,9 @@ def _positions(window: Window, start: int, end: int, tokenizer: PreTrainedTokeni
     return {"start_positions": nowhere, "end_positions": nowhere}
 
 
-def score(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    frame: pd.DataFrame,
-    task: Task,
-    batch_size: int,
-    split: Split,
-) -> Scored:
-    """Metrics are means over questions, the loss is one over windows."""
-    every, logits, positions = _predicted(model, tokenizer, frame, task, batch_size)
-    guesses = [answer.text for answer in best_answers(every, *logits, frame["text_pair"].tolist())]
-    each = each_question(guesses, [list(cell["text"]) for cell in frame["label"]])
-    return scored(task, metrics(each), loss(every, logits, positions), each)
-
-
-def answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> list[Answers]:
-    every, logits, _ = _predicted(model, tokenizer, frame, task, batch_size)
-    return [{"answer": answer.text} for answer in best_answers(every, *logits, frame["text_pair"].tolist())]
-
-
-def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """The most frequent answer of the training rows; of equally frequent ones the first."""
-    counts = Counter(normal(cell["text"][0]) for cell in train["label"])
-    most = counts.most_common(1)[0][0]
-    return each_question([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
-
-
-def _predicted(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> tuple[list[Window], tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Windows, and of each the logits of starts and ends `(windows, tokens)`, and where they are."""
-    every = windows(frame, task, tokenizer)
-    predictions, positions = predict(model, _encode(frame, every, tokenizer), _collate(tokenizer, model), batch_size)
-    return every, predictions[:2], positions
-
-
-def loss(every: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tuple[np.ndarray, ...]) -> float:
+def mean_loss(found: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tuple[np.ndarray, ...]) -> float:
     """Mean over windows of the mean cross-entropy of start and end, as `eckart.calibration.losses.span_loss` has it."""
-    lengths = torch.tensor([len(window.offsets) for window in every])
+    lengths = torch.tensor([len(window.offsets) for window in found])
     total = 0.0
     for predicted, wanted in zip(logits, positions, strict=True):
         padding = torch.arange(predicted.shape[1]) >= lengths[:, None]
@@ -125,17 +186,17 @@ def loss(every: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tup
 
 
 def each_question(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
-    """Of each question the best over its gold answers: of equality, and of the F1 of words."""
+    """Score each guess by the best of its gold answers: whether they are equal, and the F1 of their words."""
     pairs = list(zip(guesses, golds, strict=True))
     return pd.DataFrame(
         {
-            "exact_match": [float(max(normal(guess) == normal(gold) for gold in some)) for guess, some in pairs],
-            "f1": [max(_f1(normal(guess), normal(gold)) for gold in some) for guess, some in pairs],
+            "exact_match": [float(max(normal(guess) == normal(gold) for gold in wanted)) for guess, wanted in pairs],
+            "f1": [max(_f1(normal(guess), normal(gold)) for gold in wanted) for guess, wanted in pairs],
         }
     )
 
 
-def metrics(each: pd.DataFrame) -> dict[MetricName, float]:
+def question_metrics(each: pd.DataFrame) -> dict[MetricName, float]:
     """Means over questions."""
     return {"exact_match": float(each["exact_match"].mean()), "f1": float(each["f1"].mean())}
 
@@ -152,24 +213,38 @@ def _f1(guess: str, gold: str) -> float:
     return 2 * common / (len(guessed) + len(wanted)) if common else 0.0
 
 
-def _head(task: Task) -> dict[str, Any]:
-    return {"num_labels": 2}  # a start and an end, whatever head the base model had
+def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
+    """Answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
+    where = f"column {params.columns.label} of the {split} split"
+    try:
+        answers = [_answer(cell) for cell in frame["label"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise StageError(
+            f'{where} holds something other than answers; each must be {{"text": [...], "answer_start": [...]}} '
+            "with a start for each text, or a list of such pairs"
+        ) from error
+    if without := sum(not answer["text"] for answer in answers):
+        raise StageError(f"{where} has {without} questions without an answer: remove them, as SQuAD 1.1 has none")
+    if astray := sum(not _stands(*pair) for pair in zip(answers, frame["text_pair"], strict=True)):
+        raise StageError(
+            f"{where} has {astray} rows where an answer does not stand at the character answer_start of column "
+            f"{params.columns.text_pair}: correct or remove them"
+        )
+    return pd.Series(answers, index=frame.index)
 
 
-def _collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
-    """Padded on the right, whatever the tokenizer does: positions count from the left."""
-    return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
+def _answer(cell: Any) -> dict[str, list[Any]]:
+    """`{"text": [...], "answer_start": [...]}`, also of a list of single answers."""
+    parts = [cell] if isinstance(cell, Mapping) else list(cell)
+    texts, starts = (
+        [value for part in parts for value in np.atleast_1d(part[key]).tolist()] for key in ("text", "answer_start")
+    )
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise TypeError("an answer must be text")
+    pairs = list(zip(texts, map(int, starts), strict=True))
+    return {"text": [text for text, _ in pairs], "answer_start": [start for _, start in pairs]}
 
 
-ANSWERS = TaskKind(
-    auto=AutoModelForQuestionAnswering,
-    head=_head,
-    encode=encode,
-    collate=_collate,
-    loss=span_loss,
-    own_loss=False,
-    logits=span_logits,
-    score=score,
-    answers=answers,
-    trivial=trivial,
-)
+def _stands(answers: Mapping[str, list[Any]], context: str) -> bool:
+    pairs = zip(answers["text"], answers["answer_start"], strict=True)
+    return all(start >= 0 and context.startswith(text, start) for text, start in pairs)

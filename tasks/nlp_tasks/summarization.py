@@ -12,119 +12,159 @@ may not repeat) holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSeq2SeqLM, DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from eckart.calibration.batches import decoder_inputs
-from eckart.calibration.losses import IGNORED, token_loss
-from tasks.artifacts.metrics import BY_KIND, MetricName
-from tasks.artifacts.task_spec import Split, Task
-from tasks.nlp_tasks.nlp_task import Answers, Collate, Scored, TaskKind, labelled, plain_head, predict, scored
-from tasks.runtime.stage_runner import StageError
+from eckart.calibration.losses import IGNORED, Loss, Predictions, token_loss
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.metrics import MetricName
+from tasks.artifacts.task_spec import Split
+from tasks.nlp_tasks.nlp_task import (
+    FILLED_TEXT,
+    STRING,
+    Answers,
+    CellRule,
+    Collate,
+    Columns,
+    NlpTask,
+    Scored,
+    labelled,
+    predict,
+)
+
+if TYPE_CHECKING:
+    from tasks.config.schema import Data
 
 
-def encode(frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase, split: Split) -> Dataset:
-    """Documents of at most `max_length` tokens behind the task's prefix, and summaries of at most `target_length`."""
-    documents = [(task.prefix or "") + text for text in frame["text"]]
-    inputs = tokenizer(documents, truncation=True, max_length=task.max_length)
-    targets = tokenizer(text_target=frame["label"].tolist(), truncation=True, max_length=task.target_length)
-    return Dataset.from_dict(
-        {
-            "input_ids": inputs["input_ids"],
-            "attention_mask": inputs["attention_mask"],
-            "labels": targets["input_ids"],
-        }
-    )
+class Summarization(NlpTask):
+    metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
+    mean_metrics: ClassVar = ("rouge1", "rouge2", "rougeL")
+    text_pair: ClassVar = "refused"
+    text_columns: ClassVar = ("text", "label")
+    options: ClassVar = ("target_length", "prefix")
+    required_options: ClassVar = {"target_length": "how many tokens a summary has at most"}
+    one_graph: ClassVar = False  # an encoder, a decoder and its cache
+    auto_class: ClassVar = "AutoModelForSeq2SeqLM"
+    head_class: ClassVar = "ForConditionalGeneration"
+    own_loss: ClassVar = False
+    pipeline: ClassVar = "summarization"
+    trivial_answer: ClassVar = "the first tokens of each document"
+    perfect_is_far: ClassVar = True
+    answer_columns: ClassVar = {"summary": STRING}
 
+    @classmethod
+    def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        for name, frame in splits.items():
+            if blank := (frame["label"].str.strip() == "").sum():
+                raise StageError(f"the {name} split has {blank} rows with a blank {params.columns.label}: remove them")
+        return ()
 
-def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
-    """Rows → a batch with what the decoder reads, and which of it is no padding, spelled out.
+    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
+        return {"text": FILLED_TEXT, "label": FILLED_TEXT}
 
-    Raises:
-        StageError: the model does not say with which token a summary begins.
-    """
-    try:
-        decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
-    except (AttributeError, TypeError, ValueError) as error:  # each family has its own
-        raise StageError(
-            "the model does not say with which token a summary begins: add decoder_start_token_id to its config.json"
-        ) from error
-    pad = DataCollatorWithPadding(tokenizer)
+    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
+        """Documents of at most `max_length` tokens after the prefix, and summaries of at most `target_length`."""
+        documents = [(self.spec.prefix or "") + text for text in frame["text"]]
+        inputs = tokenizer(documents, truncation=True, max_length=self.spec.max_length)
+        columns = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        if "label" not in frame:
+            return columns
+        summaries = frame["label"].tolist()
+        targets = tokenizer(text_target=summaries, truncation=True, max_length=self.spec.target_length)
+        return {**columns, "labels": targets["input_ids"]}
 
-    def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows])
-        labels = pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORED)
-        return {
-            **inputs,
-            "labels": labels,
-            **decoder_inputs(model, labels),
-        }
+    @property
+    def loss(self) -> Loss:
+        return token_loss
 
-    return batch
+    @property
+    def predictions(self) -> Predictions:
+        return labelled
 
+    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+        """Return what makes a batch, with what the decoder reads, and which of it is no padding, spelled out.
 
-def score(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    frame: pd.DataFrame,
-    task: Task,
-    batch_size: int,
-    split: Split,
-) -> Scored:
-    """ROUGE of what the model writes, in `target_length` tokens at most; the loss is the mean over all tokens of the
-    summaries, each given those before it."""
-    data, batch = encode(frame, task, tokenizer, split), collate(tokenizer, model)
-    losses, labels = predict(model, data, batch, batch_size, _losses)
-    summaries = _written(model, tokenizer, data, task, batch_size)
-    loss = float(losses[labels != IGNORED].astype(np.float64).mean())
-    each = each_summary(frame["label"].tolist(), summaries)
-    return scored(task, rouge(each), loss, each)
+        Raises:
+            StageError: the model does not say with which token a summary begins.
+        """
+        try:
+            decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
+        except (AttributeError, TypeError, ValueError) as error:  # each family has its own
+            raise StageError(
+                "the model does not say with which token a summary begins: add decoder_start_token_id to its "
+                "config.json"
+            ) from error
+        pad = DataCollatorWithPadding(tokenizer)
 
+        def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows])
+            if "labels" not in rows[0]:  # a summary is to be written
+                return dict(inputs)
+            labels = pad_sequence(
+                [torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORED
+            )
+            return {
+                **inputs,
+                "labels": labels,
+                **decoder_inputs(model, labels),
+            }
 
-def answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, task: Task, batch_size: int
-) -> list[Answers]:
-    data = encode(frame, task, tokenizer, "test")
-    return [{"summary": text} for text in _written(model, tokenizer, data, task, batch_size)]
+        return batch
 
+    def score(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+    ) -> Scored:
+        """ROUGE of what the model writes; the loss is the mean over all tokens of the summaries, each given those
+        before it."""
+        data = self.columns(frame, tokenizer, split)
+        losses, labels = predict(model, data, self.collate(tokenizer, model), batch, _losses)
+        summaries = self._written(model, tokenizer, data, batch)
+        loss = float(losses[labels != IGNORED].astype(np.float64).mean())
+        each = each_summary(frame["label"].tolist(), summaries)
+        return self.scored(rouge(each), loss, each)
 
-def trivial(train: pd.DataFrame, frame: pd.DataFrame, task: Task, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-    """The first tokens of each document, as many as a summary may have: the lead, of which nothing is learned."""
-    documents = frame["text"].tolist()
-    ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=task.target_length)["input_ids"]
-    return each_summary(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
+    def answers(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        frame: pd.DataFrame,
+        batch: int,
+        continuation: int = 0,
+    ) -> list[Answers]:
+        data = self.columns(frame.drop(columns="label", errors="ignore"), tokenizer, "test")
+        return [{"summary": text} for text in self._written(model, tokenizer, data, batch)]
 
+    def _written(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Columns, batch: int
+    ) -> list[str]:
+        """Return the summaries that the model writes greedily, of at most `target_length` tokens."""
+        options = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
+        (ids,) = predict(model, data, self.collate(tokenizer, model), batch, lambda ids, _: (ids,), **options)
+        ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # after the token it starts from
+        return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
-def _written(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Dataset, task: Task, batch_size: int
-) -> list[str]:
-    ids, _ = predict(
-        model,
-        data,
-        collate(tokenizer, model),
-        batch_size,
-        num_beams=1,
-        do_sample=False,
-        max_new_tokens=task.target_length,
-    )
-    ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # behind the token it starts from
-    return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """The first tokens of each document, as many as a summary may have: the lead, of which nothing is learned."""
+        documents, length = frame["text"].tolist(), self.spec.target_length
+        ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
+        return each_summary(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
 
 
 def each_summary(references: list[str], summaries: list[str]) -> pd.DataFrame:
     """F-measures, in [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer  # its absl would close stderr where logging is set up after it
 
-    names = BY_KIND["summarization"]
+    names = Summarization.metrics
     scorer = RougeScorer(names, use_stemmer=True)
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
     return pd.DataFrame({name: [row[name].fmeasure for row in rows] for name in names})
@@ -132,24 +172,11 @@ def each_summary(references: list[str], summaries: list[str]) -> pd.DataFrame:
 
 def rouge(each: pd.DataFrame) -> dict[MetricName, float]:
     """Means over summaries."""
-    return {name: fmean(each[name]) for name in BY_KIND["summarization"]}
+    return {name: fmean(each[name]) for name in Summarization.metrics}
 
 
-def _losses(outputs: Any, labels: Tensor) -> Tensor:
-    """`(batch, tokens)`: of each token of a summary, given those before it; 0 where there is none."""
-    logits = outputs[0] if isinstance(outputs, tuple) else outputs
-    return cross_entropy(logits.mT.float(), labels, ignore_index=IGNORED, reduction="none")
-
-
-SUMMARIES = TaskKind(
-    auto=AutoModelForSeq2SeqLM,
-    head=plain_head,
-    encode=encode,
-    collate=collate,
-    loss=token_loss,
-    own_loss=False,
-    logits=labelled,
-    score=score,
-    answers=answers,
-    trivial=trivial,
-)
+def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return the loss of each token of a summary, given those before it; 0 where there is none; and the labels."""
+    labels = batch["labels"]
+    losses = cross_entropy(outputs["logits"].mT.float(), labels, ignore_index=IGNORED, reduction="none")
+    return losses, labels

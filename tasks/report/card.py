@@ -8,7 +8,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from tasks.artifacts.metrics import TaskKindName
 from tasks.config import schema, yaml_edit
 from tasks.data.hub_ids import hub_id
 from tasks.data.packaged_datasets import PACKAGED
@@ -20,16 +19,6 @@ from tasks.report.runtimes import runtime_rows
 from tasks.report.summary import parameters
 from tasks.report.table import dense_rows, row, trivial_row
 from tasks.runtime.templates import template
-
-_PIPELINES: dict[TaskKindName, str] = {
-    "classification": "text-classification",
-    "regression": "text-classification",
-    "token_classification": "token-classification",
-    "question_answering": "question-answering",
-    "summarization": "summarization",
-    "language_modeling": "text-generation",
-}
-"""Kind of task → what the hub calls it."""
 
 
 def card(results: Results, one: CandidateResults) -> str:
@@ -56,7 +45,7 @@ def card(results: Results, one: CandidateResults) -> str:
 
 def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
     data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
-    pipeline = _PIPELINES[results.task.kind]
+    pipeline = kind_of(results.task).pipeline
     found = EvalResult(
         task_type=pipeline,
         dataset_type=hub_id(data.source, PACKAGED) or "other",

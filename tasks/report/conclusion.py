@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tasks.config.promotion_limits import Chosen
+from tasks.nlp_tasks import kind_of
 from tasks.report.goals import asked, words
 from tasks.report.non_inferiority import non_inferior, smallest, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
@@ -122,7 +123,7 @@ def _cost(results: Results, one: CandidateResults) -> str:
 def _next(results: Results, one: CandidateResults) -> str:
     name = one.name
     ship = f"`eckart export {name} {name}.onnx` writes {name} as ONNX"
-    if results.task.kind == "summarization":  # an encoder, a decoder and its cache are more than one ONNX graph
+    if not kind_of(results.task).one_graph:
         ship = f"`eckart publish {name} USER/NAME` brings {name} to the Hugging Face hub"
     if results.choice.chosen:
         return f"Next, `eckart promote` makes it the champion, if it passes the gates on test rows, and {ship}."

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from tasks.artifacts.task_spec import Task
 from tasks.config.promotion_limits import ROUNDING
+from tasks.nlp_tasks import kind_of
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL
@@ -84,8 +85,7 @@ def statistics(results: Results, one: CandidateResults, reference: ScoredModel, 
 
 def is_mean(task: Task) -> bool:
     """Whether the task's metric is a mean over rows; F1 of classes, correlations and a perplexity are none."""
-    texts = task.kind in ("question_answering", "summarization")
-    return texts or (task.kind == "classification" and task.metric == "accuracy")
+    return task.metric in kind_of(task).mean_metrics
 
 
 def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Statistics]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.config import schema
+from tasks.nlp_tasks import task_class
 from tasks.report.results import Results
 
 
@@ -59,7 +60,7 @@ def _facts(results: Results) -> dict[str, str]:
 
 def cut(data: schema.Data) -> str:
     """What a row has of a text."""
-    if data.task == "language_modeling":
+    if task_class(data.task).running_text:
         return f"each a block of {data.max_length} tokens of the text"
     return f"texts are cut to {data.max_length} tokens"
 

@@ -42,6 +42,7 @@ from tasks.artifacts.results_schema import (
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
 from tasks.config.promotion_limits import Choice, Limits, Measured, Promotion, choose
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring import trivial_baseline
 from tasks.scoring.bootstrap import Interval, interval, resampled, standard_error
@@ -296,7 +297,7 @@ def load_results() -> Results:
     )
     _check(results)
     test, validation = _read_rows(results, "test"), _read_rows(results, "validation")
-    only = {model: trivial_baseline.only_answer(task, rows) for model, rows in test.items()}
+    only = {model: kind_of(task).only_answer(rows) for model, rows in test.items()}
     return replace(
         results,
         resampled=resampled(task, test),

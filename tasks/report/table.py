@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME
+from tasks.nlp_tasks import kind_of
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
 from tasks.report.runtimes import TITLES, runtimes_table, ways
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
-from tasks.scoring.trivial_baseline import ANSWERS
 
 COLUMNS = (
     "recipe",
@@ -299,7 +299,7 @@ def legend(best: str) -> str:
 
 def notes(results: Results) -> list[str]:
     """What the baseline answers, what no target reaches where that is most, and which models answer one thing only."""
-    found = [f"The {TRIVIAL_NAME} answers {ANSWERS[results.task.kind]}, whatever it is asked."]
+    found = [f"The {TRIVIAL_NAME} answers {kind_of(results.task).trivial_answer}, whatever it is asked."]
     names = {DENSE: "dense", CONTROL: CONTROL_NAME} | {one.after: one.name for one in results.candidates}
     names |= {one.scored: f"{one.model} by {TITLES[one.runtime]}" for one in ways(results) if one.runtime != "torch"}
     alike: dict[str, list[str]] = {}

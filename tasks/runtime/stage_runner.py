@@ -20,14 +20,11 @@ import torch
 import transformers
 
 from tasks.artifacts import stage_inputs
-from tasks.artifacts.errors import EckartError
+from tasks.artifacts.errors import EckartError as EckartError
+from tasks.artifacts.errors import StageError as StageError
 from tasks.artifacts.names import candidate_name, stage_name
 from tasks.config.schema import Threads, Trainer, section
 from tasks.runtime.code_digests import check_stage
-
-
-class StageError(EckartError):
-    """A mistake in the input; the message says what to do and is shown without a traceback."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""What a language model writes on: a good perplexity can hide bad text."""
+"""Samples of the text that a language model writes: a good perplexity can hide bad text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _COUNT = 3  # of texts: enough to see what the text is like, few enough to be re
 
 @torch.inference_mode()
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
-    """What `model` writes, greedily, behind the beginnings of three blocks that are spread evenly over the test split.
+    """Return what `model` writes, greedily, after the beginnings of three blocks spread evenly over the test split.
 
     Args:
         tokens: that it reads of each block, and writes at most; never more than half a block, so that the model has
             positions for both.
 
     Returns:
-        Nothing of a model that is no language model.
+        Nothing where the task has no running text.
     """
     task = load_task()
     tokens = min(tokens, task.max_length // 2)
-    if task.kind != "language_modeling" or not tokens:
+    if not kind_of(task).running_text or not tokens:
         return ()
-    blocks = kind_of(task).encode(load_split("test"), task, tokenizer, "test")["input_ids"]
-    some = [blocks[place] for place in sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})]
-    ids = torch.tensor(some, device=inputs_device(model))[:, :tokens]
+    blocks = kind_of(task).columns(load_split("test"), tokenizer, "test")["input_ids"]
+    places = sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})
+    ids = torch.from_numpy(blocks[places][:, :tokens]).to(inputs_device(model))
     written = model.eval().generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -27,7 +27,7 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     """Score all rows of a split, and say so of the model under this `name`."""
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
-    found = kind_of(task).score(model, tokenizer, load_split(split), task, size, split)
+    found = kind_of(task).score(model, tokenizer, load_split(split), size, split)
     say(f"{name}: {task.metric} {found.score.metric:.4f} on {found.score.rows} {split} rows")
     return found
 

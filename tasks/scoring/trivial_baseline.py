@@ -6,27 +6,14 @@ A study of a teacher that has learned nothing says nothing about compression, wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
-import numpy as np
-import pandas as pd
-
-from tasks.artifacts.metrics import METRICS, TaskKindName
+from tasks.artifacts.metrics import METRICS
 from tasks.artifacts.task_spec import Task
+from tasks.nlp_tasks import kind_of
 from tasks.scoring.bootstrap import Interval
 
 TRIVIAL = "trivial"
 """What its rows are called, beside those of the dense model."""
-
-ANSWERS: Mapping[TaskKindName, str] = {
-    "classification": "the most frequent class of the training rows",
-    "regression": "the mean of the training labels",
-    "token_classification": "the most frequent tag of the training rows",
-    "question_answering": "the most frequent answer of the training rows",
-    "summarization": "the first tokens of each document",
-    "language_modeling": "the frequencies of tokens in the training text",
-}
-"""What it answers."""
 
 _TINY = 0.1  # (choice) of the way from the baseline to a perfect score; below it one would not call a task learned
 
@@ -48,7 +35,7 @@ def is_above(task: Task, difference: Interval) -> bool:
 
 def is_close(task: Task, dense: float, trivial: float) -> bool:
     """Whether it has learned less than a tenth of what there is; no summary comes near a perfect score."""
-    return task.kind != "summarization" and share_learned(task, dense, trivial) < _TINY
+    return not kind_of(task).perfect_is_far and share_learned(task, dense, trivial) < _TINY
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:
@@ -63,7 +50,7 @@ def warning(task: Task, dense: float, trivial: float, difference: Interval, rows
         return None
     title = METRICS[task.metric].title
     numbers = (
-        f"its {title} is {dense:.4g}, where the trivial baseline, {ANSWERS[task.kind]}, has {trivial:.4g} (a "
+        f"its {title} is {dense:.4g}, where the trivial baseline, {kind_of(task).trivial_answer}, has {trivial:.4g} (a "
         f"difference of {difference.low:+.3g} to {difference.high:+.3g})"
     )
     if not close and share_learned(task, dense, trivial) > 0:
@@ -75,13 +62,3 @@ def warning(task: Task, dense: float, trivial: float, difference: Interval, rows
         f"The dense model has learned next to nothing: {numbers}. What candidates keep of it says little: raise "
         "teacher.epochs, data.sizes.train or teacher.learning_rate."
     )
-
-
-def only_answer(task: Task, rows: pd.DataFrame) -> str | None:
-    """The class, tag or number that a model answers to all `rows`; None where it has several, or writes texts."""
-    if task.kind == "regression":
-        return f"{rows['value'].iloc[0]:.3g}" if np.ptp(rows["value"]) == 0 else None
-    if task.kind not in ("classification", "token_classification"):
-        return None
-    guesses = np.unique(np.concatenate(list(map(np.atleast_1d, rows["guess"]))))
-    return task.labels[int(guesses[0])] if len(guesses) == 1 else None

@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.calibration.losses import Loss, mean_loss
 from eckart.training.rules import Rule
-from tasks.nlp_tasks.nlp_task import Collate, devices
+from tasks.nlp_tasks.nlp_task import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 
@@ -127,7 +127,7 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
     arguments = TrainingArguments(
         str(folder),
         **settings,
-        **devices(),
+        **_devices(),
         average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
         logging_nan_inf_filter=False,  # a loss that is not finite must be seen
         save_strategy="no",  # Checkpoints decides when to save
@@ -277,3 +277,10 @@ def _point(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return a point of the curve: what the Trainer logged, without its epoch count, then what rules measured."""
     measured = sorted({*logs} - {"step", "epoch", *_LOGGED})
     return {"step": logs["step"], **{name: float(logs[name]) for name in (*_LOGGED, *measured)}}
+
+
+def _devices() -> dict[str, Any]:
+    """Return arguments that run the Trainer on CUDA, or else on the CPU, where several processes need gloo."""
+    if torch.cuda.is_available():
+        return {}
+    return {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}

@@ -6,9 +6,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from tasks.artifacts.metrics import BY_KIND, METRICS
+from tasks.artifacts.metrics import METRICS
 from tasks.extract import extract
 from tasks.multi_seed.study_file import load
+from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import REPOSITORY, write_params
 
@@ -23,7 +24,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
 def test_it_validates(file: Path) -> None:
     for study in load(file):
-        assert study.metric in BY_KIND[study.params["data"]["task"]]
+        assert study.metric in task_class(study.params["data"]["task"]).metrics
 
 
 def test_glue_has_all_nine_tasks_each_judged_as_the_benchmark_does() -> None:

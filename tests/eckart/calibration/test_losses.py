@@ -12,10 +12,12 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.calibration.losses import Batch, drawn_loss, expected_losses, logits_of
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
-from tasks.nlp_tasks.language_modeling import LANGUAGE
+from tasks.nlp_tasks import kind_of
 from tests import architectures, tiny
 from tests.eckart.model.test_architectures import one_sample
+from tests.workspace import a_task
 
+LANGUAGE = kind_of(a_task("language_modeling", (), "perplexity"))
 SAMPLES = tiny.samples(6)
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -72,14 +74,14 @@ def test_drawn_labels_do_not_depend_on_batches_and_padding():
 
 def test_the_drawn_loss_is_the_sum_over_examples_of_their_means():
     """For blocks of one length, as in language modelling, with every token drawn on its own."""
-    model, loss = tiny.causal_llama().double().eval(), drawn_loss(LANGUAGE.logits, 3)
+    model, loss = tiny.causal_llama().double().eval(), drawn_loss(LANGUAGE.predictions, 3)
     some = [{"input_ids": tiny.samples(1, 6, 6, seed)[0][0].unsqueeze(0)} for seed in range(4)]
     some = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in some]
     together = {name: torch.cat([batch[name] for batch in some]) for name in some[0]}
     each = torch.stack([loss(model, batch) for batch in some])
     torch.testing.assert_close(loss(model, together), each.sum())
     assert torch.equal(loss(model, together), loss(model, together))
-    assert not torch.equal(drawn_loss(LANGUAGE.logits, 4)(model, together), loss(model, together))
+    assert not torch.equal(drawn_loss(LANGUAGE.predictions, 4)(model, together), loss(model, together))
 
 
 def test_labels_are_drawn_by_their_probabilities():

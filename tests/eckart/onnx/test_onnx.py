@@ -48,7 +48,7 @@ from flows.cli import app
 from tasks.artifacts.task_spec import load_split
 from tasks.exporting.onnx import to_onnx
 from tasks.models.model_io import load
-from tasks.nlp_tasks.sequence_classification import SEQUENCE
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tests import tiny
 from tests.workspace import REPOSITORY, a_task, bert, reviews, run_stage, tiny_tokenizer, tiny_workspace
@@ -229,10 +229,10 @@ def test_a_model_is_scored_by_onnxruntime(tmp_path: Path) -> None:
     model = classifier().eval()
     export(model, tiny_tokenizer(), tmp_path / "model.onnx")
     task = a_task("classification", ["negative", "positive"], "accuracy")
-    own = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    own = kind_of(task).score(model, tiny_tokenizer(), numbered(), 7, "test")
     answer_by(model, runner(tmp_path / "model.onnx", threads=1))
     model.classifier.weight.data.zero_()  # torch would say something else
-    actual = SEQUENCE.score(model, tiny_tokenizer(), numbered(), task, 7, "test")
+    actual = kind_of(task).score(model, tiny_tokenizer(), numbered(), 7, "test")
     assert actual.score.metrics == own.score.metrics
     assert actual.score.loss == pytest.approx(own.score.loss, rel=1e-5)
 

@@ -256,7 +256,7 @@ class TestLanguage:
         pd.DataFrame({"text": self.LINES}).to_parquet(TEST)
         (SPLITS / "task.json").write_text(self.TASK.model_dump_json())
         scored = kind_of(self.TASK).score(
-            tiny.causal_llama(), tiny.words(), pd.DataFrame({"text": self.LINES}), self.TASK, 8, "test"
+            tiny.causal_llama(), tiny.words(), pd.DataFrame({"text": self.LINES}), 8, "test"
         )
         taught(scored.rows)
 
@@ -267,7 +267,7 @@ class TestLanguage:
     @pytest.fixture
     def candidate(self, files: Path) -> Recorded:
         frame = pd.DataFrame({"text": self.LINES})
-        metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, self.TASK, 8, "test").score.metric
+        metric = kind_of(self.TASK).score(tiny.causal_llama(), tiny.words(), frame, 8, "test").score.metric
         return dataclasses.replace(CANDIDATE, content=digest(files), test=digest(TEST), metric=metric, teacher=metric)
 
     def test_it_is_measured_and_answers_with_losses(self, files: Path, candidate: Recorded, tmp_path: Path) -> None:

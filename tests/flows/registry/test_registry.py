@@ -38,7 +38,7 @@ from flows.registry.versions import (
     RegistryLost,
     connected,
 )
-from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.workspace import REPOSITORY, a_task
 
 
@@ -543,9 +543,9 @@ class TestKilled:
         assert set(champions) == {"1", "2"}
 
 
-@pytest.mark.parametrize("kind", TASK_KINDS)
-def test_the_example_of_a_version_is_what_it_reads(kind: TaskKindName) -> None:
-    task, pairs = a_task(kind, (), BY_KIND[kind][0]), kind == "question_answering"
+@pytest.mark.parametrize("kind", TASK_NAMES)
+def test_the_example_of_a_version_is_what_it_reads(kind: TaskName) -> None:
+    task, pairs = a_task(kind, (), task_class(kind).metrics[0]), kind == "question_answering"
     example, columns = model_package.example(task, pairs), model_package.questions(task, pairs)
     assert list(example) == columns.input_names()
     _enforce_schema(example, columns)

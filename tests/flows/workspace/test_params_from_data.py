@@ -48,6 +48,7 @@ def told(source: str, **given: Any) -> dict[str, Any]:
         ([True, False], "classification"),
         ([0.5, 1.25, 2.0], "regression"),
         (list(range(30)), "regression"),
+        (["plot|cast", "cast", "", "music|plot"], "multi_label_classification"),
     ],
 )
 def test_the_label_tells_the_task(workspace: Path, labels: list[Any], task: str) -> None:

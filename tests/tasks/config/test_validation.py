@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eckart.calibration.statistics import STATISTIC_KINDS
-from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
+from tasks.artifacts.metrics import METRICS
 from tasks.config import validation as checking
 from tasks.config.schema import Importance, Params, ParamsError
 from tasks.config.validation import check, mistakes
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.workspace import REPOSITORY, merged, plain, repository_params, tiny_params, write_params
 
 Place = tuple[str | int, ...]
@@ -269,14 +270,15 @@ COLUMNS = {
 """Of the kinds whose columns are not those of the tiny parameters."""
 
 
-def data_of(task: TaskKindName, **changes: Any) -> dict[str, Any]:
+def data_of(task: TaskName, **changes: Any) -> dict[str, Any]:
     """What `data` is for a kind of task, with `changes`."""
     own = {"columns": COLUMNS.get(task, {}), "target_length": 8 if task == "summarization" else None}
-    return merged({"task": task, "metric": BY_KIND[task][0], **own}, changes)
+    return merged({"task": task, "metric": task_class(task).metrics[0], **own}, changes)
 
 
-METRICS_OF: dict[TaskKindName, set[str]] = {
+METRICS_OF: dict[TaskName, set[str]] = {
     "classification": {"accuracy", "f1", "matthews"},
+    "multi_label_classification": {"f1_micro", "f1_macro", "exact_match"},
     "regression": {"pearson", "spearman"},
     "token_classification": {"accuracy", "f1"},
     "question_answering": {"exact_match", "f1"},
@@ -285,8 +287,8 @@ METRICS_OF: dict[TaskKindName, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("task", TASK_KINDS)
-def test_a_metric_fits_its_task(task: TaskKindName) -> None:
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_a_metric_fits_its_task(task: TaskName) -> None:
     for metric in METRICS:
         params = tiny(data=data_of(task, metric=metric))
         if metric in METRICS_OF[task]:
@@ -299,7 +301,7 @@ def test_a_metric_fits_its_task(task: TaskKindName) -> None:
 @pytest.mark.parametrize(
     ("task", "column", "name"),
     [
-        *((kind, "label", None) for kind in TASK_KINDS if kind != "language_modeling"),
+        *((kind, "label", None) for kind in TASK_NAMES if kind != "language_modeling"),
         ("language_modeling", "label", "label"),
         ("question_answering", "text_pair", None),
         ("token_classification", "text_pair", "other"),
@@ -307,7 +309,7 @@ def test_a_metric_fits_its_task(task: TaskKindName) -> None:
         ("language_modeling", "text_pair", "other"),
     ],
 )
-def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, name: str | None) -> None:
+def test_a_task_has_the_columns_that_it_reads(task: TaskName, column: str, name: str | None) -> None:
     params = tiny(data=data_of(task, columns={column: name}))
     line = only(params, f"data.columns.{column}")
     assert task in line
@@ -322,8 +324,8 @@ def test_a_task_has_the_columns_that_it_reads(task: TaskKindName, column: str, n
         ("stride", 8, "question_answering"),
     ],
 )
-def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskKindName) -> None:
-    for task in TASK_KINDS:
+def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, value: Any, kind: TaskName) -> None:
+    for task in TASK_NAMES:
         params = tiny(data=data_of(task, **{key: value}))
         if task == kind:
             assert mistakes(params) == []
@@ -333,10 +335,14 @@ def test_a_key_that_one_kind_of_task_reads_is_refused_beside_others(key: str, va
 
 @pytest.mark.parametrize(
     ("labels", "kinds"),
-    [("given", set(TASK_KINDS)), ("expected", {"classification"}), ("drawn", {"classification", "language_modeling"})],
+    [
+        ("given", set(TASK_NAMES)),
+        ("expected", {"classification"}),
+        ("drawn", {"classification", "multi_label_classification", "language_modeling"}),
+    ],
 )
-def test_labels_of_the_statistics_fit_the_task(labels: str, kinds: set[TaskKindName]) -> None:
-    for task in TASK_KINDS:
+def test_labels_of_the_statistics_fit_the_task(labels: str, kinds: set[TaskName]) -> None:
+    for task in TASK_NAMES:
         params = tiny(data=data_of(task), importance={"labels": labels})
         if task in kinds:
             assert mistakes(params) == []
@@ -356,7 +362,7 @@ def test_summaries_have_a_length() -> None:
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(task: TaskKindName, pair: str | None) -> None:
+def test_sentences_may_be_pairs(task: TaskName, pair: str | None) -> None:
     assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
 
 

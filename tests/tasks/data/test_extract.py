@@ -18,7 +18,7 @@ import pytest
 from tasks.artifacts.task_spec import SPLITS, load_split, load_task
 from tasks.config.schema import Data
 from tasks.data.loading import encoded
-from tasks.data.splitting import split_rows
+from tasks.data.splitting import split_source
 from tasks.extract import extract
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import digests, reviews, tiny_params, tiny_tokenizer, write_params
@@ -175,7 +175,7 @@ def test_a_pair_is_carved_as_a_pair() -> None:
 def test_questions_about_one_context_are_on_one_side() -> None:
     frame = pd.DataFrame({"text": [f"{i}?" for i in range(80)], "text_pair": [f"{i % 20}!" for i in range(80)]})
     params = Data(**tiny_params(data={"task": "question_answering", "metric": "f1", **ALL})["data"])
-    splits = split_rows({"train": frame}, params)
+    splits = split_source({"train": frame}, params)
     sides = [set(splits[name]["text_pair"]) for name in SPLIT]
     assert sum(map(len, sides)) == len(set.union(*sides)) == 20
 

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 
 from tasks import check as stage
-from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tasks.artifacts.task_spec import REFERENCE, SPLITS, Split, Task
 from tasks.config.schema import Check
 from tasks.data_checks.champion_data import Reference, changes
@@ -21,6 +20,7 @@ from tasks.data_checks.class_shares import counts_of_both, shift
 from tasks.data_checks.counts import of_cells, of_splits
 from tasks.data_checks.drift import drift
 from tasks.data_checks.findings import FINDINGS, Finding
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tests.workspace import a_task, run_stage, tiny_params, tiny_workspace, write_params
 
 LIMITS = Check.model_validate(tiny_params()["check"])
@@ -100,16 +100,18 @@ def test_few_rows_and_an_absent_class_are_found() -> None:
 
 TEXTS = sentences(10, 0)
 ANSWER = {"text": np.array(["word"]), "answer_start": np.array([0])}
-GOOD: dict[TaskKindName, tuple[list[str], dict[str, Any]]] = {
+GOOD: dict[TaskName, tuple[list[str], dict[str, Any]]] = {
     "classification": (["bad", "good"], {"text": TEXTS, "label": [0, 1] * 5}),
+    "multi_label_classification": (["a", "b"], {"text": TEXTS, "label": [[], [0], [1], [0, 1], [1]] * 2}),
     "regression": ([], {"text": TEXTS, "label": np.linspace(0, 5, 10, dtype="float32")}),
     "token_classification": (["O", "X"], {"text": [np.array(["a", text]) for text in TEXTS], "label": [[0, 1]] * 10}),
     "question_answering": ([], {"text": TEXTS, "text_pair": TEXTS, "label": [ANSWER] * 10}),
     "summarization": ([], {"text": TEXTS, "label": TEXTS}),
     "language_modeling": ([], {"text": ["", *TEXTS[1:]]}),
 }
-BAD: dict[TaskKindName, tuple[str, Any]] = {
+BAD: dict[TaskName, tuple[str, Any]] = {
     "classification": ("label", [2] + [0, 1] * 4 + [1]),
+    "multi_label_classification": ("label", [[2], [0], [1], [0, 1], [1]] * 2),
     "regression": ("label", np.float32([5.1] + [0] * 9)),
     "token_classification": ("label", [[0]] + [[0, 1]] * 9),
     "question_answering": ("text_pair", ["", *TEXTS[1:]]),
@@ -118,10 +120,10 @@ BAD: dict[TaskKindName, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TASK_KINDS)
-def test_every_kind_of_task_has_a_schema(kind: TaskKindName, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TASK_NAMES)
+def test_every_kind_of_task_has_a_schema(kind: TaskName, tmp_path: Path) -> None:
     names, columns = GOOD[kind]
-    task, file = a_task(kind, names, BY_KIND[kind][0]), tmp_path / "rows.parquet"
+    task, file = a_task(kind, names, task_class(kind).metrics[0]), tmp_path / "rows.parquet"
 
     def found(content: Mapping[str, Any]) -> set[str]:
         pd.DataFrame(content).to_parquet(file)

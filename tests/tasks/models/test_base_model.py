@@ -89,6 +89,18 @@ def test_a_regression_has_one_output_and_a_squared_error() -> None:
     torch.testing.assert_close(result.loss, (result.logits[0, 0] - 3).square())
 
 
+def test_a_head_of_several_labels_is_kept_for_that_task_and_named_for_another() -> None:
+    several = a_task("multi_label_classification", LABELS, "f1_micro")
+    options = {"id2label": dict(enumerate(LABELS)), "problem_type": several.kind}
+    source = save("several", BertForSequenceClassification(tiny_config(**options)))
+    kept = load_base(params(source), several)
+    assert (kept.fit, kept.head) == ("known", "")
+    assert kept.model.config.problem_type == "multi_label_classification"
+    other = load_base(params(source), SENTIMENT)
+    assert other.fit == "other"
+    assert "multi_label_classification" in other.head.partition("data.task")[0]
+
+
 def test_a_package_gives_the_same_weights_as_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = tmp_path / "index"
     index.mkdir()

@@ -32,8 +32,7 @@ from tasks.artifacts.task_spec import Task, load_split, load_task
 from tasks.config.schema import Model
 from tasks.data.loading import encoded
 from tasks.models.base_model import load_base
-from tasks.nlp_tasks import language_modeling
-from tasks.nlp_tasks.language_modeling import encode, score
+from tasks.nlp_tasks import kind_of, language_modeling
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import a_task, reviews, run_stage, tiny_params, write_params
 
@@ -76,7 +75,7 @@ def rows(*texts: str) -> pd.DataFrame:
 class TestBlocks:
     def test_by_hand(self) -> None:
         """Two rows, an empty line between them, four tokens a block; the odd one at the end is dropped."""
-        data = encode(rows("abc", "defgh"), task(4), tokenizer(), "test")
+        data = kind_of(task(4)).encode(rows("abc", "defgh"), tokenizer(), "test")
         ids = tokenizer()("abc\n\ndefgh")["input_ids"]
         assert data["input_ids"] == [ids[:4], ids[4:8]]
         assert data["labels"] == data["input_ids"]
@@ -84,14 +83,14 @@ class TestBlocks:
 
     def test_tokenized_in_pieces_it_is_the_same_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         frame = reviews()
-        whole = encode(frame, task(), tokenizer(), "test")
+        whole = kind_of(task()).encode(frame, tokenizer(), "test")
         monkeypatch.setattr(language_modeling, "_ROWS", 7)
-        assert encode(frame, task(), tokenizer(), "test")["input_ids"] == whole["input_ids"]
+        assert kind_of(task()).encode(frame, tokenizer(), "test")["input_ids"] == whole["input_ids"]
 
     def test_calibration_sees_blocks_of_the_training(self) -> None:
         some = task(8, {"train": 20, "test": 5, "calibration": 6})
         train, calibration, test = (
-            [tuple(ids) for ids in encode(rows(TEXT), some, tokenizer(), split)["input_ids"]]
+            [tuple(ids) for ids in kind_of(some).encode(rows(TEXT), tokenizer(), split)["input_ids"]]
             for split in ("train", "calibration", "test")
         )
         assert (len(train), len(calibration), len(test)) == (20, 6, 5)
@@ -100,25 +99,25 @@ class TestBlocks:
     def test_the_seed_draws(self) -> None:
         some = task(8, {"train": 20, "test": 5, "calibration": 6})
         one, again, other = (
-            encode(rows(TEXT), some.model_copy(update={"seed": seed}), tokenizer(), "train")["input_ids"]
+            kind_of(some.model_copy(update={"seed": seed})).encode(rows(TEXT), tokenizer(), "train")["input_ids"]
             for seed in (0, 0, 1)
         )
         assert one == again != other
 
     def test_a_text_shorter_than_a_block_is_an_error_that_says_so(self) -> None:
         with pytest.raises(StageError, match=r"\btest\b.*\b3\b.*data\.max_length=8"):
-            encode(rows("abc"), task(8), tokenizer(), "test")
+            kind_of(task(8)).encode(rows("abc"), tokenizer(), "test")
 
 
 class TestPerplexity:
     def test_is_e_to_the_mean_loss_of_all_predicted_tokens(self) -> None:
-        one, data = model(), encode(rows(TEXT), task(), tokenizer(), "test")
+        one, data = model(), kind_of(task()).encode(rows(TEXT), tokenizer(), "test")
         losses = []
         for ids in data["input_ids"]:
             with torch.no_grad():
                 chances = one(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
             losses += [-float(chances[place, ids[place + 1]]) for place in range(len(ids) - 1)]
-        found = score(one, tokenizer(), rows(TEXT), task(), 4, "test").score
+        found = kind_of(task()).score(one, tokenizer(), rows(TEXT), 4, "test").score
         assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
         assert found.metric == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
         assert found.rows == len(data)
@@ -127,13 +126,15 @@ class TestPerplexity:
         one = model()
         with torch.no_grad():
             one.lm_head.weight.zero_()
-        assert score(one, tokenizer(), rows(TEXT), task(), 4, "test").score.metric == pytest.approx(END + 1, rel=1e-5)
+        assert kind_of(task()).score(one, tokenizer(), rows(TEXT), 4, "test").score.metric == pytest.approx(
+            END + 1, rel=1e-5
+        )
 
     @pytest.mark.parametrize("batch_size", [1, 3, 64])
     def test_does_not_depend_on_the_batches(self, batch_size: int) -> None:
         one = model()
-        expected = score(one, tokenizer(), rows(TEXT), task(), 8, "test").score
-        assert score(one, tokenizer(), rows(TEXT), task(), batch_size, "test").score.loss == pytest.approx(
+        expected = kind_of(task()).score(one, tokenizer(), rows(TEXT), 8, "test").score
+        assert kind_of(task()).score(one, tokenizer(), rows(TEXT), batch_size, "test").score.loss == pytest.approx(
             expected.loss, rel=1e-6
         )
 
@@ -141,7 +142,7 @@ class TestPerplexity:
         one = model()
         with torch.no_grad():
             one.lm_head.weight.mul_(1e6)
-        assert math.isfinite(score(one, tokenizer(), rows(TEXT), task(), 8, "test").score.metric)
+        assert math.isfinite(kind_of(task()).score(one, tokenizer(), rows(TEXT), 8, "test").score.metric)
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ class TestStages:
         run_stage("compare")
         found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
         loaded = AutoModelForCausalLM.from_pretrained("models/finetuned/kfac-0.5")
-        again = score(loaded, tokenizer(), load_split("test"), load_task(), 8, "test").score
+        again = kind_of(load_task()).score(loaded, tokenizer(), load_split("test"), 8, "test").score
         assert found["metric"] == pytest.approx(again.metric, rel=1e-5)
         assert found["metrics"] == {"perplexity": found["metric"]}
         assert len(encoded("calibration", tokenizer())) == 8

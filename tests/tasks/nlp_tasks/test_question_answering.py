@@ -35,7 +35,8 @@ from eckart.text.qa_windows import LONGEST, Window, best_answers, best_span
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
 from tasks.data.loading import batches
 from tasks.extract import extract
-from tasks.nlp_tasks.question_answering import ANSWERS, each_question, encode, metrics, normal, score, windows
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.question_answering import each_question, normal, question_metrics
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import (
     a_task,
@@ -63,7 +64,7 @@ def frame(answer: str, context: str = CONTEXT, question: str = "is dull") -> pd.
 
 
 def places(answer: str, **changes: Any) -> list[tuple[int, int]]:
-    data = encode(frame(answer), task(**changes), tiny_tokenizer(), "train")
+    data = kind_of(task(**changes)).encode(frame(answer), tiny_tokenizer(), "train")
     return list(zip(data["start_positions"], data["end_positions"], strict=True))
 
 
@@ -71,7 +72,7 @@ def places(answer: str, **changes: Any) -> list[tuple[int, int]]:
 
 
 def test_windows_overlap_by_the_stride() -> None:
-    every = windows(frame("plot"), task(), tiny_tokenizer())
+    every = kind_of(task()).windows(frame("plot"), tiny_tokenizer())
     texts = [tiny_tokenizer().decode(window.inputs["input_ids"]) for window in every]
     assert texts == [
         "[CLS] is dull [SEP] the plot is dull and [SEP]",
@@ -81,7 +82,7 @@ def test_windows_overlap_by_the_stride() -> None:
 
 
 def test_offsets_are_those_of_the_context_alone() -> None:
-    for window in windows(frame("plot"), task(), tiny_tokenizer()):
+    for window in kind_of(task()).windows(frame("plot"), tiny_tokenizer()):
         tokens = tiny_tokenizer().convert_ids_to_tokens(window.inputs["input_ids"])
         assert (window.offsets[:4] == -1).all()
         assert (window.offsets[-1] == -1).all()
@@ -120,25 +121,25 @@ def test_white_space_around_an_answer_is_no_token() -> None:
 def test_training_takes_the_first_answer() -> None:
     some = frame("plot")
     some["label"] = [{"text": ["music", "plot"], "answer_start": [CONTEXT.index("music"), CONTEXT.index("plot")]}]
-    assert encode(some, task(16), tiny_tokenizer(), "train")["start_positions"] == [10]
+    assert kind_of(task(16)).encode(some, tiny_tokenizer(), "train")["start_positions"] == [10]
 
 
 def test_without_a_cls_token_the_first_token_means_nowhere() -> None:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(["?", *set(CONTEXT.split())])}, "?"))
     tokenizer.pre_tokenizer = Whitespace()
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")
-    data = encode(frame("music"), task(7), plain, "train")
+    data = kind_of(task(7)).encode(frame("music"), plain, "train")
     assert list(zip(data["start_positions"], data["end_positions"], strict=True)) == [(0, 0), (5, 5)]
 
 
 def test_many_questions_keep_their_order_and_their_answers() -> None:
     """The law of windows: where the answer is not nowhere, it is what stands there."""
     data = asked(1003)
-    every = windows(data, task(), tiny_tokenizer())
+    every = kind_of(task()).windows(data, tiny_tokenizer())
     rows = [window.row for window in every]
     assert sorted(rows) == rows
     assert set(rows) == set(range(1003))
-    encoded = encode(data, task(), tiny_tokenizer(), "train")
+    encoded = kind_of(task()).encode(data, tiny_tokenizer(), "train")
     for window, first, last in zip(every, encoded["start_positions"], encoded["end_positions"], strict=True):
         if first:
             begin, end = window.offsets[first, 0], window.offsets[last, 1]
@@ -154,7 +155,7 @@ def test_a_question_that_leaves_no_room_is_named(max_length: int, stride: int | 
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
     with pytest.raises(StageError, match=r"ByT5Tokenizer .*model\.base"):
-        encode(frame("plot"), task(), ByT5Tokenizer(), "train")
+        kind_of(task()).encode(frame("plot"), ByT5Tokenizer(), "train")
 
 
 # --- spans
@@ -204,16 +205,16 @@ def texts(every: list[Window], starts: np.ndarray, ends: np.ndarray, contexts: l
 def test_the_better_window_answers(first: float, second: float, answer: str) -> None:
     logits = np.zeros((2, 12))  # of a batch with longer windows
     logits[0, 5], logits[1, 7] = first, second
-    every = windows(frame("plot"), task(), tiny_tokenizer())
+    every = kind_of(task()).windows(frame("plot"), tiny_tokenizer())
     assert texts(every, logits, logits, [CONTEXT]) == [answer]
 
 
 def test_a_model_that_knows_all_is_always_right() -> None:
     data, few = asked(50), task(12)
-    every, encoded = windows(data, few, tiny_tokenizer()), encode(data, few, tiny_tokenizer(), "test")
+    every, encoded = kind_of(few).windows(data, tiny_tokenizer()), kind_of(few).encode(data, tiny_tokenizer(), "test")
     starts, ends = (np.eye(12)[encoded[f"{which}_positions"]] for which in ("start", "end"))
     golds = [label["text"] for label in data["label"]]
-    assert metrics(each_question(texts(every, starts, ends, data["text_pair"].tolist()), golds)) == {
+    assert question_metrics(each_question(texts(every, starts, ends, data["text_pair"].tolist()), golds)) == {
         "exact_match": 1,
         "f1": 1,
     }
@@ -251,11 +252,11 @@ def test_answers_are_compared_without_what_does_not_matter(answer: str, plain: s
     ],
 )
 def test_metrics_by_hand(guess: str, golds: list[str], exact: float, f1: float) -> None:
-    assert metrics(each_question([guess], [golds])) == {"exact_match": exact, "f1": pytest.approx(f1)}
+    assert question_metrics(each_question([guess], [golds])) == {"exact_match": exact, "f1": pytest.approx(f1)}
 
 
 def test_metrics_are_means_over_questions() -> None:
-    found = metrics(each_question(["cat", "cat sat"], [["cat"], ["sat"]]))
+    found = question_metrics(each_question(["cat", "cat sat"], [["cat"], ["sat"]]))
     assert found == {"exact_match": 0.5, "f1": pytest.approx((1 + 2 / 3) / 2)}
 
 
@@ -282,12 +283,12 @@ def bert() -> PreTrainedModel:
 
 def test_a_score_is_that_of_all_windows_one_by_one() -> None:
     model, data = bert(), asked(60)
-    encoded, losses = encode(data, task(), tiny_tokenizer(), "test"), []
+    encoded, losses = kind_of(task()).encode(data, tiny_tokenizer(), "test"), []
     with torch.no_grad():
         for row in encoded:
             batch = {name: torch.tensor([value]) for name, value in row.items()}
             losses.append(float(model(**batch).loss))  # without padding it is the model's own
-    result = score(model, tiny_tokenizer(), data, task(), 8, "test").score
+    result = kind_of(task()).score(model, tiny_tokenizer(), data, 8, "test").score
     assert result.rows == 60 < len(encoded)
     assert result.loss == pytest.approx(np.mean(losses), rel=1e-5)
     assert 0 < result.metric == result.metrics["f1"] < 1
@@ -295,27 +296,29 @@ def test_a_score_is_that_of_all_windows_one_by_one() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (score(bert(), tiny_tokenizer(), asked(60), task(), size, "test").score for size in (16, batch_size))
+    one, other = (
+        kind_of(task()).score(bert(), tiny_tokenizer(), asked(60), size, "test").score for size in (16, batch_size)
+    )
     assert one.metrics == other.metrics
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 
 
 def collate(tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    return ANSWERS.collate(tokenizer or tiny_tokenizer(), bert())
+    return kind_of(task()).collate(tokenizer or tiny_tokenizer(), bert())
 
 
 def test_batches_are_padded_on_the_right() -> None:
     """Where positions count from, whatever the tokenizer of a decoder prefers."""
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "left"
-    batch = collate(tokenizer)(list(encode(asked(8), task(), tokenizer, "train")))
+    batch = collate(tokenizer)(list(kind_of(task()).encode(asked(8), tokenizer, "train")))
     assert batch["attention_mask"][:, 0].all()
     assert not batch["attention_mask"].all()
     assert batch["start_positions"].shape == (len(batch["input_ids"]),)
 
 
 def test_rows_of_one_length_come_together() -> None:
-    data = encode(asked(30), task(), tiny_tokenizer(), "calibration")
+    data = kind_of(task()).encode(asked(30), tiny_tokenizer(), "calibration")
     lengths = [int(batch["attention_mask"].sum()) for batch in batches(data, collate(), 1, "cpu")]
     assert lengths == sorted(len(ids) for ids in data["input_ids"])
     assert lengths[0] < lengths[-1]
@@ -330,7 +333,7 @@ def padded(row: dict[str, torch.Tensor], more: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("size", "more"), [(1, 0), (5, 0), (5, 9)])
 def test_statistics_does_not_depend_on_the_batches_and_the_padding(size: int, more: int) -> None:
-    model, data = bert().double(), encode(asked(30), task(), tiny_tokenizer(), "calibration")
+    model, data = bert().double(), kind_of(task()).encode(asked(30), tiny_tokenizer(), "calibration")
     targets = find_targets(model, next(batches(data.select(range(1)), collate(), 1, "cpu"))).targets
     one = collect(model, batches(data, collate(), 100, "cpu"), targets, loss=span_loss)
     some = (padded(batch, more) for batch in batches(data, collate(), size, "cpu"))
@@ -341,7 +344,7 @@ def test_statistics_does_not_depend_on_the_batches_and_the_padding(size: int, mo
 
 
 def test_the_loss_is_the_mean_of_start_and_end_summed_over_samples() -> None:
-    data = encode(asked(4), task(), tiny_tokenizer(), "train")
+    data = kind_of(task()).encode(asked(4), tiny_tokenizer(), "train")
     batch = next(batches(data, collate(), 4, "cpu"))
     with torch.no_grad():
         outputs, found = bert()(**batch), span_loss(bert(), batch)

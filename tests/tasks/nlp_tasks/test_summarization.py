@@ -43,7 +43,8 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.schema import Model
 from tasks.models.base_model import load_base
 from tasks.models.model_io import random_inputs, size
-from tasks.nlp_tasks.summarization import collate, each_summary, encode, rouge, score
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks.summarization import each_summary, rouge
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import BASE, REVIEWS, a_task, reviews, run_stage, tiny_params, write_params
 
@@ -172,27 +173,27 @@ def test_an_empty_summary_is_worth_nothing() -> None:
 
 def test_documents_and_summaries_are_cut_to_their_lengths_and_end_with_the_end() -> None:
     frame = pd.DataFrame({"text": ["the plot is dull and flat"], "label": ["the dull plot"]})
-    row = encode(frame, task(max_length=4, target_length=3), tokenizer(), "test")[0]
+    row = kind_of(task(max_length=4, target_length=3)).encode(frame, tokenizer(), "test")[0]
     assert row["input_ids"] == [*ids("the plot is"), END]
     assert row["attention_mask"] == [1, 1, 1, 1]
     assert row["labels"] == [*ids("the dull"), END]
-    row = encode(frame, task(), tokenizer(), "test")[0]
+    row = kind_of(task()).encode(frame, tokenizer(), "test")[0]
     assert row["input_ids"] == [*ids("the plot is dull and flat"), END]
     assert row["labels"] == [*ids("the dull plot"), END]
 
 
 def test_a_prefix_stands_before_the_document_within_its_length() -> None:
     frame = pd.DataFrame({"text": ["the plot is dull"], "label": ["plot"]})
-    row = encode(frame, task(max_length=5, prefix="summarize: "), tokenizer(), "test")[0]
+    row = kind_of(task(max_length=5, prefix="summarize: ")).encode(frame, tokenizer(), "test")[0]
     assert row["input_ids"] == [*ids("summarize : the plot"), END]
     assert row["labels"] == [*ids("plot"), END]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_decoder_reads_the_labels_shifted_to_the_right(family: str) -> None:
-    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test")
+    model, data = FAMILIES[family](), kind_of(task()).encode(rows(), tokenizer(), "test")
     some = [data[0], data[1]]
-    batch = collate(tokenizer(), model)(some)
+    batch = kind_of(task()).collate(tokenizer(), model)(some)
     for name, mask in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
         assert batch[name].shape == batch[mask].shape
     assert batch["labels"].shape == batch["decoder_input_ids"].shape
@@ -209,8 +210,8 @@ def test_the_decoder_reads_the_labels_shifted_to_the_right(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_of_a_sample_does_not_depend_on_those_beside_it(family: str) -> None:
-    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test").select(range(5))
-    batch = collate(tokenizer(), model)
+    model, data = FAMILIES[family](), kind_of(task()).encode(rows(), tokenizer(), "test").select(range(5))
+    batch = kind_of(task()).collate(tokenizer(), model)
     with torch.no_grad():
         alone = sum(float(token_loss(model, batch([row]))) for row in data)
         assert float(token_loss(model, batch(list(data)))) == pytest.approx(alone, rel=1e-5)
@@ -218,8 +219,8 @@ def test_the_loss_of_a_sample_does_not_depend_on_those_beside_it(family: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_minimizes_the_mean_over_tokens(family: str) -> None:
-    model, data = FAMILIES[family](), encode(rows(), task(), tokenizer(), "test").select(range(5))
-    batch = collate(tokenizer(), model)(list(data))
+    model, data = FAMILIES[family](), kind_of(task()).encode(rows(), tokenizer(), "test").select(range(5))
+    batch = kind_of(task()).collate(tokenizer(), model)(list(data))
     with torch.no_grad():
         outputs = model(**batch)
     real = batch["labels"] != IGNORED
@@ -229,14 +230,14 @@ def test_training_minimizes_the_mean_over_tokens(family: str) -> None:
 
 def test_a_model_that_does_not_say_how_a_summary_begins_is_an_error() -> None:
     with pytest.raises(StageError, match="decoder_start_token_id"):
-        collate(tokenizer(), t5(decoder_start_token_id=None))
+        kind_of(task()).collate(tokenizer(), t5(decoder_start_token_id=None))
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
 def scored(model: PreTrainedModel, frame: pd.DataFrame, batch_size: int = 8, **changes: Any) -> Score:
-    return score(model, tokenizer(), frame, task(**changes), batch_size, "test").score
+    return kind_of(task(**changes)).score(model, tokenizer(), frame, batch_size, "test").score
 
 
 def constant(word: str, odds: float) -> PreTrainedModel:
@@ -306,7 +307,7 @@ def test_a_score_is_that_of_what_the_model_writes_greedily_row_by_row(family: st
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_the_loss_is_the_mean_over_all_tokens_whatever_the_batches(family: str) -> None:
     model, frame = FAMILIES[family](), rows(30)
-    batch, data = collate(tokenizer(), model), encode(frame, task(), tokenizer(), "test")
+    batch, data = kind_of(task()).collate(tokenizer(), model), kind_of(task()).encode(frame, tokenizer(), "test")
     with torch.no_grad():
         sums = [float(model(**batch([row])).loss) * len(row["labels"]) for row in data]
     expected = sum(sums) / sum(len(row["labels"]) for row in data)
@@ -397,7 +398,7 @@ def test_all_stages_of_a_candidate(family: str) -> None:
         assert found["metric"] == found["metrics"]["rougeL"]
         assert all(0 <= value <= 1 for value in found["metrics"].values())
     model = AutoModelForSeq2SeqLM.from_pretrained("models/finetuned/kfac-0.5")
-    again = score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), task(), 5, "test").score
+    again = kind_of(task()).score(model, tokenizer(), pd.read_parquet("data/splits/test.parquet"), 5, "test").score
     assert again.metrics == pytest.approx(after["recovered"]["metrics"])
     assert again.loss == pytest.approx(after["recovered"]["loss"], rel=1e-5)
     assert read("reports/benchmark.json")["kfac-0.5"]["speedup"]["median"] > 0

@@ -32,7 +32,7 @@ from tasks.config.schema import Model
 from tasks.data.loading import batches
 from tasks.extract import extract
 from tasks.models.base_model import load_base
-from tasks.nlp_tasks.token_classification import encode, metrics, score
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import (
     a_task,
@@ -72,7 +72,7 @@ def frame(*rows: Sequence[str]) -> pd.DataFrame:
 
 def labels(tokenizer: PreTrainedTokenizerBase, *words: str, max_length: int = 16) -> dict[str, int]:
     """Token (with its position) → label, of the tokens that have one."""
-    row = encode(frame(words), TASK.model_copy(update={"max_length": max_length}), tokenizer, "train")[0]
+    row = kind_of(TASK.model_copy(update={"max_length": max_length})).encode(frame(words), tokenizer, "train")[0]
     tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
     assert len(row["labels"]) == len(tokens) <= max_length
     return {f"{n} {tokens[n]}": label for n, label in enumerate(row["labels"]) if label != IGNORED}
@@ -102,7 +102,7 @@ def test_words_keep_the_space_before_them() -> None:
 
 def test_rows_are_as_the_tokenizer_splits_them_by_itself() -> None:
     words = [text.split() for text in reviews()["text"]]
-    data = encode(frame(*words), TASK, tiny_tokenizer(), "train")
+    data = kind_of(TASK).encode(frame(*words), tiny_tokenizer(), "train")
     alone = tiny_tokenizer()(words, is_split_into_words=True, truncation=True, max_length=16)
     assert data["input_ids"] == alone["input_ids"]
     assert data["attention_mask"] == alone["attention_mask"]
@@ -113,7 +113,7 @@ def test_rows_are_as_the_tokenizer_splits_them_by_itself() -> None:
 
 def test_a_tokenizer_without_offsets_is_refused() -> None:
     with pytest.raises(StageError, match=r"ByT5Tokenizer .*model\.base"):
-        encode(frame(["the"]), TASK, ByT5Tokenizer(), "train")
+        kind_of(TASK).encode(frame(["the"]), ByT5Tokenizer(), "train")
 
 
 # --- metrics
@@ -124,7 +124,7 @@ def measured(tags: Sequence[str], labels: list[str], guesses: list[str]) -> dict
     ids = {tag: position for position, tag in enumerate(tags)}
     wanted = [[IGNORED, *(ids[tag] for tag in labels), IGNORED], [IGNORED] * (len(labels) + 2)]
     found = [[1, *(ids[tag] for tag in guesses), 0], [1] * (len(labels) + 2)]
-    return metrics(a_task("token_classification", tags, "f1"), np.array(found), np.array(wanted))
+    return kind_of(a_task("token_classification", tags, "f1")).all_metrics(np.array(found), np.array(wanted))
 
 
 def test_an_entity_is_right_only_as_a_whole() -> None:
@@ -146,9 +146,11 @@ def test_no_entity_at_all_is_no_error() -> None:
 
 def test_entities_do_not_go_on_in_the_next_row() -> None:
     task, tags = a_task("token_classification", TAGS, "f1"), np.array([[0, 1], [2, 0]])
-    assert metrics(task, tags, tags)["f1"] == 1
+    assert kind_of(task).all_metrics(tags, tags)["f1"] == 1
     joined = np.array([[0, 1], [0, 0]])
-    assert metrics(task, joined, tags)["f1"] == pytest.approx(2 / 3)  # one of two; as one entity it would be 0
+    assert kind_of(task).all_metrics(joined, tags)["f1"] == pytest.approx(
+        2 / 3
+    )  # one of two; as one entity it would be 0
 
 
 def test_f1_of_other_tags_is_their_mean() -> None:
@@ -173,7 +175,7 @@ def rows() -> pd.DataFrame:
 
 
 def test_a_score_is_that_of_all_rows_one_by_one() -> None:
-    model, data = bert(), encode(rows(), TASK, tiny_tokenizer(), "test")
+    model, data = bert(), kind_of(TASK).encode(rows(), tiny_tokenizer(), "test")
     right, losses = [], []
     with torch.no_grad():
         for row in data:
@@ -181,7 +183,7 @@ def test_a_score_is_that_of_all_rows_one_by_one() -> None:
             wanted = torch.tensor(row["labels"][1:-1])
             right.append(logits.argmax(-1) == wanted)
             losses.append(torch.nn.functional.cross_entropy(logits, wanted))
-    result = score(model, tiny_tokenizer(), rows(), TASK, 8, "test").score
+    result = kind_of(TASK).score(model, tiny_tokenizer(), rows(), 8, "test").score
     assert result.rows == 60
     assert result.metrics["accuracy"] == torch.cat(right).double().mean()
     assert result.loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
@@ -190,14 +192,16 @@ def test_a_score_is_that_of_all_rows_one_by_one() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (score(bert(), tiny_tokenizer(), rows(), TASK, size, "test").score for size in (16, batch_size))
+    one, other = (
+        kind_of(TASK).score(bert(), tiny_tokenizer(), rows(), size, "test").score for size in (16, batch_size)
+    )
     assert one.metrics == other.metrics
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(("size", "multiple"), [(1, None), (5, None), (5, 40)])
 def test_statistics_does_not_depend_on_the_batches_and_the_padding(size: int, multiple: int | None) -> None:
-    model, data = bert().double(), encode(rows(), TASK, tiny_tokenizer(), "calibration")
+    model, data = bert().double(), kind_of(TASK).encode(rows(), tiny_tokenizer(), "calibration")
     targets = find_targets(model, next(batches(data.select(range(1)), _collate(), 1, "cpu"))).targets
     one = collect(model, batches(data, _collate(), 60, "cpu"), targets, loss=token_loss)
     other = collect(model, batches(data, _collate(multiple), size, "cpu"), targets, loss=token_loss)

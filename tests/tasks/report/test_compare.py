@@ -24,8 +24,9 @@ from ruamel.yaml import YAML
 
 from eckart.model.targets import Target
 from tasks import compare
-from tasks.artifacts.metrics import BY_KIND, MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
 from tasks.multi_seed import seeds_table
+from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.report import conclusion, heatmap, names, numbers, plots, results, summary
 from tasks.runtime.stage_runner import StageError
 from tests.tasks.multi_seed.test_seeds_table import finished, made_up
@@ -69,10 +70,10 @@ def make_study(
     target_names: list[str],
     metric: MetricName = "accuracy",
     dense: float = 0.8,
-    kind: TaskKindName | None = None,
+    kind: TaskName | None = None,
 ) -> None:
     """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
-    kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
+    kind = kind or next(name for name in ("classification", *TASK_NAMES) if metric in task_class(name).metrics)
     params = repository_params()
     part = {
         "weighting": {"kind": "none"},
@@ -146,7 +147,7 @@ def rows_of(task: dict[str, Any], metric: float) -> pd.DataFrame:
     if task["kind"] in ("classification", "token_classification"):
         right = (number * 0.618 + 7.3 * metric) % 1 < metric  # spread out, and other rows for each metric
         return pd.DataFrame({"label": number % 2, "guess": np.where(right, number % 2, 1 - number % 2)})
-    return pd.DataFrame({name: np.full(400, metric) for name in BY_KIND[task["kind"]]})
+    return pd.DataFrame({name: np.full(400, metric) for name in task_class(task["kind"]).metrics})
 
 
 def metric_of(recipe: int, keep: float) -> float:

@@ -9,20 +9,28 @@ import pandas as pd
 import pytest
 from scipy.stats import bootstrap
 
-from tasks.artifacts.metrics import BY_KIND, MetricName, TaskKindName
+from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Task
-from tasks.nlp_tasks import question_answering, sequence_classification, summarization, token_classification
-from tasks.scoring.bootstrap import RESAMPLES, Draws, Interval, interval, metric_of, resampled, standard_error
+from tasks.nlp_tasks import (
+    TASK_NAMES,
+    TaskName,
+    kind_of,
+    question_answering,
+    summarization,
+    task_class,
+)
+from tasks.scoring.bootstrap import RESAMPLES, Interval, interval, metric_of, resampled, standard_error
+from tasks.scoring.metrics_on_draws import Draws
 from tests.workspace import a_task
 
-EVERY = [(kind, metric) for kind, metrics in BY_KIND.items() for metric in metrics]
+EVERY = [(kind, metric) for kind in TASK_NAMES for metric in task_class(kind).metrics]
 
 
-def task(kind: TaskKindName, metric: MetricName, labels: tuple[str, ...] = ("no", "yes")) -> Task:
+def task(kind: TaskName, metric: MetricName, labels: tuple[str, ...] = ("no", "yes")) -> Task:
     return a_task(kind, labels if "classification" in kind else (), metric)
 
 
-def drawn(kind: TaskKindName, rows: int = 60, seed: int = 0, classes: int = 2) -> pd.DataFrame:
+def drawn(kind: TaskName, rows: int = 60, seed: int = 0, classes: int = 2) -> pd.DataFrame:
     """What rows might contribute."""
     generator = np.random.default_rng(seed)
     if kind == "regression":
@@ -32,11 +40,14 @@ def drawn(kind: TaskKindName, rows: int = 60, seed: int = 0, classes: int = 2) -
         return pd.DataFrame({"loss": generator.gamma(3.0, size=rows)})
     if kind == "classification":
         return pd.DataFrame({name: generator.integers(classes, size=rows) for name in ("label", "guess")})
+    if kind == "multi_label_classification":
+        hot = {name: list(generator.integers(2, size=(rows, classes))) for name in ("label", "guess")}
+        return pd.DataFrame(hot)
     if kind == "token_classification":
         lengths = generator.integers(1, 8, size=rows)
         tags = {name: [generator.integers(classes, size=length) for length in lengths] for name in ("label", "guess")}
         return pd.DataFrame(tags)
-    return pd.DataFrame({name: generator.random(rows) for name in BY_KIND[kind]})
+    return pd.DataFrame({name: generator.random(rows) for name in task_class(kind).metrics})
 
 
 def difference(one: Task, some: pd.DataFrame, others: pd.DataFrame) -> Interval:
@@ -45,19 +56,19 @@ def difference(one: Task, some: pd.DataFrame, others: pd.DataFrame) -> Interval:
 
 
 def as_scored(one: Task, rows: pd.DataFrame) -> float:
-    """What the kind of task itself makes of these rows."""
-    labels = rows.get("label")
+    """The metric as the task itself computes it of these rows."""
+    kind, labels = kind_of(one), rows.get("label")
     if one.kind == "classification":
-        return sequence_classification.metrics(one, np.eye(len(one.labels))[rows["guess"]], labels.to_numpy())[
-            one.metric
-        ]
+        return kind.all_metrics(np.eye(len(one.labels))[rows["guess"]], labels.to_numpy())[one.metric]
+    if one.kind == "multi_label_classification":
+        wanted, guesses = (np.array(rows[name].tolist()) for name in ("label", "guess"))
+        return kind.all_metrics(guesses - 0.5, wanted)[one.metric]
     if one.kind == "regression":
-        return sequence_classification.metrics(one, rows[["value"]].to_numpy(), labels.to_numpy())[one.metric]
+        return kind.all_metrics(rows[["value"]].to_numpy(), labels.to_numpy())[one.metric]
     if one.kind == "token_classification":
-        guesses, wanted = (padded(rows[name]) for name in ("guess", "label"))
-        return token_classification.metrics(one, guesses, wanted)[one.metric]
+        return kind.all_metrics(*(padded(rows[name]) for name in ("guess", "label")))[one.metric]
     if one.kind == "question_answering":
-        return question_answering.metrics(rows)[one.metric]
+        return question_answering.question_metrics(rows)[one.metric]
     return summarization.rouge(rows)[one.metric] if one.kind == "summarization" else math.exp(rows["loss"].mean())
 
 
@@ -68,7 +79,7 @@ def padded(rows: pd.Series) -> np.ndarray:
 @pytest.mark.parametrize(("kind", "metric"), EVERY)
 @pytest.mark.parametrize("labels", [("no", "yes"), ("O", "B-a", "I-a"), ("one", "two", "three")], ids=len)
 def test_on_every_draw_a_metric_is_that_of_its_kind(
-    kind: TaskKindName, metric: MetricName, labels: tuple[str, ...]
+    kind: TaskName, metric: MetricName, labels: tuple[str, ...]
 ) -> None:
     """Classes that a draw has none of included."""
     one, rows = task(kind, metric, labels), drawn(kind, 12, classes=len(labels))
@@ -80,14 +91,14 @@ def test_on_every_draw_a_metric_is_that_of_its_kind(
 @pytest.mark.parametrize(
     ("kind", "metric"), [("regression", "pearson"), ("regression", "spearman"), ("classification", "matthews")]
 )
-def test_of_a_constant_a_correlation_is_0(kind: TaskKindName, metric: MetricName) -> None:
+def test_of_a_constant_a_correlation_is_0(kind: TaskName, metric: MetricName) -> None:
     rows = drawn(kind)
     rows[rows.columns[1]] = 1
     assert not resampled(task(kind, metric), {None: rows})[None].any()
 
 
 @pytest.mark.parametrize(("kind", "metric"), EVERY)
-def test_identical_models_differ_by_nothing(kind: TaskKindName, metric: MetricName) -> None:
+def test_identical_models_differ_by_nothing(kind: TaskName, metric: MetricName) -> None:
     one = task(kind, metric)
     found = difference(one, drawn(kind), drawn(kind))
     assert (found, found.sign) == (Interval(0, 0), 0)

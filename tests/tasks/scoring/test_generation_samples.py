@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasks.artifacts.task_spec import SPLITS, Task
-from tasks.nlp_tasks.language_modeling import encode
+from tasks.nlp_tasks import kind_of
 from tasks.scoring.generation_samples import continuations
 from tests.tasks.nlp_tasks.test_language_modeling import END, TEXT, model, task, tokenizer
 from tests.workspace import a_task
@@ -31,7 +31,7 @@ def test_a_continuation_is_the_likeliest_token_after_token(workspace: Path) -> N
     """Behind the first tokens of the first block, of that a third and of that two thirds into the split."""
     write_test_split(workspace, task(16))
     one, words = model(), tokenizer()
-    blocks = encode(pd.DataFrame({"text": [TEXT]}), task(16), words, "test")["input_ids"]
+    blocks = kind_of(task(16)).encode(pd.DataFrame({"text": [TEXT]}), words, "test")["input_ids"]
     found = continuations(one, words, 5)
     for part, each in zip(range(3), found, strict=True):
         ids = blocks[part * len(blocks) // 3][:5]

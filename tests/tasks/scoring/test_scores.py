@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 
 from tasks.artifacts.results_schema import Score
 from tasks.artifacts.task_spec import Task
-from tasks.nlp_tasks.sequence_classification import metrics, score
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import a_task, reviews, tiny_config, tiny_tokenizer
 
@@ -30,11 +30,11 @@ def classified(name: str, labels: list[int], guesses: list[int], classes: int = 
     """The metric of outputs whose largest is `guesses`, by a margin that differs from row to row."""
     outputs = np.zeros((len(guesses), classes))
     outputs[range(len(guesses)), guesses] = 1 + np.arange(len(guesses))
-    return metrics(task(name, classes), outputs - 5, np.array(labels))[name]
+    return kind_of(task(name, classes)).all_metrics(outputs - 5, np.array(labels))[name]
 
 
 def regressed(name: str, labels: list[float], outputs: list[float]) -> float:
-    return metrics(task(name), np.array(outputs)[:, None], np.array(labels))[name]
+    return kind_of(task(name)).all_metrics(np.array(outputs)[:, None], np.array(labels))[name]
 
 
 def test_accuracy_by_hand() -> None:
@@ -110,7 +110,7 @@ def rows(regression: bool = False) -> pd.DataFrame:
 
 
 def scored(model: PreTrainedModel, data: pd.DataFrame, batch_size: int = 8, name: str = "accuracy") -> Score:
-    return score(model, tiny_tokenizer(), data, task(name), batch_size, "test").score
+    return kind_of(task(name)).score(model, tiny_tokenizer(), data, batch_size, "test").score
 
 
 def row_by_row(model: PreTrainedModel, data: pd.DataFrame) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_mixed_precision_rounds_and_keeps_the_type_of_the_weights(workspace: Pat
     mixed, _ = teacher(workspace, "control", "dense", trainer={"precision": "bf16"})
     assert {value.dtype for value in mixed.values()} == {torch.float32}
     loaded, tokenizer = load(Path("models/teacher"), AutoModelForSequenceClassification)
-    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), load_task(), 8, "test").score
+    again = kind_of(load_task()).score(loaded, tokenizer, load_split("test"), 8, "test").score
     reported = json.loads(DENSE_METRICS.read_text())["score"]
     assert reported["loss"] == again.loss  # scored as candidates are, not in mixed precision
     assert any(not torch.equal(mixed[name], value) for name, value in plain.items())

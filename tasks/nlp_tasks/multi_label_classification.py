@@ -1,0 +1,150 @@
+"""Multi-label classification: any number of labels for a text, or for a pair of texts, each decided by itself.
+
+Each output of the head is a logit z; its label's probability is σ(z), and the label is given where that is at least
+1/2. The loss is the mean over labels of the binary cross-entropy. The logit of one label and 0 are the two logits of a
+softmax with the same probabilities, which is how statistics and distillation see it (`binary_logits`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.metrics import accuracy_score, f1_score
+from torch.nn.functional import binary_cross_entropy_with_logits
+from transformers import PreTrainedTokenizerBase
+
+from eckart.calibration.losses import Predictions, binary_logits
+from tasks.artifacts.metrics import MetricName
+from tasks.artifacts.task_spec import Split
+from tasks.data.label_encoding import class_ids
+from tasks.nlp_tasks._sequence_task import SequenceTask, class_head
+from tasks.nlp_tasks.classification import has_sets
+from tasks.nlp_tasks.nlp_task import FILLED_TEXT, NUMBERS, STRINGS, Answers, CellRule
+from tasks.scoring import metrics_on_draws as on_draws
+from tasks.scoring.metrics_on_draws import OnDraws
+
+if TYPE_CHECKING:
+    from tasks.config.schema import Data
+
+SEPARATOR = "|"
+_THRESHOLD = 0.5
+
+
+class MultiLabelClassification(SequenceTask):
+    metrics: ClassVar = ("f1_micro", "f1_macro", "exact_match")
+    mean_metrics: ClassVar = ("exact_match",)
+    calibration_labels: ClassVar = ("given", "drawn")  # the expected ones are 2^labels sets
+    may_be_empty: ClassVar = ("label",)
+    problem_type: ClassVar = "multi_label_classification"
+    trivial_answer: ClassVar = "the most frequent set of labels of the training rows"
+    answer_columns: ClassVar = {"labels": STRINGS, "scores": NUMBERS}
+
+    @classmethod
+    def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
+        """Whether labels are lists of few, or have | between them, beside texts that are no lists of words."""
+        if labels is None or not has_sets(labels) or texts.map(pd.api.types.is_list_like).any():
+            return False
+        return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
+
+    @classmethod
+    def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        sets = {name: frame["label"].map(_labels_of) for name, frame in splits.items()}
+        first = splits["train"]["label"].iloc[0]
+        names = first.categories.tolist() if isinstance(first, pd.Categorical) else ()
+        ids = class_ids({name: labels.explode().dropna() for name, labels in sets.items()}, params, names)
+        for name, frame in splits.items():
+            frame["label"] = [sorted(ids[label] for label in labels) for labels in sets[name]]
+        return tuple(map(str, ids))
+
+    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
+        known = {"has known labels": lambda cell: all(0 <= label < len(self.spec.labels) for label in cell)}
+        return {"text": FILLED_TEXT, "label": CellRule(object, known)}
+
+    def head(self) -> dict[str, Any]:
+        return class_head(self.spec.labels, self.problem_type)
+
+    @property
+    def predictions(self) -> Predictions:
+        return binary_logits
+
+    def targets(self, labels: pd.Series) -> list[object]:
+        """Return `(rows, labels)`: 1.0 for each label that a row has, else 0.0."""
+        hot = np.zeros((len(labels), len(self.spec.labels)), np.float32)
+        for row, ids in enumerate(labels):
+            hot[row, np.asarray(ids, int)] = 1
+        return list(hot.tolist())
+
+    def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
+        predicted, wanted = (torch.from_numpy(values).double() for values in (outputs, labels))
+        return float(binary_cross_entropy_with_logits(predicted, wanted))
+
+    def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
+        """F1 of all decisions together (micro), or the mean over labels (macro; 0 where a label is never there and
+        never given); an exact match has all labels of a row right."""
+        wanted, guesses = labels.astype(int), _given(outputs)
+        return {
+            "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
+            "f1_macro": float(f1_score(wanted, guesses, average="macro", zero_division=0)),
+            "exact_match": float(accuracy_score(wanted, guesses)),
+        }
+
+    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+        return _contributions(labels.astype(int), _given(outputs))
+
+    def answers_of(self, outputs: np.ndarray) -> list[Answers]:
+        """The labels that are given, and the probability of each."""
+        probabilities = torch.from_numpy(outputs).double().sigmoid().numpy()
+        return [
+            {
+                "labels": [self.spec.labels[label] for label in np.flatnonzero(given)],
+                "scores": row[given].tolist(),
+            }
+            for row, given in zip(probabilities, _given(outputs).astype(bool), strict=True)
+        ]
+
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """The most frequent set of labels, for all rows; of equally frequent ones the first."""
+        most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
+        wanted, guess = (
+            np.array(self.targets(labels), int) for labels in (frame["label"], pd.Series([most] * len(frame)))
+        )
+        return _contributions(wanted, guess)
+
+    def only_answer(self, rows: pd.DataFrame) -> str | None:
+        guesses = {tuple(guess) for guess in rows["guess"]}
+        if len(guesses) != 1:
+            return None
+        return ", ".join(self.spec.labels[label] for label in np.flatnonzero(guesses.pop())) or "no label"
+
+    def on_draws(self, rows: pd.DataFrame) -> OnDraws:
+        wanted, guess = (np.array(rows[name].tolist(), float) for name in ("label", "guess"))
+        if self.spec.metric == "exact_match":
+            return on_draws.mean_of(pd.Series((wanted == guess).all(1)))
+        counts = np.concatenate([wanted * guess, guess, wanted], axis=1)
+        return on_draws.of_classes(counts, {"f1_micro": on_draws.micro_f1, "f1_macro": _mean_f1}[self.spec.metric])
+
+
+def _labels_of(cell: Any) -> list[Any]:
+    """Return the labels of a cell, each once: a list, or a text with | between them; an empty one has none."""
+    if isinstance(cell, str):
+        cell = [label.strip() for label in cell.split(SEPARATOR)]
+    labels: Iterable[Any] = cell if pd.api.types.is_list_like(cell) else [cell]
+    return list(dict.fromkeys(label for label in labels if not pd.isna(label) and label != ""))
+
+
+def _given(outputs: np.ndarray) -> np.ndarray:
+    """Return 1 for each label whose probability reaches the threshold, else 0; `(rows, labels)`."""
+    return (torch.from_numpy(outputs).double().sigmoid() >= _THRESHOLD).numpy().astype(int)
+
+
+def _contributions(wanted: np.ndarray, guess: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame({"label": list(wanted), "guess": list(guess)})
+
+
+def _mean_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    return on_draws.f1(right, guessed, wanted).mean(1)

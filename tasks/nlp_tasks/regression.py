@@ -1,0 +1,97 @@
+"""Regression: a number for a text, or for a pair of texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.stats import pearsonr, spearmanr
+from torch.nn.functional import mse_loss
+from transformers import PreTrainedTokenizerBase
+
+from tasks.artifacts.errors import StageError
+from tasks.artifacts.metrics import MetricName
+from tasks.artifacts.task_spec import Split
+from tasks.data.label_encoding import few_values, is_numeric
+from tasks.nlp_tasks._sequence_task import SequenceTask
+from tasks.nlp_tasks.nlp_task import FILLED_TEXT, NUMBER, Answers, CellRule
+from tasks.scoring import metrics_on_draws as on_draws
+from tasks.scoring.metrics_on_draws import OnDraws
+
+if TYPE_CHECKING:
+    from tasks.config.schema import Data
+
+
+class Regression(SequenceTask):
+    metrics: ClassVar = ("pearson", "spearman")
+    labels_are_numbers: ClassVar = True
+    problem_type: ClassVar = "regression"
+    trivial_answer: ClassVar = "the mean of the training labels"
+    answer_columns: ClassVar = {"value": NUMBER}
+
+    @classmethod
+    def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
+        return labels is not None and is_numeric(labels) and not few_values(labels)
+
+    @classmethod
+    def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
+        for frame in splits.values():
+            frame["label"] = _floats(frame["label"], params)
+        return ()
+
+    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
+        low, high = label_range or (-np.inf, np.inf)
+        checks: dict[str, Callable[[Any], bool]] = {
+            "is finite": math.isfinite,
+            "is in check.label_range": lambda cell: low <= cell <= high,
+        }
+        return {"text": FILLED_TEXT, "label": CellRule("float32", checks)}
+
+    def head(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": self.problem_type}
+
+    def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
+        return float(mse_loss(torch.from_numpy(outputs).double().squeeze(-1), torch.from_numpy(labels).double()))
+
+    def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
+        values = outputs.squeeze(-1)
+        return {"pearson": _correlation(pearsonr, labels, values), "spearman": _correlation(spearmanr, labels, values)}
+
+    def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
+        return pd.DataFrame({"label": labels, "value": outputs.squeeze(-1)})
+
+    def answers_of(self, outputs: np.ndarray) -> list[Answers]:
+        return [{"value": value} for value in outputs.squeeze(-1).tolist()]
+
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """The mean of the training labels, for all rows."""
+        return pd.DataFrame({"label": frame["label"], "value": float(train["label"].mean())})
+
+    def only_answer(self, rows: pd.DataFrame) -> str | None:
+        return f"{rows['value'].iloc[0]:.3g}" if np.ptp(rows["value"]) == 0 else None
+
+    def on_draws(self, rows: pd.DataFrame) -> OnDraws:
+        return {"pearson": on_draws.pearson, "spearman": on_draws.spearman}[self.spec.metric](rows)
+
+
+def _correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:
+    """A correlation with a constant is 0 by definition here: such outputs tell nothing."""
+    if np.ptp(values) == 0 or np.ptp(labels) == 0:
+        return 0.0
+    return float(correlate(labels, values).statistic)
+
+
+def _floats(labels: pd.Series, params: Data) -> pd.Series:
+    try:
+        numbers = labels.astype("float32")
+    except (TypeError, ValueError) as error:
+        raise StageError(
+            f"column {params.columns.label} is no number: {error}; or is data.task classification?"
+        ) from error
+    if not np.isfinite(numbers).all():
+        raise StageError(f"column {params.columns.label} has labels that are not finite: remove those rows")
+    return numbers
