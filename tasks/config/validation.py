@@ -49,13 +49,13 @@ _WITH_LABELS: Mapping[str, tuple[TaskKindName, ...]] = {
     "expected": ("classification",),
     "drawn": ("classification", "language_modeling"),
 }
-"""Which kinds of task each way of labelling works for: it needs one number of labels per row; `expected` also needs few
-classes."""
+"""The kinds of task that each way of labelling works for: it needs one number of labels per example; `expected` also
+needs few classes."""
 _OF_ONE_TEXT: tuple[TaskKindName, ...] = ("token_classification", "summarization", "language_modeling")
 
 
 def check() -> dict[str, Any]:
-    """The sections of params.yaml, typed, but for `recipes`: the stages type those that they use.
+    """Check params.yaml, and return its sections, typed, but for the recipes.
 
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
@@ -80,7 +80,7 @@ def found_good(content: Mapping[str, Any]) -> bool:
 
 
 def _state(content: Mapping[str, Any]) -> str:
-    """Digest of params.yaml's content and of all that decides whether it has mistakes."""
+    """Return a digest of params.yaml's content and of all code that decides whether it has mistakes."""
     digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
     for file in (file for folder in code_folders().values() for file in sorted(folder.rglob("*.py"))):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
