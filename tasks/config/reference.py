@@ -63,7 +63,7 @@ def text(tree: Mapping[str, Any], path: str = "") -> str:
 def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type[BaseModel]]:
     """The type of what stands at `key` of a mapping of one of `models`; none for a name that users choose."""
     if models == [Params] and key in ("recipes", "recovery"):
-        found = [Recipe] if key == "recipes" else models_in(Recovery)
+        found: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
     elif models == [Recipe] and key not in Recipe.model_fields:
         return models  # the name of a recipe
     else:
