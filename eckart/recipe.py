@@ -30,7 +30,7 @@ PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
 
 
 class Recipe(BaseModel):
-    """How a model is compressed: what matters, how ranks are chosen, and how the model heals.
+    """A way to compress a model: what matters, how ranks are chosen, and how the model heals.
 
     Raises:
         pydantic.ValidationError: a part is unknown or out of its range; a ValueError that names them all.

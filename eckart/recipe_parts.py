@@ -1,4 +1,4 @@
-"""What a part of a recipe says of itself, so that no stage, check or report knows a method by its name.
+"""The base class of a recipe's parts: methods describe themselves, so that no other code knows one by its name.
 
 A method is a frozen value, its settings as params.yaml has them, in a file of its own, and a line in the registry of
 its family: the `__init__.py` of ranks/, recovery/, shaping/ or residual/, or weighting.py. docs/extending.md shows how.
@@ -24,15 +24,15 @@ new head), which learns the task while it is compressed."""
 
 
 class Method(BaseModel):
-    """What holds of most methods; one of which it does not hold says so."""
+    """A method with the properties that most methods have; a method overrides those that differ."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: str
-    """Its name in params.yaml, a Literal."""
+    """The method's name in params.yaml, a Literal."""
 
     captions: ClassVar[Mapping[str, str]] = {}
-    """Measure of its training rule → what a reader of the report is told of it."""
+    """Measure of its training rule → its caption in the report."""
 
     alone: ClassVar[bool] = False
     """Whether it works in one process only: it trains parameters that are not the model's, or runs the model twice."""
@@ -48,7 +48,7 @@ class Method(BaseModel):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The kinds of statistics that it reads from the pass over the calibration data."""
+        """The calibration statistics that it reads."""
         return ()
 
     @property
@@ -77,7 +77,7 @@ class Method(BaseModel):
         return False
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
-        """What makes no sense together with it in `recipe`, to which it belongs."""
+        """Yield the parts of `recipe`, its own one, that make no sense together with it."""
         yield from ()
 
 
@@ -100,5 +100,5 @@ class RecipeParts(Protocol):
 
 def train_together(methods: Iterable[Method | None]) -> bool:
     """Whether `methods` train, and several processes can do so together."""
-    some = [method for method in methods if method is not None]
-    return any(method.trains for method in some) and not any(method.alone for method in some)
+    present = [method for method in methods if method is not None]
+    return any(method.trains for method in present) and not any(method.alone for method in present)

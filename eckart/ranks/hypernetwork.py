@@ -139,7 +139,7 @@ class _Gates(nn.Module):
 
 
 class _Told(BaseModel):
-    """What tells one search from another."""
+    """The settings that make two searches the same search, for a training that is resumed."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,4 +1,4 @@
-"""What shaping and rank searches are asked, before anything is factorized, and what a search answers."""
+"""The input of shaping and rank searches, before anything is factorized, and the result of a search."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SearchProblem(Problem):
     calibration: Callable[[int], Sequence[Batch]]
 
     def spectra(self) -> Spectra:
-        """Of the weights as they are.
+        """Return the weighted singular values of every target's present weight.
 
         Raises:
             ValueError: a weight or its statistics are not fit; the message names the target.
@@ -64,7 +64,7 @@ class SearchProblem(Problem):
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """As `spectra`, with the components; of no Product.
+        """Return the weighted decompositions of all targets, none of which may be a Product.
 
         Raises:
             ValueError: as `spectra`.
@@ -86,7 +86,7 @@ class SearchProblem(Problem):
 
 @dataclass(frozen=True)
 class Found:
-    """What a search answers.
+    """The result of a search.
 
     Attributes:
         ranks: of every target; None where it stays dense.
@@ -100,7 +100,7 @@ class Found:
 
 
 class ByFormula(Method):
-    """A search that needs nothing but spectra."""
+    """Base class of a search that needs nothing but spectra."""
 
     @property
     def pairs(self) -> bool:
@@ -112,7 +112,7 @@ class ByFormula(Method):
 
     @abstractmethod
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
-        """Ranks for `targets` that keep at most `keep` of their parameters.
+        """Return ranks for `targets` that keep at most `keep` of their parameters.
 
         Raises:
             NoRank: `keep` leaves some target no rank.

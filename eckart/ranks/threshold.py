@@ -94,7 +94,7 @@ class _Values(nn.Module):
 
 
 class _Told(BaseModel):
-    """What tells one search from another."""
+    """The settings that make two searches the same search, for a training that is resumed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -253,7 +253,7 @@ class ThresholdSearch(Rule):
         return {target.name: rank_or_dense(target, rank) for target, rank in survivors}
 
     def _survivors(self) -> list[int]:
-        """Of every target: components above α, and the largest in any case."""
+        """Return which components of each target are above α; the largest always is."""
         with torch.no_grad():
             counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
             return torch.stack(counts).clamp(min=1).tolist()

@@ -105,7 +105,7 @@ def tolerated_ranks(
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
 ) -> Ranks:
-    """Ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
+    """Return ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
 
     Without `increase`, r is the smallest found to meet `keep` (choice: the paper sets r and takes the size that comes).
     It is bisected on a geometric scale of log(1 + r), as it can lie orders of magnitude below what the smallest ranks
@@ -214,7 +214,7 @@ def module_seconds(
 
 @dataclass(frozen=True)
 class _Walk:
-    """What one walk over the model decided, and the loss after each target that it factorized."""
+    """The decisions of one walk over the model, and the loss after each target that it factorized."""
 
     ranks: dict[str, Rank]
     losses: dict[str, float]

@@ -32,7 +32,7 @@ class Uniform(ByFormula):
 
 
 def _one_share(targets: Sequence[Target], keep: float) -> Ranks:
-    """The same keep for all but those of few rows, which it would leave no rank.
+    """Return ranks by the same keep for all targets but those with few rows, which it would leave no rank.
 
     These have rank 1, or stay dense where no rank makes them smaller, and the others share what is left (choice).
     """
@@ -48,13 +48,13 @@ def _one_share(targets: Sequence[Target], keep: float) -> Ranks:
 
 
 def _share(budget: int, targets: Sequence[Target], least: Ranks) -> float:
-    """Of the parameters of the others, what of `budget` is left where some have their `least`; positive."""
+    """Return the share of the other targets' parameters that `budget` pays for beside those in `least`; positive."""
     left = budget - sum(cost(target, least[target.name]) for target in targets if target.name in least)
-    return max(left / max(sum(one.parameters for one in targets if one.name not in least), 1), 1e-9)
+    return max(left / max(sum(target.parameters for target in targets if target.name not in least), 1), 1e-9)
 
 
 def _rank(target: Target, keep: float) -> Rank:
-    """The largest r that `keep` pays for: as factors ⌊keep · out · in / (out + in)⌋; 0 if none."""
+    """Return the largest r that `keep` pays for: ⌊keep · out · in / (out + in)⌋ as factors; 0 if none."""
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
         return None
@@ -62,7 +62,7 @@ def _rank(target: Target, keep: float) -> Rank:
 
 
 def _one_rank(targets: Sequence[Target], keep: float) -> Ranks:
-    """The largest rank for all that meets `keep`; a target that it would not make smaller stays dense (choice)."""
+    """Return ranks by the largest common rank that meets `keep`; others stay dense (choice)."""
     budget = ranked_allowance(targets, keep)
     highest = max(map(largest_rank, targets)) + 1  # at which all are dense
     rank = bisect_right(range(1, highest + 1), budget, key=lambda some: _parameters(targets, some))
@@ -70,5 +70,5 @@ def _one_rank(targets: Sequence[Target], keep: float) -> Ranks:
 
 
 def _parameters(targets: Sequence[Target], rank: int) -> int:
-    """Of all `targets` at `rank`, or dense where that is smaller."""
+    """Return the parameters of all `targets` at `rank`, or dense where that is smaller."""
     return sum(cost(target, rank_or_dense(target, rank)) for target in targets)

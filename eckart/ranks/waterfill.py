@@ -14,9 +14,9 @@ still can, for from there on no move saves more per parameter and its cost alone
 
 Sound only where S² is comparable across targets: under a weighting in units of loss, such as kfac.
 
-Parameters are bytes, and those of maps are time besides. So moves may be compared by prices that ask less for what an
-embedding looks up; within the budget, which counts parameters alone, maps then have smaller ranks and embeddings larger
-ones.
+Parameters are bytes, and those of linear layers are time besides. So moves may be compared by prices that ask less for
+what an embedding looks up; within the budget, which counts parameters alone, linear layers then have smaller ranks and
+embeddings larger ones.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ class Waterfill(ByFormula):
         return {target.name: state.rank for target, state in zip(targets, states, strict=True)}
 
     def _savings(self, target: Target, spectrum: Tensor) -> Tensor:
-        """What each component saves, `(components,)`, by the price of its parameters."""
+        """Return the loss that each component saves, `(components,)`, divided by the price of its parameters."""
         return spectrum.double().square() / (self.embedding_price if target.looks_up else 1.0)
 
 
 @dataclass
 class _State:
-    """Where a target stands among what it may be.
+    """A target with the ranks that it may have, and the one that it has.
 
     choices: rank 1 and the multiples, ascending, then None; costs: their parameters, ascending; losses: what each
     leaves, descending.
-    vertices: from each choice the next on the hull of those behind it.
+    vertices: from each choice the next on the hull of those after it.
     """
 
     choices: Sequence[Rank]
@@ -105,7 +105,7 @@ class _State:
         return self.costs[self.position]
 
     def best(self, left: int) -> tuple[float, int]:
-        """The most that a parameter can save of those that are `left`, and where that leads; below 0 if nowhere."""
+        """Return the most loss that one of `left` parameters can save, and the choice it leads to; below 0 if none."""
         if self.position == len(self.choices) - 1:
             return -1.0, self.position
         vertex = self.vertices[self.position]
@@ -117,7 +117,7 @@ class _State:
 
 
 def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
-    """From each point the one behind it with the steepest way down, of equals the furthest; the last has none."""
+    """Return for each point the one after it with the steepest way down, of equals the furthest; the last has none."""
     hull, vertices = [len(costs) - 1], [len(costs)] * len(costs)
     for here in reversed(range(len(costs) - 1)):
         while len(hull) > 1 and _slope(costs, losses, here, hull[-2]) >= _slope(costs, losses, here, hull[-1]):
@@ -128,5 +128,5 @@ def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
 
 
 def _slope(costs: Sequence[int], losses: Sequence[float], here: int, there: int) -> float:
-    """What a parameter saves on the way from one choice to another."""
+    """Return the loss that each parameter saves between two choices."""
     return (losses[here] - losses[there]) / (costs[there] - costs[here])

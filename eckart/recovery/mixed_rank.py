@@ -144,7 +144,7 @@ class MixedRankRule(Rule):
         return self._with(self._drawn())
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """What makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
+        """Return the term that makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
 
         The mean of both passes' task losses is ours (choice): the paper adds D and names no task loss. z² is drawn on
         its own, so it can equal z¹. Once p is 0 the two passes differ by dropout alone.

@@ -1,4 +1,4 @@
-"""What recoveries are asked: the model is factorized."""
+"""The input of a recovery: the factorized model and what it came from."""
 
 from __future__ import annotations
 

@@ -75,14 +75,14 @@ class SparseRows(Method):
             )
 
     def rule(self, problem: Problem, steps: int) -> RowPruning:
-        """What prunes the rows in a training of `steps` steps, until the factorized targets meet their budget."""
+        """Return the rule that prunes rows in a training of `steps` steps until the targets meet their budget."""
         left = factorized(problem.model)
         dense = sum(target.parameters for target in problem.targets if target.name not in left)
         return RowPruning(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
 
 
 def _cool_down(settings: SparseRows, steps: int) -> int:
-    """Steps after pruning has ended; the last step meets the budget in any case."""
+    """Return the steps after pruning has ended; the last step meets the budget in any case."""
     return max(1, steps_in(settings.end, steps))
 
 
@@ -115,7 +115,7 @@ class _Rows:
         return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
-        """What each row adds to its betters in this target `(out,)`."""
+        """Return the parameters that each row adds to the rows ranked above it `(out,)`."""
         places = _order(self.scores).argsort()
         return self.price(places + 1) - self.price(places)
 

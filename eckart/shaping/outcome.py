@@ -1,4 +1,4 @@
-"""What shaping left of the targets' weights."""
+"""Measures of the weights that shaping left."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from eckart.model.targets import Target, weight_of
 
 
 def share_left(modules: Iterable[nn.Module]) -> float:
-    """The share of the weights of linear maps that is not zero."""
+    """Return the share of the weights of linear layers that is not zero."""
     weights = [weight_of(module) for module in modules]
     return sum(int(weight.count_nonzero()) for weight in weights) / sum(weight.numel() for weight in weights)
 
 
 def average_rank(model: nn.Module, targets: Sequence[Target]) -> float:
-    """Mean numerical rank of the targets' weights; pruning lowers it (LPAF, 3.2)."""
+    """Return the mean numerical rank of the targets' weights; pruning lowers it (LPAF, 3.2)."""
     return sum(numerical_rank(weight_of(model.get_submodule(target.name))) for target in targets) / len(targets)
 
 
 def numerical_rank(weight: Tensor) -> int:
-    """Singular values of `weight` `(out, in)` above ε ‖W‖_F, with ε of the type that it is stored in.
+    """Count the singular values of `weight` `(out, in)` above ε ‖W‖_F, with ε of the type that it is stored in.
 
     Rounding moves an entry by ε/2 of it at most, so no singular value by more than ε/2 ‖W‖_F (Weyl): what lies below
     may be rounding alone. The other half is for how the entries were computed.
@@ -32,5 +32,5 @@ def numerical_rank(weight: Tensor) -> int:
 
 
 def empty_rows(model: nn.Module, targets: Sequence[Target]) -> int:
-    """Rows of the targets' weights `(out, in)` that are all zero, which is how pruning is to lower the rank."""
+    """Count the rows of the targets' weights `(out, in)` that are all zero, by which pruning lowers the rank."""
     return sum(int((weight_of(model.get_submodule(target.name)) == 0).all(1).sum()) for target in targets)

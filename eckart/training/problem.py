@@ -1,4 +1,4 @@
-"""What a method is asked: a model, of whose targets so much may be kept, and what the model is for.
+"""The input of a method: a model, its targets, how much of them may be kept, and the task's loss.
 
 More is known before the factorization (eckart/ranks/search_problem.py) and after it
 (eckart/recovery/recovery_problem.py).

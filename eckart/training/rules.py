@@ -19,23 +19,23 @@ from eckart.calibration.losses import Batch
 
 
 class Rule:
-    """Every hook does nothing by default."""
+    """Base class of training rules; every hook does nothing."""
 
     settings: BaseModel | None = None
-    """What decides how it acts, for telling one training from another."""
+    """The settings by which a resumed training is recognized."""
 
     forward_options: Mapping[str, Any] = {}
-    """What the model is called with besides the batch."""
+    """Keyword arguments of the model besides the batch."""
 
     def before_forward(self, step: int) -> None:
         """Set up the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """What holds the model as it is now, for a part of this forward that is computed again on the way back."""
+        """Return a context that keeps the model as it is now, for a part of the forward that backward recomputes."""
         return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """What is added to the task loss `outputs.loss`."""
+        """Return what is added to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
         """Read the gradients; they are not clipped yet."""
@@ -52,18 +52,18 @@ class Rule:
         return False
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """Parameters that are not the model's, as groups of a torch optimizer; their rates follow the schedule.
+        """Return parameters that are not the model's, as groups of a torch optimizer; their rates follow the schedule.
 
         The loop clears and clips the gradients of its model alone: these are cleared in `before_forward`.
         """
         return ()
 
     def measures(self) -> dict[str, float]:
-        """Numbers of the last step for the training curve, by names that no other rule uses."""
+        """Return numbers of the last step for the training curve, by names that no other rule uses."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed training needs besides the model and the optimizer; empty if nothing."""
+        """Return what a resumed training needs besides the model and the optimizer; empty if nothing."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -71,5 +71,5 @@ class Rule:
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of a module that belongs to a rule, for `Rule.state`."""
+    """Copy the state of a module that belongs to a rule, for `Rule.state`."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}

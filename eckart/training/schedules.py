@@ -34,6 +34,6 @@ def linear(step: int, until: int, first: float) -> float:
 
 
 def exceeding(part: str, start: float, end: float) -> Iterator[Contradiction]:
-    """What is wrong with shares of the steps before and after a `cubic` that leave it none."""
+    """Yield the mistake of shares of the steps before and after a `cubic` that leave it no step."""
     if start + end > 1:
         yield part, f"start and end are shares of the steps and sum to {start + end:g}; write at most 1"

@@ -50,7 +50,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Laid:
-    """What `init` has done: what params.yaml says otherwise than before, which in a new workspace is the default study.
+    """The changes that `init` made to params.yaml, which in a new workspace begins as the default study.
 
     before: what stood there, by the same keys.
     head: what becomes of the base model's head, in words.
@@ -103,7 +103,7 @@ def _by_own_names(message: str, wishes: Wishes) -> str:
 
 
 class _Made:
-    """What is new in a folder, so that it can be taken away again."""
+    """The new files of a folder, so that they can be removed again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class _Made:
     def note(self, path: Path) -> Path:
         """Note that `path`, of the folder, is about to be made; what of the way to it is missing is made."""
         whole = self.folder / path
-        missing = [one for one in (whole, *whole.parents) if not one.exists()]
+        missing = [parent for parent in (whole, *whole.parents) if not parent.exists()]
         self._new += missing[-1:]
         whole.parent.mkdir(parents=True, exist_ok=True)
         return whole
@@ -166,7 +166,7 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 
 def _named(folder: Path, wishes: Wishes, made: _Made, again: bool) -> Laid:
-    """What params.yaml is to say, once the files are where it names them."""
+    """Bring the files to their places, and return what params.yaml is to say."""
     present, default = sections(read(folder / PARAMS)), sections(read(installation.HOME / PARAMS))
     name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
     changes: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 def _amending(
     changes: dict[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of all that model and data say what the wishes decide, and what nobody has changed yet."""
+    """Return those changes that the wishes decide, or that concern what nobody has changed yet."""
     data = changes.get("data", {})
     if not wishes.data:
         data = {key: value for key, value in data.items() if key not in ("source", "splits", "sizes")}
@@ -242,7 +242,7 @@ def _amending(
 def _epochs(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of a teacher, where the wishes are about what its head knows: none where it knows the labels, else some.
+    """Return the teacher's epochs where the wishes concern its head: 0 where the head knows the labels.
 
     A number that is neither of these is the user's.
     """
@@ -253,7 +253,7 @@ def _epochs(
 
 
 def _differing(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Those changes that change something."""
+    """Return the changes that change something."""
     found = {}
     for key, value in changes.items():
         before = present.get(key)
@@ -266,7 +266,7 @@ def _differing(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[s
 
 
 def _as_before(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """What stood in the places of the changes."""
+    """Return the values that the changes replace."""
     return {
         key: _as_before(value, present[key])
         if isinstance(value, Mapping) and isinstance(present.get(key), Mapping)
@@ -308,7 +308,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _hand_to_dvc(part: Path, made: _Made) -> None:
-    """So that a commit says which bytes a study read, and others can pull them; an empty folder waits for some."""
+    """Track a folder by DVC, so that a commit names the bytes that a study read and others can pull them."""
     folder = made.folder
     if not (folder / part).exists():
         made.write(part / ".gitkeep", "")

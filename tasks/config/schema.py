@@ -46,7 +46,7 @@ Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Labels = Literal["given", "expected", "drawn"]
-"""By which labels gradients are gathered."""
+"""The labels of the gradients that are gathered."""
 Given = Literal["train", "validation", "test"]
 """A split that a source may bring."""
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -83,7 +83,7 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """What a candidate should reach: exactly one of a drop, a speed-up and a size."""
+    """A goal for candidates: exactly one of a drop, a speed-up and a size."""
 
     largest_drop: Annotated[float, Field(ge=0)] | None = Field(
         None, description="loss of data.metric against the original model on validation examples, at most"
@@ -397,17 +397,17 @@ def sections(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keeps() -> tuple[str, ...]:
-    """As written (1, not 1.0): the files of candidates are named so."""
+    """Return the keeps as written (1, not 1.0), since the files of candidates are named so."""
     return tuple(map(str, section("study.keeps", tuple[int | float, ...])))
 
 
 def exported() -> tuple[str, ...]:
-    """The candidates that are exported."""
+    """Return the candidates that are exported."""
     return tuple(candidate_name(recipe, keep) for recipe in section("export", Export).recipes for keep in keeps())
 
 
 def read(path: Path = PARAMS) -> dict[str, Any]:
-    """params.yaml as plain data.
+    """Read params.yaml as plain data.
 
     Raises:
         ParamsError: there is no such file, or it is no YAML mapping.
@@ -430,7 +430,7 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
 
 
 def _nameless(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
-    """Keys that are no names, by which nothing else could be reported; and what holds itself, as YAML allows."""
+    """Yield mistakes of keys that are no names, and of values that contain themselves, which YAML allows."""
     if id(content) in within:
         yield f"{'.'.join(map(str, above))}: holds itself; write out what it is"
         return
@@ -477,7 +477,7 @@ def parse(content: Any, kind: type[T], path: Path, prefix: str = "") -> T: ...
 @overload
 def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any: ...
 def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
-    """`content` as a `kind`, strictly: no string is taken for a number.
+    """Return `content` as a `kind`, strictly: no string is taken for a number.
 
     Raises:
         ParamsError: every mistake on a line of its own, with its path and what to write instead.
@@ -489,7 +489,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
 
 
 def as_json(content: Any) -> str:
-    """YAML content for a strict type: JSON accepts a list for a tuple; every other type must match.
+    """Return YAML content as JSON for a strict type: JSON accepts a list for a tuple; every other type must match.
 
     What YAML has and JSON has not (a date, say) becomes something that no section takes, to be refused by its path.
     """
@@ -497,12 +497,12 @@ def as_json(content: Any) -> str:
 
 
 def report(path: Path, lines: Iterable[str]) -> str:
-    """The message of a ParamsError: one mistake a line, whatever it quotes."""
+    """Return the message of a ParamsError: one mistake a line, whatever it quotes."""
     return f"{path} has mistakes:\n" + "\n".join(f"  {_on_one_line(line)}" for line in lines)
 
 
 def _on_one_line(text: str) -> str:
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> list[str]:

@@ -42,7 +42,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def check() -> dict[str, Any]:
-    """The sections of params.yaml, typed, but for `recipes`: the stages type those that they use.
+    """Check params.yaml, and return its sections, typed, but for the recipes.
 
     Raises:
         ParamsError: with all mistakes, each with its path and what to write instead.
@@ -67,7 +67,7 @@ def found_good(content: Mapping[str, Any]) -> bool:
 
 
 def _state(content: Mapping[str, Any]) -> str:
-    """Digest of params.yaml's content and of all that decides whether it has mistakes."""
+    """Return a digest of params.yaml's content and of all code that decides whether it has mistakes."""
     digest = hashlib.sha256(f"{pydantic.VERSION} {content}".encode())
     for file in (file for folder in code_folders().values() for file in sorted(folder.rglob("*.py"))):
         digest.update(hashlib.sha256(file.read_bytes()).digest())

@@ -206,7 +206,7 @@ def test_wrong_arguments_are_errors() -> None:
         eckart.compress(torch.nn.Linear(2, 2), BATCHES, 0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"BertModel.*head"):
         eckart.compress(tiny.bert().base_model, BATCHES, 0.5, "kfac")
-    with pytest.raises(ValueError, match="weighting"):
+    with pytest.raises(ValueError, match="source"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, {"source": "finetuned"})
     for drop in (-0.1, float("nan")):
         with pytest.raises(ValueError, match="largest_drop"):

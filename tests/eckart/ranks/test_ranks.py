@@ -152,8 +152,6 @@ def test_keep_that_leaves_no_rank_is_an_error_that_says_what_to_do(method, keep)
     "bad",
     [
         {"kind": "unifrom", "by": "share"},
-        {"kind": "uniform"},
-        {"kind": "waterfill"},
         {"kind": "waterfill", "multiple": 0, "embedding_price": 1.0},
         {"kind": "waterfill", "multiple": 1, "embedding_price": 0.0},
         {},

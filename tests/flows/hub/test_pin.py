@@ -32,7 +32,8 @@ def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(root)
     file = root / "params.yaml"
     file.write_text((REPOSITORY / "params.yaml").read_text())
-    yaml_edit.update({"model": {"base": "someone/base"}, "data": {"source": "someone/reviews"}})
+    own = {"model": {"base": "someone/base", "revision": None}, "data": {"source": "someone/reviews", "revision": None}}
+    yaml_edit.update(own)
     return file
 
 
