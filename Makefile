@@ -1,11 +1,11 @@
-# Everything starts from here: `make run`, `make test`. Both set up the environment first, once.
+# `make run` runs the study, `make test` the tests. Each sets up the environment first, once.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-# The set-up leaves bytecode to the first import: where none is written, each process compiles anew all that it imports.
+# The set-up compiles no bytecode, the first import does. With this variable each process would compile all anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test bench docs lint ui lock clean
@@ -13,42 +13,43 @@ unexport PYTHONDONTWRITEBYTECODE
 run: $(READY)  ## run the study that params.yaml describes
 	$(BIN)/python -m flows run
 
-test: $(READY)  ## all tests
+test: $(READY)  ## run all tests
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-bench: $(READY)  ## time the study of this folder, alone on the machine, and write docs/benchmarks.md; some minutes
+bench: $(READY)  ## measure the study of this folder and write docs/benchmarks.md: some minutes, alone on the machine
 	$(BIN)/python -m flows run
 	$(BIN)/python -m benchmarks > docs/benchmarks.md.new
 	mv docs/benchmarks.md.new docs/benchmarks.md
 
-docs: $(READY)  ## the pages and the API reference, into site/index.html; a link that leads nowhere ends it
+docs: $(READY)  ## build the pages and the API reference into site/; a broken link is an error
+	$(BIN)/python -m tasks.config.reference > docs/params.md
 	rm -rf site
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env -c docs -d build/docs . site
 
-lint: $(READY)  ## formatting, style, types, import contracts
+lint: $(READY)  ## check formatting, style, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
 
-ui: $(READY)  ## Prefect's and MLflow's pages, on this machine alone
+ui: $(READY)  ## serve the pages of Prefect and MLflow on this machine only
 	$(BIN)/python -m flows ui
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.11 …")'
 	@echo 'Setting up $(VENV): half a minute to three minutes, once.'
 	$(PYTHON) -m venv $(VENV)
-	@# Four at a time, 24 packages each: one pip for all takes seven times as long.
+	@# Four at a time, 24 packages each: a single pip takes seven times as long.
 	xargs -P 4 -n 24 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile < requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
-lock:  ## resolve pyproject.toml's ranges anew into requirements.lock
+lock:  ## resolve the version ranges of pyproject.toml into requirements.lock
 	$(PYTHON) -m venv $(VENV)-lock
-	@# Debian 12 has Python 3.11.2: soupsieve's later versions want 3.11.5, and redis wants async-timeout there.
+	@# For Debian 12 with Python 3.11.2: later versions of soupsieve need 3.11.5, and redis needs async-timeout.
 	$(VENV)-lock/bin/python -m pip install --quiet torch==2.13.0 'soupsieve<3' async-timeout '.[pipeline,onnx,cluster,team,lm-eval,docs,dev]'
 	$(VENV)-lock/bin/python -m pip freeze --all --exclude eckart --exclude pip | sed 's/+cpu$$//' > requirements.lock
 	rm -rf $(VENV)-lock
 
-clean:  ## the environment and tool caches; data, models and reports stay
+clean:  ## remove the environment and tool caches; keep data, models and reports
 	rm -rf $(VENV) $(VENV)-lock build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

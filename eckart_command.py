@@ -1,8 +1,9 @@
 """The command `eckart`: the pipeline's command line, in a workspace anywhere or in a clone of the repository.
 
-It stands outside the package, whose import takes seconds and loads torch before the settings of a run are made.
-Installed by pip, `tasks` and `flows` lie in a folder of their own, so that no other project's environment has packages
-of such names; only this command, and what it starts, looks there.
+It is not part of the package `eckart`, whose import takes seconds and loads torch before the settings of a run apply.
+pip installs `tasks` and `flows` into the folder eckart_pipeline/, because top-level packages of such names would
+collide with those of other projects in the same environment. Only this command, and processes that it starts, look
+there.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ _HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run a command of the pipeline, or, as dvc.yaml of a workspace asks for it, a stage: `eckart stage NAME …`."""
+    """Run a command of the pipeline, or a stage, as dvc.yaml of a workspace calls it: `eckart stage NAME …`."""
     if not find_spec("prefect"):
         sys.exit(
-            "eckart: the pipeline needs more packages: pip install 'eckart[pipeline]', or, in a clone, `make test`"
+            "eckart: the pipeline needs more packages: run pip install 'eckart[pipeline]', or `make test` in a clone"
         )
     home = _home()
     sys.path.insert(0, str(home))
     if home != Path.cwd():
-        # The same for what this process starts; and a user's own folder `tasks` is not to be taken for ours.
+        # For processes that this one starts. PYTHONSAFEPATH: a user's own folder `tasks` must not be taken for ours.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
     module = "flows"
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def _home() -> Path:
-    """The folder of `tasks` and `flows`: a clone's own, so that edits of its code count; else the installed one."""
+    """Return the folder of `tasks` and `flows`: the working directory if it is a clone, else the installed one."""
     here, installed = Path.cwd(), _HERE / "eckart_pipeline"
     return next(folder for folder in (here, installed, _HERE) if (folder / "flows/engine/stages.py").is_file())
 

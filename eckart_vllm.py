@@ -1,9 +1,10 @@
-"""vLLM runs compressed language models in their factors: its plug-in, which knows `quant_method: eckart`.
+"""A plug-in with which vLLM runs compressed language models in their factors (`quant_method: eckart`).
 
-It stands outside the package, and imports nothing of it: vLLM asks for older versions of transformers than eckart does.
-In vLLM's environment `pip install --no-deps` brings it, and vLLM finds it (entry point `vllm.general_plugins`).
+It is outside the package and imports nothing from it, as vLLM needs older versions of transformers than eckart does.
+Install it into vLLM's environment with `pip install --no-deps`; vLLM finds it (entry point `vllm.general_plugins`).
 
-vLLM runs maps that read the same as one layer, `qkv_proj` or `gate_up_proj`: their right factors are one product, too.
+vLLM fuses linear layers that read the same inputs into one, `qkv_proj` or `gate_up_proj`. So their right factors are
+multiplied in one product, too.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ _QKV = {"q": 0, "k": 1, "v": 2}
 
 
 def register() -> None:
-    """vLLM calls it in each of its processes; the import of this file has done all."""
+    """Do nothing: vLLM calls it in each of its processes, and importing this file has registered all."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one of the maps of a layer is stored."""
+    """How one of the linear layers that vLLM fused is stored."""
 
     rank: int | None
-    """None where it is dense."""
+    """None if it is dense."""
     rows: int = 0
-    """Of the sparse residual."""
+    """Rows of the sparse residual."""
     pivoted: bool = False
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Name in the file → shape."""
+        """Return each tensor's name in the file → its shape."""
         if self.rank is None:
             return {"weight": (out_features, in_features)}
         right = {"right": (self.rank, in_features)}
@@ -49,7 +50,7 @@ class Part:
 
 
 class LowRankMethod(LinearMethodBase):
-    """y = (x rightᵀ) leftᵀ for each of the maps of a layer: x `(…, in)` → the outputs of all, `(…, out)`."""
+    """Computes y = (x rightᵀ) leftᵀ for each part of a fused layer: x `(…, in)` → all their outputs `(…, out)`."""
 
     def __init__(self, parts: list[Part]) -> None:
         self.parts = parts
@@ -64,7 +65,7 @@ class LowRankMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Flat memory for what the files hold under each name, the maps one behind the other."""
+        """Allocate flat memory for what the files hold under each name, one part after the other."""
         if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
             raise ValueError(f"factors run on one device: set tensor_parallel_size=1, or {_MERGE}")
         outs = output_partition_sizes if len(self.parts) > 1 else [output_size]
@@ -77,8 +78,9 @@ class LowRankMethod(LinearMethodBase):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Right factors stay together; what else a map has is a parameter of its own, and pivots become factors."""
-        stored = {name: list(_split(layer, name)) for name in dict.fromkeys(n for s in layer.eckart_shapes for n in s)}
+        """Join the right factors, give each part parameters of its own, and turn pivoted storage into factors."""
+        names = dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes)
+        stored = {name: list(_split(layer, name)) for name in names}
         for name in stored:
             delattr(layer, name)
         _register(layer, "right", torch.cat([right for right in stored.pop("right") if right is not None]))
@@ -108,7 +110,7 @@ class LowRankMethod(LinearMethodBase):
 
 
 def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
-    """What each map has in the flat memory of `name`, in its shape; None where it has nothing."""
+    """Yield each part's tensor in the flat memory of `name`; None if it has none."""
     start = 0
     for shapes in layer.eckart_shapes:
         end = start + _numel(shapes.get(name))
@@ -122,7 +124,7 @@ def _register(layer: nn.Module, name: str, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Where the numbers of each map belong in the flat memory of a name."""
+    """Copies each part's numbers to their place in the flat memory of a name."""
 
     name: str
     sizes: list[int]
@@ -141,7 +143,7 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfig):
-    """What config.json says of a compressed model (eckart/model/hf_format.py)."""
+    """How a compressed model is stored, read from its config.json (eckart/model/hf_format.py)."""
 
     def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class EckartConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of a GPU: any, as there are no kernels of its own."""
+        """Allow any GPU, as this method has no kernels of its own."""
         return 0
 
     @staticmethod
@@ -174,7 +176,8 @@ class EckartConfig(QuantizationConfig):
         self.parts = hf_to_vllm_mapper.apply_dict(self.parts)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """
+        """Return how to compute `layer`; None for layers that are not linear.
+
         Raises:
             ValueError: an embedding or a head is factorized.
         """
@@ -183,6 +186,6 @@ class EckartConfig(QuantizationConfig):
                 raise ValueError(f"vLLM does not run {prefix} in factors: {_MERGE}")
             return None
         parent, _, child = prefix.rpartition(".")
-        names = [f"{parent}.{each}" for each in self.packed_modules_mapping.get(child, [child])]
+        names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(child, [child])]
         parts = [self.parts.get(name, Part(None)) for name in names]
         return LowRankMethod(parts) if any(name in self.parts for name in names) else UnquantizedLinearMethod()

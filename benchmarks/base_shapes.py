@@ -1,4 +1,4 @@
-"""What statistics and decompositions cost on BERT-base's shapes, beside what a first implementation would do.
+"""Time statistics and decompositions on BERT-base's shapes, beside a naive implementation.
 
     python -m benchmarks.base_shapes     # Markdown tables; some minutes, no study needed
 
@@ -25,14 +25,14 @@ from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets
 
 BATCHES, ROWS, TOKENS, LAYERS, RUNS = 2, 16, 128, 4, 5
-"""Four layers of twelve: what each costs is the same. Two batches, so that sums are added to, not begun alone."""
+"""Four layers of twelve, since each costs the same. Two batches, so that sums are also added to."""
 
 KFAC: tuple[StatisticKind, ...] = ("inputs", "output_gradients")
 SHAPES = ((768, 768), (768, 3072))
 
 
 def seconds(*jobs: Callable[[], object]) -> list[list[float]]:
-    """Of each job, in rounds in which each runs once; the first round warms up."""
+    """Return the seconds of each job, in rounds in which each runs once; the first round warms up."""
     taken: list[list[float]] = [[] for _ in jobs]
     for _ in range(1 + RUNS):
         for job, times in zip(jobs, taken, strict=True):
@@ -49,7 +49,7 @@ def trained(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
 
 
 def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[Target], squares: bool) -> None:
-    """The same sums by hooks, as whole products and one gradient of a sample after the other."""
+    """Compute the same sums by hooks, as whole products and with the gradients of one sample after the other."""
     sums: dict[str, Tensor] = {}
     inputs: dict[str, Tensor] = {}
 
@@ -83,8 +83,8 @@ def naively(model: PreTrainedModel, batches: Sequence[Batch], targets: Sequence[
         hooks.append(module.register_full_backward_hook(after(target.name)))
     for batch in batches:
         model(**batch).loss.backward()
-    for one in hooks:
-        one.remove()
+    for hook in hooks:
+        hook.remove()
     model.zero_grad()
     model.requires_grad_(True)
 
@@ -111,7 +111,7 @@ def calibration() -> None:
 
 
 def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
-    """The best of a rank by Cholesky roots of both sides and an SVD between them."""
+    """Return the best approximation of a rank by Cholesky roots of both sides and an SVD between them."""
     assert norm.left is not None
     assert norm.right is not None
     outer, inner = torch.linalg.cholesky(norm.left), torch.linalg.cholesky(norm.right)
@@ -122,7 +122,7 @@ def whitened(weight: Tensor, norm: ErrorNorm) -> Callable[[int], Tensor]:
 
 
 def moments(size: int) -> Tensor:
-    """Second moments of features of very different sizes that depend on each other."""
+    """Return second moments of correlated features of very different sizes."""
     values = torch.randn(4 * size, size, dtype=torch.float64) @ torch.randn(size, size, dtype=torch.float64)
     values *= torch.rand(size, dtype=torch.float64) ** 3 + 1e-3
     return values.T @ values / len(values)
@@ -146,7 +146,7 @@ def decompositions() -> None:
         lost, theirs = (
             float(weighted_loss(weight - found, norm)) for found in (left @ right, whitened(weight, norm)(192))
         )
-        cells = [f"{1e3 * statistics.median(each):.0f}" for each in times]
+        cells = [f"{1e3 * statistics.median(seconds):.0f}" for seconds in times]
         print(f"| {out} × {in_} | {' | '.join(cells)} | {lost / theirs - 1:.1e} |")
 
 

@@ -1,4 +1,4 @@
-"""What bfloat16 gives in torch, on a processor that multiplies in it: candidates and the dense model, loaded so.
+"""Time candidates and the original model in bfloat16, in torch, on a processor that multiplies in it.
 
     make run && python -m benchmarks.bfloat16 anchored-0.5 anchored-0.33    # a Markdown table for the study here
 
@@ -53,13 +53,13 @@ def main() -> None:
             scores[name] = score_on("test", models[name, "bfloat16"], tokenizer, f"{name} in bfloat16").score.metric
     rows, tokens = settings.shapes[0]
     inputs = random_inputs(models["dense", "float32"], rows, tokens)
-    taken = in_rounds({way: partial(in_torch, one) for way, one in models.items()}, inputs, settings.repetitions)
+    taken = in_rounds({way: partial(in_torch, model) for way, model in models.items()}, inputs, settings.repetitions)
     print("| in bfloat16 | metric | MB in memory | × itself in float32 | × dense in float32 | × dense in bfloat16 |")
     print("|---|---|---|---|---|---|")
     for name in names:
         others = [(name, "float32"), ("dense", "float32"), ("dense", "bfloat16")]
         times = [ratio(taken[other], taken[name, "bfloat16"]) for other in others]
-        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
+        cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
         size = models[name, "bfloat16"].get_memory_footprint() / 1e6
         print(f"| {name} | {scores[name]:.4f} | {size:.1f} | {' | '.join(cells)} |")
     print(f"\n{threads} thread, {rows} rows of {tokens} tokens, medians of {settings.repetitions} rounds")

@@ -1,4 +1,4 @@
-"""How fast candidates of a language model write, beside the dense model: forwards in turn, keys and values cached.
+"""Time how fast candidates of a language model write, beside the original model, with cached keys and values.
 
 make run && python -m benchmarks.generation anchored-0.6    # Markdown tables for the study in this folder
 
@@ -31,32 +31,32 @@ from tasks.nlp_tasks import kind_of
 from tasks.report.runtimes import TITLES
 
 Step = Callable[[Batch], tuple[Tensor, Mapping[str, Any]]]
-"""Inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache, as further inputs."""
+"""A function: inputs → logits of the last token `(rows, 1, vocabulary)`, and the cache as further inputs."""
 
 BATCHES = (1, 8)
 PROMPT = 128
-"""Tokens."""
+"""Tokens of the prompt."""
 
 
 def in_torch(model: PreTrainedModel, inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
-    found = model(**inputs, use_cache=True, logits_to_keep=1)
-    return found.logits, {"past_key_values": found.past_key_values}
+    outputs = model(**inputs, use_cache=True, logits_to_keep=1)
+    return outputs.logits, {"past_key_values": outputs.past_key_values}
 
 
 def in_onnxruntime(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> tuple[Tensor, Mapping[str, Any]]:
-    found = answer({**inputs, KEPT: torch.tensor(1)})
-    return found["logits"], cache_of(found)
+    outputs = answer({**inputs, KEPT: torch.tensor(1)})
+    return outputs["logits"], cache_of(outputs)
 
 
 def steps(name: str, model: PreTrainedModel, runtimes: Sequence[Runtime], threads: int) -> dict[Runtime, Step]:
-    """A model by each runtime."""
+    """Return a model in each runtime."""
     files = {runtime: ONNX / name / file for runtime, file in ONNX_FILES.items() if runtime in runtimes}
     exported = {runtime: partial(in_onnxruntime, runner(file, threads)) for runtime, file in files.items()}
     return {"torch": partial(in_torch, model), **exported}
 
 
 def write(step: Step, prompt: Batch, tokens: int) -> tuple[float, float]:
-    """Seconds until the first token, and of each token after it."""
+    """Return the seconds until the first token, and of each later token."""
     mask = prompt["attention_mask"]
     start = time.perf_counter()
     logits, cache = step(prompt)
@@ -86,7 +86,7 @@ def rows_of(
 
 
 def files_of(names: Sequence[str]) -> Iterator[str]:
-    """A line for each file: its size, and how well it answers the test rows."""
+    """Return a line for each file: its size, and its score on the test examples."""
     for name in names:
         exports = Exports.model_validate_json((EXPORTS / f"{name}.json").read_text())
         for title, file in ((TITLES["onnx"], exports.onnx), (TITLES["int8"], exports.int8)):
@@ -94,7 +94,7 @@ def files_of(names: Sequence[str]) -> Iterator[str]:
 
 
 def bytes_of_cache(model: PreTrainedModel) -> int:
-    """Of a row's token."""
+    """Return the bytes of the cache for one token of one row."""
     cache = model(**random_inputs(model, 1, 1), use_cache=True).past_key_values
     return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
@@ -103,8 +103,8 @@ def bytes_of_cache(model: PreTrainedModel) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("candidates", nargs="+", help="of models/finetuned")
-    parser.add_argument("--written", type=int, default=32, help="tokens that each writes")
-    parser.add_argument("--rounds", type=int, default=8, help="in which each writes once; 6 at least")
+    parser.add_argument("--written", type=int, default=32, help="tokens that each model writes")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds in which each model writes once; at least 6")
     asked = parser.parse_args()
     task, threads = load_task(), section("threads", Threads).candidate
     if task.kind != "language_modeling":

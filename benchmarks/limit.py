@@ -1,4 +1,4 @@
-"""How fast a candidate could be in torch, and how near it comes: forwards of it and of the dense model in turn.
+"""Compare a candidate's speed in torch with its limit: the time that the original model spends in products.
 
     make run && python -m benchmarks.limit anchored-0.5 anchored-0.33    # a Markdown table for the study in this folder
 
@@ -39,14 +39,14 @@ def seconds(model: PreTrainedModel, inputs: Batch) -> float:
 
 
 def share_of_products(model: PreTrainedModel, inputs: Batch) -> list[float]:
-    """Of each round, sorted."""
+    """Return the share of each round, sorted."""
     return sorted(_share_of_products(model, inputs) for _ in range(ROUNDS))
 
 
 def _share_of_products(model: PreTrainedModel, inputs: Batch) -> float:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
         model(**inputs)
-    spent = {event.key: event.self_cpu_time_total for event in found.key_averages()}
+    spent = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
     return sum(spent.get(f"aten::{name}", 0) for name in _PRODUCTS) / sum(spent.values())
 
 
@@ -81,8 +81,8 @@ def main() -> None:
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",
                 flush=True,
             )
-    for (rows, tokens), found in shares.items():
-        spread = f"{100 * found[0]:.0f} to {100 * found[-1]:.0f} %"
+    for (rows, tokens), measured in shares.items():
+        spread = f"{100 * measured[0]:.0f} to {100 * measured[-1]:.0f} %"
         print(f"\nProducts of {rows} × {tokens}: median of {ROUNDS} forwards, {spread}.")
     print(f"\n{threads} thread, torch {torch.__version__}")
 

@@ -1,4 +1,4 @@
-"""Memory and time of statistics and factorization: predicted by arithmetic, measured on scaled-down LLaMAs.
+"""Predict memory and time of statistics and factorization by arithmetic, and measure them on small LLaMAs.
 
     python benchmarks/memory.py              # the tables of docs/big-models.md, as Markdown; some minutes
     python benchmarks/memory.py --predict    # arithmetic alone, for LLaMA-7B too
@@ -26,7 +26,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 KINDS = {"inputs": ("inputs",), "kfac": ("inputs", "output_gradients")}
-"""Weighting → the statistics that it reads."""
+"""Weighting → statistics that it reads."""
 BYTES = {"float32": 4, "bfloat16": 2}
 BATCHES = 2
 _MEASURABLE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**18)}
@@ -35,7 +35,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Point:
-    """A LLaMA without grouped queries, and how its statistics are gathered."""
+    """A LLaMA without grouped queries, and how its statistics are computed."""
 
     hidden: int
     mlp: int
@@ -49,18 +49,18 @@ class Point:
 
     @property
     def group(self) -> int:
-        """Layers whose statistics are in memory."""
+        """Return the number of layers whose statistics are in memory at once."""
         return min(self.layers_at_once or self.layers, self.layers)
 
     @property
     def weights(self) -> int:
-        """Bytes of the model's weights."""
+        """Return the bytes of the model's weights."""
         maps = 4 * self.hidden**2 + 3 * self.hidden * self.mlp
         return (self.layers * maps + self.vocabulary * self.hidden) * BYTES[self.dtype]
 
     @property
     def statistics(self) -> int:
-        """Bytes of one layer's second moments, in float32.
+        """Return the bytes of one layer's second moments, in float32.
 
         C_in of query, key and value; of the attention's output; of gate and up; of down. C_out of all seven.
         """
@@ -69,7 +69,7 @@ class Point:
 
     @property
     def activations(self) -> int:
-        """Bytes that a batch has in memory at the peak: of all layers where gradients are needed, else of one.
+        """Return the bytes of a batch at the peak: of all layers if gradients are needed, else of one.
 
         A layer's graph holds the inputs of two norms in float32, query, key, value and output of the attention, and
         three tensors of the MLP; maps that are frozen hold nothing, nor does kfac need inputs on the way back.
@@ -80,12 +80,12 @@ class Point:
 
     @property
     def term(self) -> int:
-        """Bytes of what the largest term of a sum is made of, in float32; the sum itself grows in place."""
+        """Return the bytes of the operands of the largest term of a sum, in float32; the sum grows in place."""
         return 4 * self.rows * self.tokens * self.mlp
 
     @property
     def decomposition(self) -> int:
-        """Bytes beside the weights while the largest target is decomposed, all but the statistics as read in float64.
+        """Return the bytes beside the weights while the largest target is decomposed, in float64 except statistics.
 
         W, W B, two factors and their balanced copies; C of the wider side twice; three matrices of the narrower.
         """
@@ -93,7 +93,7 @@ class Point:
         return 4 * m**2 + 8 * (2 * h * m + 2 * (h * m + h * h) + m * m + 3 * h * h)
 
     def predicted(self, stage: str) -> int:
-        """Bytes at the peak of a stage."""
+        """Return the bytes at the peak of a stage."""
         if stage == "factorize":
             return self.weights + self.decomposition
         return self.weights + self.group * self.statistics + self.activations + self.term
@@ -116,7 +116,7 @@ SEVEN = [
 
 
 def main() -> None:
-    """Print the tables, or what one point needs."""
+    """Print the tables, or the memory of one point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--point", help="JSON: a point to measure in this process")
@@ -152,7 +152,7 @@ def _table(points: list[Point], measured: bool) -> None:
 
 
 def _in_a_process(point: Point, stage: str, folder: Path) -> tuple[int, str]:
-    """Peak in MiB, and seconds."""
+    """Return the peak in MiB, and the seconds."""
     command = [
         sys.executable,
         __file__,
@@ -216,7 +216,7 @@ def _measure(point: Point, stage: str, folder: Path) -> dict[str, float]:
 
 
 def _resident() -> int:
-    """Bytes that this process has in memory now."""
+    """Return the bytes that this process has in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

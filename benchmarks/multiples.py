@@ -1,4 +1,4 @@
-"""Which `multiple` of ranks suits the machine that will serve: how much faster each makes a model, and what it costs.
+"""Find the `multiple` of ranks that suits the serving machine: the speed of a model at each, and its loss.
 
     make run && python -m benchmarks.multiples kfac --keep 0.33    # a Markdown table for the study in this folder
 
@@ -42,16 +42,18 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import quiet
 
 MULTIPLES = (1, 8, 16, 32)
-_CALIBRATED = 16  # rows by which activations are smoothed
+_CALIBRATED = 16  # examples by which activations are smoothed
 
 
 def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[PreTrainedModel, float]]:
-    """The model at each of MULTIPLES, and the loss that its ranks predict."""
+    """Return the model at each of MULTIPLES, and the loss that its ranks predict."""
     part = f"recipes.{recipe}"
     weighting, search = section(f"{part}.weighting", Weighting), section(f"{part}.ranks", RankSearch)
     storage = section(f"{part}.storage", Storage)
     if not isinstance(search, Waterfill):
-        raise SystemExit(f"{recipe} has ranks of kind {search.kind}, which know no multiple: name one with waterfill")
+        raise SystemExit(
+            f"{recipe} has ranks of kind {search.kind}, which has no multiple: name a recipe with waterfill"
+        )
     targets, statistics = stored(load_targets().targets, storage), load_statistics(IMPORTANCE)
     known, found = spectra(targets, dense, weighting, statistics), []
     for multiple in MULTIPLES:
@@ -65,13 +67,13 @@ def factorized(dense: PreTrainedModel, recipe: str, keep: float) -> list[tuple[P
 
 
 def predicted(known: Spectra, ranks: Ranks) -> float:
-    """½ Σ S² of all that is cut."""
+    """Return the predicted loss of the ranks, ½ Σ S² over all singular values that are cut."""
     cut = (known[name][rank:] for name, rank in ranks.items() if rank is not None)
     return sum(float(values.double().square().sum()) for values in cut) / 2
 
 
 def in_int8(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, threads: int) -> Forward:
-    """The file that would be shipped, smoothed by a batch of the calibration sample."""
+    """Return the file that would be shipped, smoothed by a batch of the calibration set."""
     data = encoded("calibration", tokenizer)
     some = data.select(range(min(_CALIBRATED, len(data))))
     calibration = batches(some, kind_of(load_task()).collate(tokenizer, model), _CALIBRATED, "cpu")

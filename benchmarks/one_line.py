@@ -1,4 +1,4 @@
-"""The files to ship beside what a user has without us: the dense model by one line of onnxruntime's quantizer.
+"""Compare the files to ship with the default of onnxruntime: the original model by `quantize_dynamic`.
 
     make run && python -m benchmarks.one_line anchored-0.33    # a Markdown table for the study in this folder
 
@@ -34,7 +34,7 @@ ONE_LINE = "dense, one line"
 
 
 def by_default(file: Path, threads: int) -> Forward:
-    """A session as onnxruntime makes it, but for its threads."""
+    """Return a session with onnxruntime's defaults, except for the number of threads."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
@@ -54,7 +54,7 @@ def rows(files: dict[str, Path], forwards: dict[str, Forward], cases: dict[str, 
     taken = {shape: in_rounds(forwards, inputs, rounds) for shape, inputs in cases.items()}
     for name, file in files.items():
         times = [ratio(seconds[ONE_LINE], seconds[name]) for seconds in taken.values()]
-        cells = [f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in times]
+        cells = [f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in times]
         yield f"| {name} | {file.stat().st_size / 1e6:.1f} | {metric(file, threads):.4f} | {' | '.join(cells)} |"
 
 

@@ -1,4 +1,4 @@
-"""Seconds of each part of a recipe that trains nothing before recovery: statistics, search and factorization.
+"""Time each part of a recipe that trains nothing before recovery: statistics, search and factorization.
 
     make run && python -m benchmarks.parts drone kfac anchored    # a Markdown table for the study in this folder
 
@@ -46,7 +46,7 @@ def spectra(targets: Iterable[Target], model: PreTrainedModel, weighting: Weight
 
 
 def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch]) -> Iterator[float]:
-    """Of statistics, search and factorization."""
+    """Return the seconds of statistics, search and factorization."""
     part, importance = f"recipes.{recipe}", section("importance", Importance)
     weighting = section(f"{part}.weighting", Weighting)
     ranks = section(f"{part}.ranks", RankSearch)

@@ -1,4 +1,4 @@
-"""What waiting threads cost: a training step of two threads, on a machine that is quiet or busy.
+"""Measure what waiting threads cost: a training step on two threads, on a quiet and on a busy machine.
 
     python benchmarks/spinning.py    # as Markdown; some minutes
 
@@ -24,11 +24,11 @@ THREADS = 2
 ROWS, TOKENS = 16, 32
 STEPS, WARM = 6, 1
 POLICIES = ("", "PASSIVE")
-"""As the library has it by itself, and as Eckart sets it."""
+"""OpenMP's own default, and Eckart's."""
 
 
 def steps() -> Iterator[float]:
-    """Seconds of each training step, after some that are not counted."""
+    """Return the seconds of each training step, after some that are not counted."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -49,7 +49,7 @@ def steps() -> Iterator[float]:
 
 @contextmanager
 def beside(busy: int) -> Iterator[None]:
-    """Have processes that never wait, as many as `busy`."""
+    """Run `busy` processes that never wait while the block runs."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
         yield
@@ -60,7 +60,7 @@ def beside(busy: int) -> Iterator[None]:
 
 
 def measured(policy: str) -> float:
-    """Median seconds of a step in a process with this OMP_WAIT_POLICY; none where it is empty."""
+    """Return the median seconds of a step in a process with this OMP_WAIT_POLICY; empty for the default."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment |= {"OMP_WAIT_POLICY": policy} if policy else {}
     command = [sys.executable, __file__, "--steps"]
@@ -80,7 +80,9 @@ def row(busy: int, pairs: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5, help="measurements with each setting")
-    parser.add_argument("--busy", type=int, nargs="*", default=[0, THREADS], help="processes beside, a row for each")
+    parser.add_argument(
+        "--busy", type=int, nargs="*", default=[0, THREADS], help="numbers of busy processes, a row for each"
+    )
     parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps:

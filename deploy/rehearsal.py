@@ -1,7 +1,7 @@
-"""A study as a team runs it, with all that goes wrong there, on the services of services.py: what is seen, as a table.
+"""Rehearse a team's study on the services of services.py, with all that can go wrong, and print a table.
 
     python -m deploy.rehearsal              # a tiny study; some minutes
-    python -m deploy.rehearsal --default    # that of params.yaml
+    python -m deploy.rehearsal --default    # the study of params.yaml
 
 Run it in the repository, with everything committed: the machines are clones. Each act prints what came of it; the last
 line says whether all were as they should be.
@@ -43,21 +43,21 @@ class Machine:
     environment: Mapping[str, str]
 
     def call(self, *words: str) -> None:
-        """A command that must succeed."""
-        code, said = self._begin(*words).end()
+        """Run a command that must succeed."""
+        code, output = self._begin(*words).end()
         if code:
-            raise RuntimeError(f"{' '.join(words)}: {said}")
+            raise RuntimeError(f"{' '.join(words)}: {output}")
 
     def begin(self, *words: str) -> Running:
-        """`eckart WORDS`, which goes on while this returns."""
+        """Start `eckart WORDS`."""
         return self._begin(sys.executable, "-m", "flows", *words)
 
     def eckart(self, *words: str) -> tuple[int, str]:
-        """Its code and what it printed."""
+        """Run `eckart WORDS`, and return its exit code and output."""
         return self.begin(*words).end()
 
     def prefect(self, *words: str) -> tuple[int, str]:
-        """The same of `prefect WORDS`."""
+        """Run `prefect WORDS`, and return its exit code and output."""
         return self._begin("prefect", *words).end()
 
     def _begin(self, *words: str) -> Running:
@@ -71,14 +71,14 @@ class Machine:
         self.call("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", message)
 
     def outputs(self) -> dict[str, object]:
-        """Stage → digests of what it wrote."""
+        """Return stage → digests of its outputs."""
         content = YAML(typ="safe").load((self.root / "dvc.lock").read_text())["stages"]
         return {name: stage["outs"] for name, stage in content.items()}
 
-    def service(self, words: Sequence[str], log: Path, **told: str) -> Service:
-        """A command that goes on until it is stopped."""
+    def service(self, words: Sequence[str], log: Path, **variables: str) -> Service:
+        """Return a command that runs until it is stopped."""
         command = ["env", "-C", str(self.root), *words]
-        return Service(" ".join(words), command, 0, {**self._all(), **told}, log)
+        return Service(" ".join(words), command, 0, {**self._all(), **variables}, log)
 
     def _all(self) -> dict[str, str]:
         scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -90,27 +90,27 @@ class Running:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def until(self, pattern: str) -> re.Match[str] | None:
-        """What of its lines matches first; None if it ends without."""
+        """Wait until a line matches, and return the match; None if the command ends first."""
         while True:
             ended = self.process.poll() is not None
-            if (found := re.search(pattern, self.said())) or ended:
-                return found
+            if (match := re.search(pattern, self.output())) or ended:
+                return match
             time.sleep(_LOOK)
 
     def end(self) -> tuple[int, str]:
         code = self.process.wait()
-        said = self.said()
+        output = self.output()
         self.log.unlink()
-        return code, said
+        return code, output
 
 
 @dataclass
 class Workers:
-    """`eckart worker`, in clones of their own."""
+    """Workers of Dask's scheduler, each `eckart worker` in a clone of its own."""
 
     scheduler: str
     machines: list[Machine]
@@ -132,7 +132,7 @@ class Workers:
 
 
 class Rehearsal:
-    """The acts, one after the other."""
+    """The acts of the rehearsal, played one after the other."""
 
     def __init__(self, team: Team, folder: Path, default: bool) -> None:
         self.team, self.folder = team, folder
@@ -142,19 +142,19 @@ class Rehearsal:
         self.workers = Workers(team.scheduler, clones, folder)
 
     def _first(self, default: bool) -> Machine:
-        """The machine of the flow: code of the last commit here, the remote in the store, data and base model in it."""
+        """Return the machine that runs flows: a clone of the last commit, with data and base model in the store."""
         root = self.folder / "flow"
         subprocess.run(["git", "clone", "-q", ".", str(root)], check=True)
-        one = Machine(root, self.team.environment)
-        one.call("dvc", "remote", "modify", "storage", "url", "s3://eckart/dvc")
+        machine = Machine(root, self.team.environment)
+        machine.call("dvc", "remote", "modify", "storage", "url", "s3://eckart/dvc")
         if not default:
             tiny_workspace(root, promotion=_ANYTHING)
             for folder in ("data/raw", "models/base"):
-                one.call("git", "rm", "-rq", "--cached", folder)
-                one.call("dvc", "add", "-q", folder)
-            one.call("dvc", "push", "-q")
-        one.commit("As the team has it")
-        return one
+                machine.call("git", "rm", "-rq", "--cached", folder)
+                machine.call("dvc", "add", "-q", folder)
+            machine.call("dvc", "push", "-q")
+        machine.commit("As the team has it")
+        return machine
 
     def _clone(self, name: str) -> Machine:
         subprocess.run(["git", "clone", "-q", str(self.flow.root), str(self.folder / name)], check=True)
@@ -190,23 +190,23 @@ class Rehearsal:
         if place:
             self.workers.kill(int(place[2]))
             killed = f"worker {place[2]} was killed in {place[1]}"
-        code, said = running.end()
+        code, output = running.end()
         if place:
             self.workers.start(int(place[2]))
-        self.tell("a study on three workers, one killed", began, not code and bool(place), f"{killed}; {did(said)}")
+        self.tell("a study on three workers, one killed", began, not code and bool(place), f"{killed}; {did(output)}")
         if code:
-            raise RuntimeError(said[-3000:])
+            raise RuntimeError(output[-3000:])
         self.flow.call("git", "add", "dvc.lock")
         self.flow.commit("All results")
         began = time.monotonic()
-        code, said = self.flow.eckart("push")
-        self.tell("`eckart push`", began, not code, cause(said))
+        code, output = self.flow.eckart("push")
+        self.tell("`eckart push`", began, not code, cause(output))
 
     def promotions_at_once(self) -> None:
         began, other = time.monotonic(), self._clone("promoter")
         pulled, _ = other.eckart("pull")
         both = [machine.begin("promote") for machine in (self.flow, other)]
-        codes, words = zip(*(one.end() for one in both), strict=True)
+        codes, words = zip(*(running.end() for running in both), strict=True)
         last = [text.strip().splitlines()[-1] for text in words]
         champions = sum("is the champion now" in line for line in last)
         fine = not pulled and not any(codes) and champions == 1 and sum("already" in line for line in last) == 1
@@ -214,33 +214,33 @@ class Rehearsal:
 
     def second_machine(self) -> None:
         began, second = time.monotonic(), self._clone("second")
-        code, said = second.eckart("pull")
-        self.tell("a second machine pulls", began, not code, said.strip().splitlines()[-1])
+        code, output = second.eckart("pull")
+        self.tell("a second machine pulls", began, not code, output.strip().splitlines()[-1])
         began = time.monotonic()
-        code, said = second.eckart("run")
-        ran = set(re.findall(r"Task run '([^']*)' - Finished in state Executed", said))
-        # which compares with what the champion learned from: there was none when it ran before
-        self.tell("and runs", began, not code and ran <= {"check"}, f"{summary(said)}: {', '.join(ran) or 'none'}")
+        code, output = second.eckart("run")
+        ran = set(re.findall(r"Task run '([^']*)' - Finished in state Executed", output))
+        # `check` compares with the champion's data, and there was no champion before
+        self.tell("and runs", began, not code and ran <= {"check"}, f"{summary(output)}: {', '.join(ran) or 'none'}")
         candidate = next(name.partition("@")[2] for name in self.flow.outputs() if name.startswith("finetune@"))
         for words in (["reproduce", candidate], ["reproduce", candidate, "--again"]):
             began = time.monotonic()
-            code, said = second.eckart(*words)
-            self.tell(f"`eckart {' '.join(words)}`", began, not code, said.strip().splitlines()[-1])
+            code, output = second.eckart(*words)
+            self.tell(f"`eckart {' '.join(words)}`", began, not code, output.strip().splitlines()[-1])
 
     def during_a_run(self, what: str, act: Callable[[], object]) -> None:
-        """Something happens while stages run; whatever came of it, the next run is complete."""
+        """Do something while stages run, then check that the next run completes."""
         self.change()
         began, running = time.monotonic(), self.run()
         met = running.until(r"' - runs in \S*/worker-\d")
         act()
-        code, said = running.end()
-        self.tell(what, began, bool(met), f"exit code {code}; {summary(said) if not code else cause(said)}")
+        code, output = running.end()
+        self.tell(what, began, bool(met), f"exit code {code}; {summary(output) if not code else cause(output)}")
         began = time.monotonic()
-        code, said = self.flow.eckart("run", "--task-runner", "dask", "--scheduler", self.team.scheduler)
-        self.tell("the next run", began, not code, summary(said))
+        code, output = self.flow.eckart("run", "--task-runner", "dask", "--scheduler", self.team.scheduler)
+        self.tell("the next run", began, not code, summary(output))
 
     def change(self) -> None:
-        """Another learning rate: a recovery of each candidate, and what follows it, becomes stale."""
+        """Change the learning rate, which makes the recovery of each candidate and its later stages stale."""
         file, yaml = self.flow.root / "params.yaml", YAML()
         content = yaml.load(file.read_text())
         for name in content["study"]["recipes"]:
@@ -262,19 +262,19 @@ class Rehearsal:
         running = self.flow.begin("promote")
         met = running.until("goes through the gates")
         self.team.database.restart()
-        code, said = running.end()
-        seen = f"exit code {code}; {said.strip().splitlines()[-1]}; champion {before} → {self.champion()}"
+        code, output = running.end()
+        seen = f"exit code {code}; {output.strip().splitlines()[-1]}; champion {before} → {self.champion()}"
         self.tell("PostgreSQL is started again in a promotion", began, bool(met) and self.champion() is not None, seen)
         began = time.monotonic()
-        code, said = self.flow.eckart("promote")
-        self.tell("the next promotion", began, not code, said.strip().splitlines()[-1])
+        code, output = self.flow.eckart("promote")
+        self.tell("the next promotion", began, not code, output.strip().splitlines()[-1])
 
     def a_night(self) -> None:
-        """As the schedule of `deploy/start flow` starts one, after a change in the evening."""
+        """Run the study as the schedule of `deploy/start flow` does, after a change."""
         self.change()
         began, log = time.monotonic(), self.folder / "night.log"
-        told = {"ECKART_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}
-        flow = self.flow.service(["deploy/start", "flow"], log, **told)
+        variables = {"ECKART_SCHEDULER": self.team.scheduler, "ECKART_WORKSPACE": str(self.flow.root)}
+        flow = self.flow.service(["deploy/start", "flow"], log, **variables)
         flow.start()
         try:
             flow.wait_until(lambda: not self.flow.prefect("deployment", "inspect", "study/pool")[0])
@@ -291,18 +291,18 @@ class Rehearsal:
         return None
 
 
-def summary(said: str) -> str:
-    found = re.findall(r"^\d+ stages in .*$|Finished in state Completed\(.*\)$", said, re.MULTILINE)
-    return found[-1] if found else cause(said)
+def summary(output: str) -> str:
+    lines = re.findall(r"^\d+ stages in .*$|Finished in state Completed\(.*\)$", output, re.MULTILINE)
+    return lines[-1] if lines else cause(output)
 
 
-def did(said: str) -> str:
-    places = ", ".join(sorted(set(re.findall(r"Executed.* in \S*/(worker-\d)", said))))
-    return f"{summary(said)}; stages ran on {places}"
+def did(output: str) -> str:
+    places = ", ".join(sorted(set(re.findall(r"Executed.* in \S*/(worker-\d)", output))))
+    return f"{summary(output)}; stages ran on {places}"
 
 
-def cause(said: str) -> str:
-    return " ".join(said.strip().splitlines()[-4:])[-600:]
+def cause(output: str) -> str:
+    return " ".join(output.strip().splitlines()[-4:])[-600:]
 
 
 def main() -> None:

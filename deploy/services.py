@@ -1,8 +1,8 @@
-"""What a team shares, as processes on loopback that end together: PostgreSQL, an object store, Prefect, MLflow, Dask.
+"""Start the services that a team shares, on loopback: PostgreSQL, an object store, Prefect, MLflow, Dask.
 
-    python -m deploy.services    # starts them, prints the environment that leads to them, ends them on Ctrl-C
+    python -m deploy.services    # start them, print the environment that leads to them, stop them on Ctrl-C
 
-They keep what they have in a folder that is removed at their end. For real machines see docs/team.md.
+Their files are in a folder that is removed at the end. For real machines see docs/team.md.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ KEYS = {
 }
 _KEY = "eckart:rehearsal-key"
 _PATIENCE = 180  # seconds until a service must answer
-_GRACE = 20  # seconds for a usual end
+_GRACE = 20  # seconds for a normal end
 _PYTHON = Path(sys.executable)
 _START = Path(__file__).with_name("start")
 
 
 class NotThere(RuntimeError):
-    """A service cannot be started; the message says why."""
+    """A service cannot be started. The message says why."""
 
 
 @dataclass
 class Service:
-    """A process with all that it starts, on a port of its own."""
+    """A process with all its children, on a port of its own."""
 
     name: str
     command: Sequence[str]
@@ -59,11 +59,11 @@ class Service:
                 env=os.environ | dict(self.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the script, which ends its services
+                start_new_session=True,  # so that Ctrl-C reaches only the script, which stops its services
             )
 
     def wait_until(self, answers: Callable[[], object]) -> None:
-        """Until it answers; that it ends, or never does, is an error."""
+        """Wait until the service answers; raise if it ends, or does not answer in time."""
         end = time.monotonic() + _PATIENCE
         while not answers():
             if not self.process or self.process.poll() is not None or time.monotonic() > end:
@@ -72,7 +72,7 @@ class Service:
             time.sleep(0.1)
 
     def send(self, number: int) -> None:
-        """A signal to the process and all that it started."""
+        """Send a signal to the process and all its children."""
         if self.process:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, number)
@@ -84,13 +84,13 @@ class Service:
             self.process.send_signal(self.stop_signal)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE)
-        self.send(signal.SIGKILL)  # what it has left
+        self.send(signal.SIGKILL)  # to children that are left
         self.process.wait()
 
 
 @dataclass
 class Postgres(Service):
-    """A server of PostgreSQL that trusts who comes from this machine."""
+    """A PostgreSQL server that trusts all connections from this machine."""
 
     programs: Path = Path()
 
@@ -102,13 +102,13 @@ class Postgres(Service):
         self.wait_until(lambda: not self._call("pg_isready").returncode)
 
     def create(self, database: str) -> str:
-        """Make a database; its address."""
+        """Make a database, and return its address."""
         if failed := self._call("createdb", "-U", "eckart", database).stderr:
             raise NotThere(failed)
         return self.address(database)
 
     def restart(self) -> None:
-        """End it, with all connections that it has, and start it again."""
+        """Stop the server, with all its connections, and start it again."""
         self.stop()
         self.start()
 
@@ -118,23 +118,23 @@ class Postgres(Service):
 
 
 def postgres_programs() -> Path | None:
-    """The folder of PostgreSQL's programs: that of a newest Debian package, or of what is on the path."""
+    """Return the folder of PostgreSQL's programs: of the newest Debian package, or of those on the path."""
     if debians := sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: int(path.parts[-3])):
         return debians[-1].parent
-    found = shutil.which("postgres")
-    return Path(found).resolve().parent if found else None
+    program = shutil.which("postgres")
+    return Path(program).resolve().parent if program else None
 
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """A new server without databases of ours.
+    """Run a new server without databases of ours.
 
     Raises:
         NotThere: it is not installed, or does not start.
     """
     if not (programs := postgres_programs()):
         raise NotThere("PostgreSQL is not installed: apt-get install postgresql")
-    # Not below TMPDIR: another user must be able to reach it, as it refuses to run as root.
+    # Not below TMPDIR: it refuses to run as root, and another user must be able to reach the folder.
     folder = Path(tempfile.mkdtemp(prefix="eckart-postgres-", dir="/tmp"))
     as_other: list[str] = []
     try:
@@ -148,14 +148,14 @@ def postgres() -> Iterator[Postgres]:
         if made.returncode:
             raise NotThere(made.stderr)
         port = free_port()
-        # Without fsync: what a power cut would damage is thrown away in any case.
+        # Without fsync (-F): the data are thrown away in any case.
         options = ["-h", LOOPBACK, "-p", str(port), "-c", "unix_socket_directories=", "-c", "max_connections=200", "-F"]
         server = Postgres(
             "PostgreSQL",
             [*as_other, str(programs / "postgres"), "-D", str(data), *options],
             port,
             log=folder / "log",
-            stop_signal=signal.SIGINT,  # which ends connections
+            stop_signal=signal.SIGINT,  # ends open connections
             programs=programs,
         )
         with _running(server):
@@ -173,7 +173,7 @@ def _unprivileged() -> pwd.struct_passwd:
 
 @contextmanager
 def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Moto's S3 with these buckets, and the environment that leads boto3 to it. It keeps objects in memory."""
+    """Run moto's S3 server with these buckets, in memory, and yield it with the environment for boto3."""
     port = free_port()
     store = Service(
         "the object store",
@@ -191,7 +191,7 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
 
 @contextmanager
 def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Prefect's server, its database at this address (asyncpg), and the environment that leads to it."""
+    """Run Prefect's server on a database (asyncpg), and yield it with the environment for clients."""
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
@@ -209,7 +209,7 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
 
 @contextmanager
 def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
-    """MLflow's server, its runs at one address and its artifacts at another, and where it answers."""
+    """Run MLflow's server on a database and a place for artifacts, and yield it with its address."""
     settings = {
         **keys,
         "MLFLOW_HOST": LOOPBACK,
@@ -228,7 +228,7 @@ def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str])
 
 @contextmanager
 def dask(folder: Path) -> Iterator[tuple[Service, str]]:
-    """Dask's scheduler, and its address."""
+    """Run Dask's scheduler, and yield it with its address."""
     scheduler = _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK})
     with _running(scheduler):
         scheduler.wait_until(lambda: listens(scheduler.port))
@@ -236,7 +236,7 @@ def dask(folder: Path) -> Iterator[tuple[Service, str]]:
 
 
 def _started(word: str, folder: Path, its_port: str, settings: Mapping[str, str]) -> Service:
-    """As on a team's machines: by `deploy/start`, from the environment alone."""
+    """Return a service that `deploy/start` starts, as on a team's machines, from environment variables only."""
     port = free_port()
     path = f"{_PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**settings, its_port: str(port), "PATH": path}
@@ -254,7 +254,7 @@ def _running(service: Service) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Team:
-    """All services, and the environment that leads to them."""
+    """All services, and the environment for their clients."""
 
     database: Postgres
     store: Service
@@ -266,7 +266,7 @@ class Team:
 
 @contextmanager
 def team(folder: Path) -> Iterator[Team]:
-    """All of them; `folder` gets their logs."""
+    """Run all services; `folder` gets their logs."""
     with ExitStack() as stack:
         database = stack.enter_context(postgres())
         store, keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
@@ -275,7 +275,7 @@ def team(folder: Path) -> Iterator[Team]:
         orchestrator, places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
         tracking, address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
         _, scheduler = stack.enter_context(dask(folder))
-        # The registry without a server between: its database gives promotions their turns.
+        # The registry is reached directly: locks in its database let promotions take turns.
         registry = {"MLFLOW_TRACKING_URI": address, "MLFLOW_REGISTRY_URI": runs}
         yield Team(database, store, orchestrator, tracking, scheduler, {**keys, **places, **registry})
 
@@ -292,7 +292,7 @@ def listens(port: int) -> bool:
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers, whatever it says."""
+    """Whether a server answers, with any status."""
     try:
         urlopen(url, timeout=5).close()
     except HTTPError:
@@ -312,7 +312,7 @@ def main() -> None:
         for name, value in services.environment.items():
             print(f"export {name}={value}")
         print(f"# dvc remote modify storage url s3://eckart/dvc; eckart worker {services.scheduler}")
-        print("# Ctrl-C ends all.", flush=True)
+        print("# Ctrl-C stops all.", flush=True)
         signal.pause()
 
 

@@ -54,6 +54,7 @@ _BELOW = {
         ],
         "Methods and results": ["docs/methods", "docs/results/README", "docs/papers", "docs/benchmarks"],
         "The pipeline": [
+            "docs/params",
             "studies/README",
             "docs/versions",
             "docs/promotion",

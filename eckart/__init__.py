@@ -1,14 +1,14 @@
 """Low-rank compression of transformer language models.
 
-Importing this package teaches transformers to load compressed models (eckart/model/hf_format.py) and LSTM language
-models (eckart/model/lstm.py). `compress` makes one, of a model in memory (eckart/api.py).
+`compress` compresses a model in memory (eckart/api.py). Importing this package also teaches transformers to load
+compressed models (eckart/model/hf_format.py) and LSTM language models (eckart/model/lstm.py).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eckart.model import hf_format as hf_format
-from eckart.model import lstm as lstm
+from eckart.model import hf_format as _hf_format  # noqa: F401
+from eckart.model import lstm as _lstm  # noqa: F401
 
 if TYPE_CHECKING:
     from eckart.api import Compressed, CompressedTarget, Report, compress, load, recipes, save
@@ -19,12 +19,12 @@ __all__ = ["Compressed", "CompressedTarget", "Recipe", "Report", "compress", "lo
 
 
 def __getattr__(name: str) -> Any:
-    """What a person uses, once it is asked for: a stage that only loads a model does not depend on all methods."""
+    """Import the public names on first use, so that a stage that only loads a model does not depend on all methods."""
     if name in __all__:
         return getattr(import_module("eckart.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """For completion, which asks for nothing before it offers it."""
-    return [*__all__, "lstm", "__version__"]
+    """List the public names for completion, without importing them."""
+    return [*__all__, "__version__"]

@@ -19,19 +19,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
-import yaml
 from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eckart.calibration.batches import checked
+from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import Batch, Loss, Objective, batch_size, logits_of, row_of
 from eckart.calibration.statistics import NO_GRADIENT, OF_GRADIENTS, StatisticKind, Statistics, collect, has_gradients
@@ -45,7 +43,8 @@ from eckart.model.module_context import eval_mode
 from eckart.model.targets import Target, Targets, find_targets
 from eckart.ranks.budget import NoRank, Rank, cost, largest_rank, stored
 from eckart.ranks.search_problem import Found, SearchProblem
-from eckart.recipe import Recipe, contradictions
+from eckart.recipe import Recipe, complete, contradictions
+from eckart.recipe import recipes as complete_recipes
 
 Score = Callable[[PreTrainedModel], float]
 """How good a model is; more is better."""
@@ -137,16 +136,11 @@ class Compressed(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """The recipes by name, as params.yaml of the pipeline has them.
+    """Return the built-in recipes by name; the pipeline has the same.
 
     One of your own is one of these with other parts: `recipes()["drone"].model_copy(update={"storage": "pivoted"})`.
     """
-    return {name: Recipe.model_validate(values) for name, values in _recipes().items()}
-
-
-def _recipes() -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((files("eckart") / "params.yaml").read_text())["recipes"]
-    return content
+    return {name: Recipe.model_validate(parts) for name, parts in complete_recipes().items()}
 
 
 def compress(
@@ -167,7 +161,7 @@ def compress(
 ) -> Compressed:
     """Factorize a copy of `model`, which stays as it is.
 
-    Statistics of all targets is in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
+    Statistics of all targets are in memory at once, for kfac (in² + out²) numbers each, beside two copies of the model,
     three where a keep is searched for: what does not fit is for the pipeline.
 
     Args:
@@ -204,7 +198,7 @@ def compress(
     _check_goal(keep, largest_drop, score)
     wanted = _recipe(recipe)
     need = None if loss else _needs_labels(wanted)
-    data = checked(model, batches)
+    data = prepare_batches(model, batches)
     found = find_targets(
         model, _first_rows(data[0]), _patterns(include), _patterns(exclude), embeddings=embeddings, tied=tied
     )
@@ -401,12 +395,12 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, str):
-        every = _recipes()
+        every = recipes()
         if recipe not in every:
             raise ValueError(f"there is no recipe {recipe!r}: write one of {', '.join(every)}")
         recipe = every[recipe]
     try:
-        found = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(recipe)
+        found = recipe if isinstance(recipe, Recipe) else Recipe.model_validate(complete(recipe))
     except ValidationError as error:
         lines = "".join(f"\n  {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise ValueError(

@@ -1,62 +1,154 @@
-"""Recipes: source + shaping + weighting + rank search + residual + storage + recovery, frozen values of params.yaml.
+"""Recipes: source + shaping + weighting + rank search + residual + storage + recovery, a frozen value.
 
-There are no defaults here: every hyperparameter is written where the user sees it and DVC tracks it.
+Each part and each number has a default in its type. So a recipe states only what differs: `{"weighting": "inputs"}` is
+one, and a bare word stands for `{"kind": word}`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.factorization.factorize import InOrder
-from eckart.factorization.weightings import Weighting
+from eckart.factorization.weightings import Plain, Weighting
 from eckart.model.targets import Storage
+from eckart.published_recipes import PUBLISHED
 from eckart.ranks import RankSearch
+from eckart.ranks.uniform import Uniform
 from eckart.recipe_parts import Contradiction, Method, Source
 from eckart.recovery import Recovery
+from eckart.recovery.finetune import Finetune
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 
+PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
+"""Parts that are chosen by their kind."""
+
 
 class Recipe(BaseModel):
-    """How a model is compressed: what matters, who gets how much, and how it heals.
-
-    Attributes:
-        source: the dense model that it begins with.
-        shaping: training that gives the dense weights a structure first; None: none.
-        weighting: the norm in which a target's error is small.
-        ranks: the search that shares the budget out.
-        residual: what stands beside the factors; None: nothing.
-        storage: how a map of low rank is stored.
-        recovery: the training that heals the factorized model.
+    """How a model is compressed: what matters, how ranks are chosen, and how the model heals.
 
     Raises:
-        pydantic.ValidationError: a part is missing, unknown or out of its range; a ValueError that names them all.
+        pydantic.ValidationError: a part is unknown or out of its range; a ValueError that names them all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: Source
-    shaping: Shaping | None
-    weighting: Weighting
-    ranks: RankSearch
-    residual: Residual | None
-    storage: Storage
-    sequential: InOrder | None
-    """How targets are factorized in order; None: all at once, under the statistics of the dense model."""
-    recovery: Recovery
+    source: Source = Field(
+        "teacher",
+        description="the dense model to begin with: teacher, the original model; base: it learns the task on the way",
+    )
+    shaping: Shaping | None = Field(
+        None, description="training that gives the dense weights a structure before the factorization; null: none"
+    )
+    weighting: Weighting = Field(Plain(), description="the norm in which a target's error is small")
+    ranks: RankSearch = Field(Uniform(), description="the search that divides the budget among the targets")
+    residual: Residual | None = Field(None, description="what stands beside the factors; null: nothing")
+    storage: Storage = Field(
+        "factors", description="factors: r (out + in) parameters at rank r; pivoted: r (out + in - r)"
+    )
+    sequential: InOrder | None = Field(
+        None,
+        description="factorize in order of execution, each target on the inputs that it then has; null: all "
+        "at once, on those of the original model",
+    )
+    recovery: Recovery = Field(Finetune(), description="the fine-tuning that heals the factorized model")
 
     @property
     def methods(self) -> list[Method]:
-        """The parts that are methods."""
+        """Return the parts that are methods."""
         parts = (self.shaping, self.weighting, self.ranks, self.residual, self.recovery)
         return [part for part in parts if part is not None]
 
 
+def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
+    """Complete recipes as plain data: those of eckart/published_recipes.py, and those of `own`.
+
+    Args:
+        own: name → what differs from the built-in recipe of that name, or else from the defaults.
+        recovery: what every recipe takes that states no other. A recovery of another kind takes the settings that it
+            has as well.
+
+    Returns:
+        Name → parts, not validated: what is wrong in `own` or `recovery` stays as it is.
+    """
+    own, common = own or {}, _expanded("recovery", recovery or {})
+    names = dict.fromkeys([*PUBLISHED, *own])
+    return {
+        name: _complete(PUBLISHED[name].parts if name in PUBLISHED else {}, own.get(name, {}), common) for name in names
+    }
+
+
+def complete(parts: Mapping[str, Any]) -> Any:
+    """Fill in the defaults of one recipe; what is wrong in it stays as it is."""
+    return _complete({}, parts, {})
+
+
+def trains_dense(recipe: Mapping[str, Any]) -> bool:
+    """Whether the recovery of a complete recipe trains the original model as well."""
+    return any(method.for_dense for method in _members(Recovery) if recipe["recovery"]["kind"] in _kinds(method))
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """`old` with what `new` states: mappings merge key by key, anything else replaces.
+
+    A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another. A
+    bare word over or below a mapping stands for its kind.
+    """
+    result = dict(copy.deepcopy(old))
+    for key, value in new.items():
+        before = result.get(key)
+        if isinstance(value, str) and isinstance(before, dict) and "kind" in before:
+            value = {"kind": value}
+        if isinstance(before, str) and isinstance(value, dict) and key in PARTS:
+            before = {"kind": before}
+        if isinstance(value, dict) and isinstance(before, dict) and value.get("kind") in (None, before.get("kind")):
+            result[key] = merge(before, value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]) -> Any:
+    if not isinstance(own, Mapping):
+        return own
+    stated = merge(_expanded_parts(built_in), _expanded_parts(own))
+    recipe = merge(
+        Recipe().model_dump(mode="json"), {name: parts for name, parts in stated.items() if name != "recovery"}
+    )
+    recipe["recovery"] = _with_common(stated.get("recovery", {}), recovery)
+    try:
+        return Recipe.model_validate_json(json.dumps(recipe, default=repr), strict=True).model_dump(mode="json")
+    except ValidationError:
+        return recipe
+
+
+def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
+    """A recovery with the settings in `common` that its kind has and that it does not state."""
+    if not isinstance(stated, Mapping):
+        return stated
+    kind = stated.get("kind", common.get("kind", "finetune"))
+    fields = {name for method in _members(Recovery) if kind in _kinds(method) for name in method.model_fields}
+    return merge({**{name: value for name, value in common.items() if name in fields}, "kind": kind}, stated)
+
+
+def _expanded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _expanded(name, value) for name, value in parts.items()}
+
+
+def _expanded(name: str, value: Any) -> Any:
+    """A part with `{"kind": word}` in place of a bare word, and so the parts within it."""
+    if isinstance(value, str) and name in PARTS:
+        return {"kind": value}
+    return _expanded_parts(value) if isinstance(value, Mapping) else value
+
+
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """Parts that make no sense together: the path of one of them, and what is wrong and what to write."""
+    """Yield the parts that make no sense together: the path of one, and what is wrong and what to write."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
@@ -68,7 +160,7 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
     for part in (recipe.weighting, recipe.ranks):
         if part.statistics:
-            yield "source", f"is base, but {part.kind} reads statistics, which is the teacher's; write teacher"
+            yield "source", f"is base, but {part.kind} reads statistics, which are the teacher's; write teacher"
     if recipe.ranks.asks_frozen and recipe.shaping is None:
         yield (
             "source",
@@ -94,23 +186,23 @@ def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def _reading_inputs() -> list[str]:
-    """The names of the weightings that read inputs."""
-    every = [one.model_construct(kind=kind) for one in _members(Weighting) for kind in _kinds(one)]
-    return [one.kind for one in every if "inputs" in one.statistics]
+    """Return the names of the weightings that read inputs."""
+    weightings = [method.model_construct(kind=kind) for method in _members(Weighting) for kind in _kinds(method)]
+    return [weighting.kind for weighting in weightings if "inputs" in weighting.statistics]
 
 
 def captions() -> dict[str, str]:
-    """Measure of a training rule → what a reader is told of it, for all methods that there are."""
+    """Return measure of a training rule → its caption in the report, for all methods."""
     families = (Shaping, RankSearch, Residual, Recovery)
-    return {name: text for family in families for each in _members(family) for name, text in each.captions.items()}
+    return {name: text for family in families for method in _members(family) for name, text in method.captions.items()}
 
 
 def _members(family: Any) -> tuple[type[Method], ...]:
-    """The methods of a registry, which is a union of them, or the only one."""
+    """Return the methods of a registry, which is a union of them, or the only one."""
     union, *_ = get_args(family) or (family,)
     return get_args(union) or (union,)
 
 
 def _kinds(method: type[Method]) -> tuple[str, ...]:
-    """Its names in params.yaml."""
+    """Return the names of a method in params.yaml."""
     return get_args(method.model_fields["kind"].annotation)

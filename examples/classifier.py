@@ -1,10 +1,10 @@
-"""A classifier and a table of texts → the same classifier in factors, recovered, in a folder.
+"""Compress a classifier with texts from a CSV file, fine-tune it, and save it to a folder.
 
     pip install . datasets pandas
     python examples/classifier.py MODEL texts.csv small --text text --label label --keep 0.33
 
-MODEL is a fine-tuned classifier: a folder, or an id on the hub. A label is what the model's config calls it, or its
-number.
+MODEL is a fine-tuned classifier: a folder, or an id on the hub. Labels are the names in the model's config, or their
+numbers.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ import eckart
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model")
 parser.add_argument("texts", help="a CSV file")
-parser.add_argument("folder", help="where the small model goes")
-parser.add_argument("--text", default="text", help="column")
-parser.add_argument("--label", default="label", help="column")
-parser.add_argument("--keep", type=float, default=0.33, help="parameters of the linear maps after ÷ before")
+parser.add_argument("folder", help="where to save the small model")
+parser.add_argument("--text", default="text", help="its column of texts")
+parser.add_argument("--label", default="label", help="its column of labels")
+parser.add_argument("--keep", type=float, default=0.33, help="share of the linear layers' parameters that is kept")
 parser.add_argument("--recipe", default="anchored", help="a name of eckart.recipes()")
-parser.add_argument("--steps", type=int, default=100, help="of recovery; 0: none")
-asked = parser.parse_args()
+parser.add_argument("--steps", type=int, default=100, help="of recovery fine-tuning; 0: none")
+args = parser.parse_args()
 
-model = AutoModelForSequenceClassification.from_pretrained(asked.model)
-tokenizer = AutoTokenizer.from_pretrained(asked.model)
+model = AutoModelForSequenceClassification.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
 
-table = pd.read_csv(asked.texts).sample(frac=1, random_state=0)
-labels = [model.config.label2id.get(label, label) for label in table[asked.label]]
-texts = tokenizer(table[asked.text].tolist(), truncation=True, max_length=128)
-rows = Dataset.from_dict({**texts, "labels": [int(label) for label in labels]})
+table = pd.read_csv(args.texts).sample(frac=1, random_state=0)
+labels = [model.config.label2id.get(label, label) for label in table[args.label]]
+texts = tokenizer(table[args.text].tolist(), truncation=True, max_length=128)
+examples = Dataset.from_dict({**texts, "labels": [int(label) for label in labels]})
 collate = DataCollatorWithPadding(tokenizer)
 
-# 256 rows say what matters in every linear map.
-calibration = DataLoader(rows.select(range(min(256, len(rows)))), batch_size=32, collate_fn=collate)
-small, report = eckart.compress(model, calibration, asked.keep, asked.recipe)
+# Calibration statistics of 256 examples say which errors matter in every linear layer.
+calibration = DataLoader(examples.select(range(min(256, len(examples)))), batch_size=32, collate_fn=collate)
+small, report = eckart.compress(model, calibration, args.keep, args.recipe)
 print(report)
 
-# Recovery is any training: the factors are ordinary parameters.
-if asked.steps:
-    arguments = TrainingArguments("recovery", max_steps=asked.steps, learning_rate=1e-4, report_to="none")
-    Trainer(small, arguments, train_dataset=rows, data_collator=collate).train()
+# The factors are ordinary parameters: any training recovers accuracy.
+if args.steps:
+    arguments = TrainingArguments("recovery", max_steps=args.steps, learning_rate=1e-4, report_to="none")
+    Trainer(small, arguments, train_dataset=examples, data_collator=collate).train()
 
-eckart.save(small, asked.folder, tokenizer)
-print(f"{asked.folder}: after `import eckart`, from_pretrained reads it")
+eckart.save(small, args.folder, tokenizer)
+print(f"saved to {args.folder}: after `import eckart`, from_pretrained loads it")

@@ -1,9 +1,10 @@
-"""A causal language model and a text → the same model in factors, without any training, in a folder.
+"""Compress a causal language model with a text file, without any training, and save it to a folder.
 
     pip install .
     python examples/language_model.py MODEL book.txt small --keep 0.8
 
-MODEL is a folder, or an id on the hub. What it loses on the end of the text, which is not calibrated with, is printed.
+MODEL is a folder, or an id on the hub. The perplexity on the end of the text, which is left out of the calibration
+data, is printed before and after.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ import eckart
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model")
 parser.add_argument("text", help="a file")
-parser.add_argument("folder", help="where the small model goes")
-parser.add_argument("--keep", type=float, default=0.8, help="parameters of the linear maps after ÷ before")
-parser.add_argument("--tokens", type=int, default=128, help="of a block")
-parser.add_argument("--blocks", type=int, default=256, help="to calibrate with, at most")
-asked = parser.parse_args()
+parser.add_argument("folder", help="where to save the small model")
+parser.add_argument("--keep", type=float, default=0.8, help="share of the linear layers' parameters that is kept")
+parser.add_argument("--tokens", type=int, default=128, help="tokens of a block")
+parser.add_argument("--blocks", type=int, default=256, help="the most blocks to calibrate with")
+args = parser.parse_args()
 
-model = AutoModelForCausalLM.from_pretrained(asked.model)
-tokenizer = AutoTokenizer.from_pretrained(asked.model)
+model = AutoModelForCausalLM.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
 
-ids = tokenizer(Path(asked.text).read_text(), return_tensors="pt")["input_ids"][0]
-blocks = ids[: len(ids) // asked.tokens * asked.tokens].view(-1, asked.tokens)
+ids = tokenizer(Path(args.text).read_text(), return_tensors="pt")["input_ids"][0]
+blocks = ids[: len(ids) // args.tokens * args.tokens].view(-1, args.tokens)
 last = max(1, len(blocks) // 10)
 if len(blocks) < 2:
-    raise SystemExit(f"{asked.text} has {len(ids)} tokens: two blocks of {asked.tokens} are the least")
-calibration = blocks[:-last][: asked.blocks]
+    raise SystemExit(f"{args.text} has {len(ids)} tokens: give a text of at least two blocks of {args.tokens}")
+calibration = blocks[:-last][: args.blocks]
 
-# Where much is kept, pivots hold more than factors in as many numbers.
+# If much is kept, pivoted storage reaches higher ranks than factors with as many numbers.
 recipe = eckart.recipes()["anchored"].model_copy(update={"storage": "pivoted"})
-batches = [{"input_ids": some, "labels": some} for some in calibration.split(4)]
-small, report = eckart.compress(model, batches, asked.keep, recipe)
+batches = [{"input_ids": chunk, "labels": chunk} for chunk in calibration.split(4)]
+small, report = eckart.compress(model, batches, args.keep, recipe)
 print(report)
 
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel) -> float:
-    losses = [model.eval()(input_ids=some[None], labels=some[None]).loss for some in blocks[-last:]]
+    losses = [model.eval()(input_ids=block[None], labels=block[None]).loss for block in blocks[-last:]]
     return float(torch.stack(losses).mean().exp())
 
 
 print(f"perplexity of {last} blocks: {perplexity(model):.4g} → {perplexity(small):.4g}")
-eckart.save(small, asked.folder, tokenizer)
-print(f"{asked.folder}: after `import eckart`, from_pretrained reads it")
+eckart.save(small, args.folder, tokenizer)
+print(f"saved to {args.folder}: after `import eckart`, from_pretrained loads it")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from flows.engine.stages import Outcome
+    from flows.engine.verify import Findings
     from flows.gc.kind import Kind
     from flows.workspace.reproduce import ComparedFile
     from tasks.config.promotion_limits import Gate
@@ -36,36 +37,37 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """Every command ends with an error's message where the error has been put into words."""
+    """The group of all commands, each of which ends with the message of an error of ours and no traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except EckartError as error:
-            sys.exit(redaction.shown(str(error)))  # it may quote what a library said of an address
+            sys.exit(redaction.shown(str(error)))  # a library's message in it may hold an address with a password
         except OSError as error:
             if not error.filename:
                 raise
-            # A file that is gone, or cannot be read or written: a run makes it, or takes it from the cache.
-            sys.exit(redaction.shown(f"{error}. Put that right, and run again: what is finished is kept"))
+            sys.exit(redaction.shown(f"{error}. Fix that and run again: finished stages are kept"))
 
 
-Workers = Annotated[int | None, typer.Option(min=1, help="stages side by side; default: what the cores hold")]
-Timeout = Annotated[float | None, typer.Option(min=1, help="seconds a stage may take; default: no limit")]
-TaskRunner = Annotated[Literal["threads", "dask"], typer.Option(help="dask: each stage in the workspace of a worker")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="stages to run side by side; default: as many as the cores allow")
+]
+Timeout = Annotated[float | None, typer.Option(min=1, help="seconds after which a stage is stopped; default: no limit")]
+TaskRunner = Annotated[
+    Literal["threads", "dask"],
+    typer.Option(help="where stages run: threads = on this machine, dask = on the workers of a cluster"),
+]
 Scheduler = Annotated[
-    str | None, typer.Option(help="address of Dask's; default: workers on this machine, for this run alone")
+    str | None, typer.Option(help="address of a Dask scheduler; default: start workers on this machine for this run")
 ]
 
-app = typer.Typer(
-    cls=_Commands, help="Low-rank compression studies.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+_TABLE_LINE = re.compile(r"\S {3,}\S|──")
 
 
-_COLUMNS = re.compile(r"\S {3,}\S|──")  # in each line of a table
-
-
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(version("eckart"))
         raise typer.Exit
@@ -73,46 +75,50 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="say it")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
 ) -> None:
-    """One command per thing to do."""
+    """Compress a transformer, compare candidates, ship the best."""
     settings.apply()
 
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="new, or one of your own repositories")],
-    base: Annotated[str | None, typer.Option(help="your model: a folder, a GGUF file, or an id of the hub")] = None,
-    data: Annotated[Path | None, typer.Option(help="a file of rows, or a folder of files named by split")] = None,
-    text: Annotated[str | None, typer.Option(help="the column of the text; default: text")] = None,
-    text_pair: Annotated[str | None, typer.Option(help="the column of a second text")] = None,
-    label: Annotated[str | None, typer.Option(help="the column of what is to be told; default: label")] = None,
-    task: Annotated[
-        TaskKindName | None, typer.Option(help="the kind of task; default: what the label looks like")
+    folder: Annotated[Path, typer.Argument(help="a new folder, or one of your own repositories")],
+    base: Annotated[
+        str | None, typer.Option(help="your model: a folder, a GGUF file, or an id on the Hugging Face hub")
     ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="amend the workspace that is there; nothing of it is lost")
-    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="your data: a file of examples, or a folder of files named by split")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="text column; default: text")] = None,
+    text_pair: Annotated[str | None, typer.Option(help="column of a second text")] = None,
+    label: Annotated[str | None, typer.Option(help="label column; default: label")] = None,
+    task: Annotated[
+        TaskKindName | None, typer.Option(help="kind of NLP task; default: guessed from the labels")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="update an existing workspace; nothing in it is lost")] = False,
 ) -> None:
-    """Lay a workspace: params.yaml, filled from your model and data, dvc.yaml, folders, git and DVC."""
+    """Make a workspace: params.yaml filled in from your model and data, dvc.yaml, folders, git and DVC."""
     from flows.workspace import init as new_workspace
     from flows.workspace import worktrees  # slow imports, not for --help
 
     if base and ":" not in base and not Path(base).exists():
-        print(f"There is no folder {base} here: the Hugging Face hub is asked for it.", flush=True)
+        print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
     laid = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
     for line in new_workspace.in_words(laid, again):
         print(f"  {line}")
     if laid.head:
         print(laid.head)
     if again:
-        print("The rest of params.yaml is as it was." if laid.changes else "Nothing of params.yaml has changed.")
+        print("The rest of params.yaml is as it was." if laid.changes else "params.yaml is as it was.")
         return
-    said = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
+    rest = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
     if (root := worktrees.root_of(folder)) != folder.resolve():
-        print(f"It is a folder of the git repository {root}: study, reproduce and gc want a repository of its own.")
+        print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    print(f"{folder} is a workspace; {said}. Next: {there}eckart run")
+    print(f"{folder} is a workspace; {rest}. Next: {there}eckart run")
 
 
 @app.command()
@@ -122,10 +128,13 @@ def run(
     task_runner: TaskRunner = "threads",
     scheduler: Scheduler = None,
     goals: Annotated[
-        bool, typer.Option("--goals", help="then add keeps until study.goals are met as closely as can be told")
+        bool,
+        typer.Option(
+            "--goals", help="then try more values of keep until study.goals are met as closely as the data can show"
+        ),
     ] = False,
 ) -> None:
-    """Run the study that params.yaml describes; what is up to date is not run again."""
+    """Run the study that params.yaml describes; stages that are up to date are skipped."""
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     if goals:
@@ -152,66 +161,65 @@ def _run(options: Options) -> None:
         torch_questions.checked_params()  # before a server is started for the flow
         damage = database.set_aside_damaged()
         terminal.doing("finding what is up to date")
-        told = prefect_server.require()  # a server that is there is told of the run in any case
-        outcomes = None if told else nothing_to_do.outcomes()
+        # A server shows every run, even one with nothing to do.
+        outcomes = None if prefect_server.require() else nothing_to_do.outcomes()
         if outcomes is None:
             outcomes = _by_prefect(options)
     _print_comparison(nothing_to_do.COMPARISON)
     print(f"{len(outcomes)} stages in {time.monotonic() - start:.0f} s: {nothing_to_do.summary(outcomes)}")
     if damage:
         print(f"WARNING: {damage}.")
-    print("Read reports/comparison.html; `eckart ui` shows the runs; the models are in models/finetuned/.")
+    print("See reports/comparison.html. `eckart ui` shows the runs. The models are in models/finetuned/.")
 
 
 def _print_comparison(file: Path) -> None:
-    """Print tables and sentences; a terminal too narrow for a table gets its first columns."""
+    """Print a file of tables and sentences; a narrow terminal gets only the first columns of a table."""
     console, text = Console(highlight=False), file.read_text()
-    wide = [line for line in text.splitlines() if _COLUMNS.search(line) and len(line) > console.width]
+    wide = [line for line in text.splitlines() if _TABLE_LINE.search(line) and len(line) > console.width]
     if not (console.is_terminal and wide):
         print(text)
         return
     for line in text.splitlines():
         console.print(Text(line[: console.width] if line in wide else line))
-    print(f"\nThe tables are cut to the width of this terminal; {file} has all columns.\n")
+    print(f"\nTables are cut to the width of this terminal; {file} has all columns.\n")
 
 
 def _by_prefect(options: Options) -> list[Outcome]:
     from flows.display import terminal
-    from flows.engine.stage_processes import terminable  # slow imports, of no use where nothing is to be run
+    from flows.engine.stage_processes import terminable  # slow imports, needed only if there is something to run
     from flows.servers import prefect_server
     from flows.study import study
 
-    # A plain SIGTERM would leave the temporary server alone, which ends at a usual exit, after it was told all.
     terminal.log_above()
     terminal.doing("starting")
-    with terminable():
+    with terminable():  # so that a SIGTERM ends the temporary server, too
         prefect_server.use_temporary()
         return study(**options.parameters())
 
 
 @contextmanager
 def _ended_with_words() -> Iterator[None]:
-    """What ends a run says what is kept; Prefect's server that is gone ends the process."""
+    """Say what is kept when the user interrupts or Prefect's server is lost, which also ends the process."""
     import httpx  # a slow import, not for --help
 
     try:
         yield
     except KeyboardInterrupt:
-        print("Interrupted. What is finished is kept: run again to go on.", file=sys.stderr)
+        print("Interrupted. Finished stages are kept: run again to continue.", file=sys.stderr)
         raise
     except httpx.TransportError as error:
         cause = redaction.shown(str(error))
-        print(f"Prefect's server is gone ({cause}). What is finished is kept: start it and run again.", file=sys.stderr)
+        print(f"Prefect's server is gone ({cause}). Finished stages are kept: start it and run again.", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # at a usual exit Prefect tries for minutes to deliver each of its events
+        os._exit(1)  # a normal exit waits minutes for Prefect to deliver each of its events
 
 
 @app.command()
 def worker(
-    scheduler: Annotated[str, typer.Argument(help="address of Dask's, such as tcp://10.0.0.1:8786")],
-    stages: Annotated[int, typer.Option(min=1, help="side by side")] = 1,
+    scheduler: Annotated[str, typer.Argument(help="address of the Dask scheduler, such as tcp://10.0.0.1:8786")],
+    stages: Annotated[int, typer.Option(min=1, help="stages to run side by side")] = 1,
 ) -> None:
-    """Run stages here, in this clone, for the study that uses the scheduler, until that ends."""
+    """Run stages in this clone for a study on a Dask cluster, until its scheduler ends."""
     from flows.cluster import dask_runner
     from flows.cluster.dask_worker import work
 
@@ -221,19 +229,21 @@ def worker(
 
 @app.command()
 def serve(
-    cron: Annotated[str, typer.Option(help="when: minute, hour, day of month, month, day of week")] = "0 2 * * *",
-    timezone: Annotated[str, typer.Option(help="of the schedule, such as Europe/Berlin")] = "UTC",
-    name: Annotated[str, typer.Option(help="of the deployment")] = "nightly",
+    cron: Annotated[
+        str, typer.Option(help="when to run: minute, hour, day of month, month, day of week")
+    ] = "0 2 * * *",
+    timezone: Annotated[str, typer.Option(help="time zone of --cron, such as Europe/Berlin")] = "UTC",
+    name: Annotated[str, typer.Option(help="name of the deployment")] = "nightly",
     workers: Workers = None,
     timeout: Timeout = None,
     task_runner: TaskRunner = "threads",
     scheduler: Scheduler = None,
     promote: Annotated[bool, typer.Option("--promote", help="then promote the best candidate")] = False,
     notify: Annotated[
-        list[str] | None, typer.Option(help="a notification block of Prefect's, such as slack-webhook/team; repeatable")
+        list[str] | None, typer.Option(help="Prefect notification block, such as slack-webhook/team; repeatable")
     ] = None,
 ) -> None:
-    """Run the study by a schedule on this machine, one run at a time, until Ctrl-C."""
+    """Run the study on a schedule on this machine, one run at a time, until Ctrl-C."""
     options = Options(workers, timeout, task_runner, scheduler)
     settings.use_local_server()
     from flows import schedule  # slow imports, not for --help
@@ -246,12 +256,15 @@ def serve(
 @app.command("notify")
 def set_up_notifications(
     blocks: Annotated[
-        list[str] | None, typer.Argument(help="of Prefect's, such as slack-webhook/team; none: tell nobody")
+        list[str] | None,
+        typer.Argument(help="Prefect notification blocks, such as slack-webhook/team; none: notify nobody"),
     ] = None,
-    name: Annotated[str, typer.Option(help="of the deployment; prefect.yaml calls it pool")] = "pool",
-    hours: Annotated[float, typer.Option(min=0.01, help="without a success, after which that is told")] = 26,
+    name: Annotated[str, typer.Option(help="name of the deployment; prefect.yaml calls it pool")] = "pool",
+    hours: Annotated[
+        float, typer.Option(min=0.01, help="hours without a successful run before a warning is sent")
+    ] = 26,
 ) -> None:
-    """Have Prefect's server tell what comes of the runs of a deployment; `serve --notify` does it for its own."""
+    """Have Prefect's server send the results of a deployment's runs; `serve --notify` does it for its own."""
     settings.use_local_server()
     from flows.servers import (
         notifications,
@@ -259,49 +272,40 @@ def set_up_notifications(
     )
 
     if not prefect_server.require():
-        raise EckartError("there is no Prefect server to tell anything: set PREFECT_API_URL")
+        raise EckartError("there is no Prefect server to send notifications: set PREFECT_API_URL")
     notifications.set_up(name, blocks or (), timedelta(hours=hours))
-    print(f"study/{name}: {', '.join(blocks or ['nobody'])} is told.")
+    print(f"study/{name} notifies {', '.join(blocks or ['nobody'])}.")
 
 
 @app.command("study")
 def other_study(
-    file: Annotated[Path | None, typer.Argument(help="of studies/: what differs from params.yaml")] = None,
-    params: Annotated[Path | None, typer.Option(help="the same")] = None,
+    file: Annotated[Path, typer.Argument(help="a file of studies/: what differs from params.yaml")],
     seed: Annotated[
-        list[int] | None, typer.Option(min=0, max=2**32 - 1, help="instead of the file's; repeatable")
+        list[int] | None, typer.Option(min=0, max=2**32 - 1, help="seed to run, instead of the file's; repeatable")
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="of the file's tasks; repeatable; default: all")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="one of the file's tasks; repeatable; default: all of them")
+    ] = None,
     workers: Workers = None,
     timeout: Timeout = None,
-    table: Annotated[Path | None, typer.Option(help="write the table to this .md, and its numbers beside it")] = None,
+    table: Annotated[
+        Path | None, typer.Option(help="write the table to this .md file, and its numbers beside it")
+    ] = None,
 ) -> None:
-    """Run another study, each task and seed in a workspace of its own, and print mean and spread of every candidate."""
-    if (path := file or params) is None or (file and params):
-        raise EckartError("write one file of studies/: eckart study studies/NAME.yaml")
+    """Run another study, each task and seed in a workspace of its own, and print mean and spread per candidate."""
     if table and table.suffix != ".md":
         raise EckartError(f"--table {table}: write a name that ends with .md")
     from flows.workspace import seeds as other_studies  # slow imports, not for --help
     from tasks.multi_seed import seeds_table, study_file
-    from tasks.report import pairwise_differences
 
-    studies = study_file.load(path, seed or (), task or ())
+    studies = study_file.load(file, seed or (), task or ())
     other_studies.check_committed(studies[0])
-    ran, found, failed = _run_tasks(studies, Options(workers, timeout))
-    if studies[0].task and found:
-        print(
-            seeds_table.to_text(
-                *seeds_table.combined(seeds_table.joined(found), {one.task: one.metric for one in studies})
-            )
-        )
+    ran, results, failed = _run_tasks(studies, Options(workers, timeout))
+    if studies[0].task and results:
+        metrics = {study.task: study.metric for study in studies}
+        print(seeds_table.to_text(*seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
-        command = _command(studies[0].path, seed or (), task or (), table)
-        apart = {
-            one.task: pairwise_differences.differences(found[one.task], other_studies.folders_of(one)) for one in ran
-        }
-        rows, text = seeds_table.page(ran, found, apart, table.stem, command)
-        written = seeds_table.write(table, rows, seeds_table.joined(apart), text)
-        print(f"Written to {', '.join(map(str, written))}.")
+        _write_seeds(ran, results, table, _command(studies[0].path, seed or (), task or (), table))
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         what = "runs" if studies[0].task else "seeds"
@@ -313,12 +317,16 @@ def other_study(
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
 ) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """The studies as they ran, what each task found, printed as soon as it is there, and the causes of what failed."""
+    """Run all studies and print the results of each task as soon as they are there.
+
+    Returns:
+        The studies as they ran, the results of each task, and the cause of each failure.
+    """
     from flows.workspace import seeds as other_studies
     from tasks.multi_seed import seeds_table
 
     ran: list[StudyFile] = []
-    found: dict[str | None, pd.DataFrame] = {}
+    results: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
         chosen, causes = other_studies.run_all(study, options)
@@ -327,26 +335,42 @@ def _run_tasks(
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
         finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
         if finished:
-            found[study.task] = seeds_table.collect(finished)
-            print(seeds_table.to_text(*seeds_table.cells(found[study.task])), flush=True)
-    return ran, found, failed
+            results[study.task] = seeds_table.collect(finished)
+            print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
+    return ran, results, failed
+
+
+def _write_seeds(
+    studies: Sequence[StudyFile], results: dict[str | None, pd.DataFrame], table: Path, command: str
+) -> None:
+    from flows.workspace import seeds as other_studies
+    from tasks.multi_seed import seeds_table
+    from tasks.report import pairwise_differences
+
+    differences = {
+        study.task: pairwise_differences.differences(results[study.task], other_studies.folders_of(study))
+        for study in studies
+    }
+    rows, text = seeds_table.page(studies, results, differences, table.stem, command)
+    written = seeds_table.write(table, rows, seeds_table.joined(differences), text)
+    print(f"Written to {', '.join(map(str, written))}.")
 
 
 @app.command()
 def promote(
     candidate: Annotated[
-        str | None, typer.Argument(help="such as kfac-0.5; none: the one that the report names")
+        str | None, typer.Argument(help="candidate such as kfac-0.5; default: the best one, as the report names it")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="take it even if it was rolled back")] = False,
+    again: Annotated[bool, typer.Option("--again", help="promote it even if it was rolled back before")] = False,
     first: Annotated[
-        bool, typer.Option("--first", help="begin a registry that knows no champion, though this workspace has had one")
+        bool, typer.Option("--first", help="allow a registry without a champion, though this workspace had one before")
     ] = False,
-    rollback: Annotated[bool, typer.Option("--rollback", help="go back to the version before")] = False,
+    rollback: Annotated[bool, typer.Option("--rollback", help="make the previous version the champion again")] = False,
 ) -> None:
-    """Make a candidate of the study the champion of the model registry, if it passes the gates."""
+    """Make a candidate the champion of the model registry, if it passes the gates."""
     if rollback and (again or first or candidate):
         other = "--again" if again else "--first" if first else candidate
-        raise EckartError(f"{other} and --rollback contradict each other: give one of them")
+        raise EckartError(f"{other} and --rollback contradict each other: give only one")
     if rollback:
         _roll_back()
         return
@@ -377,7 +401,7 @@ def _roll_back() -> None:
     from tasks.config import validation
 
     previous_version.refuse(validation.typed_section("promotion").model)
-    from flows.promotion import flow  # slower ones
+    from flows.promotion import flow  # slower imports
 
     print(flow.rollback())
 
@@ -391,9 +415,8 @@ def _print_gates(gates: Sequence[Gate]) -> None:
 
 
 def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path) -> str:
-    """The command that makes the table again, in the root of any clone."""
-    words = ["eckart study", str(file), *(f"--task {one}" for one in tasks)]
-    words += [f"--seed {one}" for one in seeds]
+    """Return the command that makes the table again, in the root of any clone."""
+    words = ["eckart study", str(file), *(f"--task {task}" for task in tasks), *(f"--seed {seed}" for seed in seeds)]
     if table.resolve().is_relative_to(Path.cwd()):
         words.append(f"--table {table.resolve().relative_to(Path.cwd())}")
     return " ".join(words)
@@ -401,14 +424,18 @@ def _command(file: Path, seeds: Sequence[int], tasks: Sequence[str], table: Path
 
 @app.command()
 def export(
-    candidate: Annotated[str, typer.Argument(help="of models/finetuned, or the path of any Hugging Face folder")],
-    target: Annotated[Path, typer.Argument(help="what to write: FILE.onnx, or with --dense a folder")],
-    int8: Annotated[bool, typer.Option("--int8", help="ONNX with weights in int8")] = False,
-    dense: Annotated[bool, typer.Option("--dense", help="a plain Hugging Face folder, with merged factors")] = False,
+    candidate: Annotated[
+        str, typer.Argument(help="a candidate of models/finetuned, or the path of any Hugging Face folder")
+    ],
+    target: Annotated[Path, typer.Argument(help="file to write: FILE.onnx, or with --dense a folder")],
+    int8: Annotated[bool, typer.Option("--int8", help="store the ONNX weights in int8")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="write a plain Hugging Face folder with the factors multiplied out")
+    ] = False,
 ) -> None:
-    """Write a candidate as ONNX, once onnxruntime gives the answers that torch gives, or as a model for any tool."""
+    """Write a candidate as ONNX, checked against torch, or as a plain Hugging Face model."""
     if dense and int8:
-        raise EckartError("--dense and --int8 contradict each other: give one of them")
+        raise EckartError("--dense and --int8 contradict each other: give only one")
     if dense:
         from tasks.exporting.merged_checkpoint import to_plain  # slow imports, not for --help
 
@@ -421,37 +448,50 @@ def export(
 
 @app.command()
 def publish(
-    candidate: Annotated[str, typer.Argument(help="such as kfac-0.33")],
-    repository: Annotated[str, typer.Argument(help="of the Hugging Face hub: USER/NAME")],
-    private: Annotated[bool, typer.Option("--private", help="where the repository is made")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would go, and send nothing")] = False,
+    candidate: Annotated[str, typer.Argument(help="candidate such as kfac-0.33")],
+    repository: Annotated[str, typer.Argument(help="repository on the Hugging Face hub: USER/NAME")],
+    private: Annotated[bool, typer.Option("--private", help="make a new repository private")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files and send nothing")] = False,
 ) -> None:
-    """Bring a candidate with its card to the Hugging Face hub."""
+    """Upload a candidate with its card to the Hugging Face hub."""
     from flows.hub import publish as hub  # a slow import, not for --help
 
-    found = hub.publish(candidate, repository, private, dry_run)
-    for path, file in found.files.items():
-        print(f"{path}  {file.stat().st_size:,} bytes")
-    done = f"are at {found.url}" if found.url else f"would go to {repository}"
-    print(f"{len(found.files)} files, {found.bytes:,} bytes, {done}.")
+    published = hub.publish(candidate, repository, private, dry_run)
+    sizes = {path: file.stat().st_size for path, file in published.files.items()}
+    for path, size in sizes.items():
+        print(f"{path}  {size:,} bytes")
+    done = f"are at {published.url}" if published.url else f"would go to {repository}"
+    print(f"{len(sizes)} files, {sum(sizes.values()):,} bytes, {done}.")
 
 
-@app.command()
-def pin() -> None:
-    """Write the hub's newest commits of base model and data into params.yaml."""
+@app.command("params")
+def show_params(
+    part: Annotated[str, typer.Argument(help="dotted name, such as recipes.kfac; default: all")] = "",
+) -> None:
+    """Print params.yaml with all defaults and what each parameter means."""
+    from tasks.config import reference, schema, validation  # slow imports, not for --help
+    from tasks.config.resolved import resolve
+
+    validation.check()
+    print(reference.text(resolve(schema.read()), part), end="")
+
+
+@app.command("pin")
+def pin_inputs() -> None:
+    """Pin base model and data in params.yaml to their newest commits on the Hugging Face hub."""
     from flows.hub import pin as hub  # a slow import, not for --help
 
-    found = hub.pin()
-    for one in found:
-        change = "is the newest already" if one.now == one.before else f"was {one.before or 'null'}"
-        print(f"{one.section}.revision: {one.now} of {one.name} {change}")
-    if not found:
-        print("model.base and data.source are not of the hub, or name a branch or tag: nothing to pin")
+    pins = hub.pin()
+    for pin in pins:
+        change = "already the newest" if pin.now == pin.before else f"was {pin.before or 'null'}"
+        print(f"{pin.section}.revision: {pin.now} of {pin.name}, {change}")
+    if not pins:
+        print("Nothing to pin: model.base and data.source are not on the hub, or name a branch or tag.")
 
 
 @app.command()
 def push() -> None:
-    """Copy to the DVC remote all that dvc.lock and the run cache name, and the inputs that are in DVC."""
+    """Upload to the DVC remote all that dvc.lock and the run cache name, and inputs that are in DVC."""
     from flows.engine import (
         dvc_transport,  # slow imports, not for --help
         stages,
@@ -460,14 +500,14 @@ def push() -> None:
     stages.check_workspace()
     if lacking := dvc_transport.push():
         raise EckartError(
-            f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote; it has the rest."
+            f"{len(lacking)} objects of earlier runs are neither in the cache nor in the remote, which has the rest."
         )
     print("The remote has all that dvc.lock and the run cache name.")
 
 
 @app.command()
 def pull() -> None:
-    """Bring from the DVC remote what this workspace lacks; it runs nothing and leaves dvc.lock as it is."""
+    """Download from the DVC remote what this workspace lacks; runs nothing and leaves dvc.lock as it is."""
     from flows.engine import (
         dvc_transport,  # slow imports, not for --help
         stages,
@@ -476,95 +516,99 @@ def pull() -> None:
     stages.check_workspace()
     pulled = dvc_transport.pull()
     if pulled.stale:
-        print(f"Not as dvc.lock records: {', '.join(pulled.stale)}. `eckart run` brings them up to date.")
+        print(f"Differs from dvc.lock: {', '.join(pulled.stale)}. `eckart run` brings them up to date.")
     if pulled.lacking:
-        raise EckartError(f"Neither the cache nor the remote has {', '.join(pulled.lacking)}; the rest is here.")
+        raise EckartError(f"Neither the cache nor the remote has {', '.join(pulled.lacking)}; all else is here.")
     if not pulled.stale:
         print("Everything is up to date.")
 
 
 @app.command("reproduce")
 def reproduce_candidate(
-    candidate: Annotated[str, typer.Argument(help="such as kfac-0.33, or the name of any other stage")],
+    candidate: Annotated[str, typer.Argument(help="candidate such as kfac-0.33, or the name of any other stage")],
     rev: Annotated[str, typer.Option(help="git revision whose dvc.lock records it")] = "HEAD",
-    again: Annotated[bool, typer.Option("--again", help="make it again even if the recorded bytes are there")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="run the stages again even if the recorded files are in the cache")
+    ] = False,
 ) -> None:
-    """Get a candidate of any revision back, bit for bit: from cache or remote, or made again and compared."""
+    """Restore a candidate of any git revision bit for bit: from cache or remote, or by running its stages again."""
     from flows.workspace import reproduce  # a slow import, not for --help
 
     recorded = reproduce.record(candidate, rev)
-    found = reproduce.reproduce(recorded, again)
-    _print_files(found.files, f"{recorded.stage} at {recorded.commit[:10]}, {found.origin}")
-    print(f"The files are in {found.folder}.")
-    if not found.same:
-        differing = ", ".join(file.path for file in found.files if not file.same)
-        reasons = "\n".join(f"  {reason}" for reason in found.reasons)
-        raise EckartError(f"Not the same bytes: {differing}. Likely reasons:\n{reasons}")
-    print("All are the same, bit for bit.")
+    reproduction = reproduce.reproduce(recorded, again)
+    _print_files(reproduction.files, f"{recorded.stage} at {recorded.commit[:10]}, {reproduction.origin}")
+    print(f"The files are in {reproduction.folder}.")
+    if not reproduction.same:
+        differing = ", ".join(file.path for file in reproduction.files if not file.same)
+        reasons = "\n".join(f"  {reason}" for reason in reproduction.reasons)
+        raise EckartError(f"These files differ from the record: {differing}. Likely reasons:\n{reasons}")
+    print("All files are the same, bit for bit.")
 
 
 @app.command()
 def verify(
-    again: Annotated[int, typer.Option(min=0, help="stages of the last commit to make again and compare")] = 0,
+    again: Annotated[int, typer.Option(min=0, help="number of stages of the last commit to run again and compare")] = 0,
 ) -> None:
-    """Find entries of dvc.lock and of the run cache, here and in the remote, that no run wrote."""
+    """Find entries of dvc.lock and of the run cache, here and in the remote, that no run has written."""
     from flows.engine import stages
     from flows.engine import verify as module  # a slow import, not for --help
 
     stages.check_workspace()
-    found = module.verify()
-    print(f"{len(found.agree)} entries agree with what their stages recorded; {len(found.unrecorded)} have no record.")
-    for place in found.damaged:
-        print(f"{place} is damaged: remove it.")
-    if found.doubtful:
-        print("Entries of other inputs have the same outputs; of each group one may be false:")
-        print("\n".join(sorted(f"  {entry.place}: {entry.stage}" for entry in found.doubtful)))
-    if found.false:
-        print("No run wrote these entries:")
-        for what, where in found.false.items():
-            print("\n".join([f"  {what}", *(f"    in {one.place}" for one in where)]))
+    findings = module.verify()
+    _print_findings(findings)
     differing = failed = 0
-    for recorded, made in module.sample(again, found) if again else ():
+    for recorded, made in module.sample(again, findings) if again else ():
         if isinstance(made, str):
             failed += 1
-            print(f"{recorded.stage} could not be made again: {made}", flush=True)
+            print(f"{recorded.stage} could not be run again: {made}", flush=True)
         elif made.same:
-            print(f"{recorded.stage} was made again: the same bytes.", flush=True)
+            print(f"{recorded.stage} was run again: the same bytes.", flush=True)
         else:
             differing += 1
             reasons = "; ".join(made.reasons)
-            print(f"{recorded.stage} was made again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
-    if found.false or found.damaged or differing or failed:
+            print(f"{recorded.stage} was run again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
+    if findings.false or findings.damaged or differing or failed:
         raise EckartError(
-            f"{len(found.false)} entries are false, {len(found.damaged)} are damaged, {differing} stages differ, "
-            f"{failed} could not be made again. Remove files of the run cache that are false or damaged; for an entry "
+            f"{len(findings.false)} entries are false, {len(findings.damaged)} are damaged, {differing} stages differ, "
+            f"{failed} could not be run again. Remove files of the run cache that are false or damaged; for an entry "
             "of dvc.lock: dvc repro --force --single-item STAGE; for all of it: git checkout dvc.lock"
         )
 
 
+def _print_findings(findings: Findings) -> None:
+    agree, unrecorded = len(findings.agree), len(findings.unrecorded)
+    print(f"{agree} entries agree with what their stages recorded; {unrecorded} have no record.")
+    for place in findings.damaged:
+        print(f"{place} is damaged: remove it.")
+    if findings.doubtful:
+        print("These entries have the same outputs as others with different inputs; one of each group may be false:")
+        print("\n".join(sorted(f"  {entry.place}: {entry.stage}" for entry in findings.doubtful)))
+    if findings.false:
+        print("No run wrote these entries:")
+        for what, entries in findings.false.items():
+            print("\n".join([f"  {what}", *(f"    in {entry.place}" for entry in entries)]))
+
+
 @app.command()
 def gc(
-    yes: Annotated[bool, typer.Option("--yes", help="remove it; without, nothing is removed")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="remove nothing: the same as without --yes")] = False,
-    runs: Annotated[int, typer.Option(min=1, help="of each study: the last that finished stay")] = 7,
+    yes: Annotated[bool, typer.Option("--yes", help="remove it; without this option nothing is removed")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="finished runs of each study to keep")] = 7,
     commits: Annotated[
         int | None,
-        typer.Option(min=1, help="of those that changed dvc.lock: the last stay, besides tags; default: all"),
+        typer.Option(min=1, help="commits that changed dvc.lock to keep, besides tags and branches; default: all"),
     ] = None,
-    days: Annotated[float, typer.Option(min=0, help="that Prefect's records of runs stay")] = 30,
+    days: Annotated[float, typer.Option(min=0, help="days to keep Prefect's records of runs")] = 30,
 ) -> None:
-    """Show what fills the disk and nothing names any more, and with --yes remove it."""
-    if yes and dry_run:
-        raise EckartError("--yes and --dry-run contradict each other: give one of them")
+    """List what fills the disk and is no longer used, and remove it with --yes."""
     settings.use_local_server()
     from flows.gc import collect  # slow imports, not for --help
 
-    with collect.found(runs, commits, days) as kinds:
+    with collect.kinds(runs, commits, days) as kinds:
         _print_kinds(kinds)
         for kind in kinds if yes else ():
             kind.remove()
     freed = f"{sum(kind.goes.bytes or 0 for kind in kinds):,} bytes"
-    print(f"Removed, {freed}." if yes else f"Nothing was removed: with --yes what goes does, {freed}.")
+    print(f"Removed {freed}." if yes else f"Nothing was removed. --yes removes {freed}.")
 
 
 def _print_kinds(kinds: Sequence[Kind]) -> None:
@@ -572,7 +616,8 @@ def _print_kinds(kinds: Sequence[Kind]) -> None:
     table = Table("", *right)
     for kind in kinds:
         sizes = (kind.stays, kind.goes)
-        cells = [f"{one:,}" if one is not None else "–" for size in sizes for one in (size.count, size.bytes)]
+        numbers = [number for size in sizes for number in (size.count, size.bytes)]
+        cells = ["–" if number is None else f"{number:,}" for number in numbers]
         table.add_row(kind.name, *cells)
     Console().print(table)
 
@@ -588,13 +633,14 @@ def _print_files(files: Sequence[ComparedFile], title: str) -> None:
 @app.command()
 def ui(
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="of Prefect's; default: PREFECT_SERVER_API_PORT, or 4200")
+        int | None,
+        typer.Option(min=1, max=65535, help="port of Prefect's page; default: PREFECT_SERVER_API_PORT, or 4200"),
     ] = None,
     mlflow_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="of MLflow's; default: MLFLOW_PORT, or 5000")
+        int | None, typer.Option(min=1, max=65535, help="port of MLflow's page; default: MLFLOW_PORT, or 5000")
     ] = None,
 ) -> None:
-    """Show where the pages of Prefect and MLflow are; until Ctrl-C serve those that are missing, on this machine."""
+    """Show the pages of Prefect and MLflow, on this machine only; serve them until Ctrl-C where nothing does yet."""
     from flows.servers.ui import show_pages
 
     show_pages(Console(), port, mlflow_port)

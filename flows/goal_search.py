@@ -1,38 +1,38 @@
-"""The keeps that meet study.goals, found by running the study with more of them, each a keep like any other."""
+"""Search the values of keep that meet study.goals, by running the study with more of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
-from tasks.report.goals import Asked, asked, words
+from tasks.report.goals import asked, words
 from tasks.report.results import load_results
 
 
-def pursue(run: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Run the study, and again with a keep more for each goal and recipe, until none meets a goal more closely.
+def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
+    """Run the study again with one more keep per goal and recipe, until no keep can meet a goal more closely.
 
-    Each keep is run for all recipes, so that they can be compared there. The keeps are written into params.yaml: what
-    was broken off goes on from there.
+    Each keep is run for all recipes, so that they can be compared at it. The keeps are written into params.yaml, so
+    that an interrupted search goes on from there.
+
+    Args:
+        run: runs the study.
+        log: takes a line about the next keeps.
 
     Raises:
         ParamsError: study.goals is empty.
-        StudyFailed: as a run does.
+        StudyFailed: some stages failed.
     """
     if not validation.typed_section("study").goals:
         raise schema.ParamsError(
-            f"{PARAMS}: study.goals is empty; write what you ask for, such as [{{largest_drop: 0.01}}], "
-            "or run without --goals"
+            f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
     run()
-    while wanted := [one for one in asked(load_results()) if one.closer]:
-        keeps = list(dict.fromkeys(one.closer for one in wanted if one.closer))
-        say(f"Looking closer at keep {', '.join(keeps)}, now in {PARAMS}, for {_enumerated(wanted)}.")
+    while open_goals := [goal for goal in asked(load_results()) if goal.closer]:
+        keeps = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
+        reasons = "; ".join(f"{goal.recipe}, {words(goal.goal)}" for goal in open_goals)
+        log(f"Trying keep {', '.join(keeps)}, now in {PARAMS}, for {reasons}.")
         more = {*schema.section("study.keeps", list), *map(float, keeps)}
         yaml_edit.update({"study": {"keeps": sorted(more, reverse=True)}})
         run()
-
-
-def _enumerated(wanted: Sequence[Asked]) -> str:
-    return "; ".join(f"{one.recipe}, {words(one.goal)}" for one in wanted)

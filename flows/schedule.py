@@ -1,4 +1,4 @@
-"""The study on a schedule: a Prefect deployment that this machine serves for as long as the process lives."""
+"""Run the study on a schedule: a Prefect deployment that this process serves until it ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
-from prefect._vendor.croniter import croniter
+from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.events import DeploymentEventTrigger
 from prefect.flows import EntrypointType
@@ -32,37 +32,40 @@ from tasks.artifacts.errors import EckartError
 log = logging.getLogger(__name__)
 
 CHANGED = "eckart.changed"
-"""An event that says that there is something new."""
-_POLL = 5.0  # seconds between two looks for a server that is gone
+"""The event that reports new data, parameters or code."""
+_POLL = 5.0  # seconds between two tries to reach a lost server
 _ONE_AT_A_TIME = ConcurrencyLimitConfig(limit=1, collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 
 
 class ScheduleError(EckartError):
-    """The schedule cannot be read; the message says what to write."""
+    """The schedule cannot be parsed. The message says what to write."""
 
 
 def serve(
     name: str, cron: str, timezone: str, options: Options, promote: bool = False, notify: Sequence[str] = ()
 ) -> None:
-    """Run the study of the working directory by `cron`, one run at a time, until Ctrl-C or SIGTERM.
+    """Run the study of the working directory on a schedule, one run at a time, until Ctrl-C or SIGTERM.
 
-    An event `CHANGED` of the resource `eckart.NAME` starts a run, too. Folder and scheduler are those of this process
-    and no parameters of a run.
-
-    Where Prefect's server goes away this waits for it; one of its own it starts again.
+    An event `CHANGED` of the resource `eckart.NAME` starts a run, too. Folder and Dask's scheduler are those of this
+    process; a run cannot choose them. If Prefect's server is lost, this waits for it, or restarts it if it is ours.
 
     Args:
-        notify: the blocks by which Prefect's server tells what came of the runs; see `notifications.set_up`.
+        name: name of the deployment.
+        cron: minute, hour, day of month, month and day of week.
+        timezone: time zone of `cron`.
+        options: how each run executes stages.
+        promote: promote the best candidate after each run.
+        notify: Prefect's notification blocks that report the runs; see `notifications.set_up`.
 
     Raises:
-        NotificationError: it has no such block.
-        OtherWorkspace: the name is that of another folder's deployment.
+        NotificationError: Prefect's server has no such block.
+        OtherWorkspace: the deployment of this name belongs to another folder.
         ScheduleError: `cron` is no schedule, or `timezone` no time zone.
-        ServerError: there is no Prefect server to keep the schedule.
+        ServerError: no Prefect server can be used.
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}
-    logging.getLogger("prefect.runner").addFilter(_is_no_wait)
+    logging.getLogger("prefect.runner").addFilter(_is_not_waiting)
     due = partial(next_run, cron, timezone)
     set_up = partial(notifications.set_up, name, notify, notifications.longest_gap(cron))
     with terminable():
@@ -70,8 +73,8 @@ def serve(
             with prefect_server() as address:
                 if _serve_until_lost(name, schedule, parameters, set_up, due, address):
                     return
-            log.warning("Prefect's server does not answer; the schedule goes on when it does")
-            while (theirs := get_current_settings().api.url) and not answers(f"{theirs.rstrip('/')}/health"):
+            log.warning("Prefect's server does not answer; the schedule continues when it does")
+            while (url := get_current_settings().api.url) and not answers(f"{url.rstrip('/')}/health"):
                 time.sleep(_POLL)
 
 
@@ -83,24 +86,24 @@ def _serve_until_lost(
     due: Callable[[datetime], datetime],
     address: str,
 ) -> bool:
-    """Whether it was ended by a signal; else the server is lost."""
+    """Serve the deployment. Return True when a signal ends that, False when Prefect's server is lost."""
     try:
         deployment_owner.check_name(name)
         set_up()
-        print(_words(name, due, address), flush=True)
+        print(_announcement(name, due, address), flush=True)
         study.serve(
             name=name,
             schedule=schedule,
             parameters=dict(parameters),
             description="Brings the study of params.yaml up to date.",
-            global_limit=_ONE_AT_A_TIME,  # whoever runs it
+            global_limit=_ONE_AT_A_TIME,  # wherever it is served
             limit=1,
             tags=[deployment_owner.tag()],
-            triggers=[_something_new(name)],
+            triggers=[_on_change(name)],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
-    except Exception as error:  # Prefect raises groups of them, of many kinds
+    except Exception as error:  # Prefect raises many kinds, and groups of them
         if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)
@@ -109,41 +112,41 @@ def _serve_until_lost(
 
 
 def next_run(cron: str, timezone: str, now: datetime) -> datetime:
-    """When a schedule is due next, in its own time zone."""
+    """Return the time of the next run, in the schedule's time zone."""
     zone = ZoneInfo(timezone)
-    local = now.astimezone(zone).replace(tzinfo=None)  # as Prefect does: the clock on the wall counts
+    local = now.astimezone(zone).replace(tzinfo=None)  # by the wall clock, as Prefect does
     return croniter(cron, local).get_next(datetime).replace(tzinfo=zone)
 
 
-def _words(name: str, due: Callable[[datetime], datetime], address: str) -> str:
-    """What is run when, where that is seen, and how it is run now; what leads to a server of ours has no key in it."""
+def _announcement(name: str, due: Callable[[datetime], datetime], address: str) -> str:
+    """Say what runs when, where to watch it, and how to run it now, without showing the key of a server of ours."""
     now = datetime.now(UTC)
     following, place = due(now), shown(address)
     variables = how_to_reach(address) if is_ours(address) else f"PREFECT_API_URL={place}"
     return (
-        f"study/{name} is the study of {Path.cwd()}. Its next run is due {following:%Y-%m-%d %H:%M %Z}, "
+        f"study/{name} runs the study of {Path.cwd()}. The next run is due {following:%Y-%m-%d %H:%M %Z}, "
         f"in {roughly((following - now).total_seconds())}.\n"
         f"Prefect: {place.removesuffix('/api')}\n"
-        f"This runs it now: {variables} prefect deployment run study/{name}"
+        f"To run it now: {variables} prefect deployment run study/{name}"
     )
 
 
-def _is_no_wait(record: logging.LogRecord) -> bool:
-    """While a run goes on Prefect's runner says at each of its polls that the next one waits."""
+def _is_not_waiting(record: logging.LogRecord) -> bool:
+    """Drop what Prefect's runner logs at each poll while a run goes on and the next one waits."""
     return "skipped (at capacity)" not in record.getMessage()
 
 
-def _something_new(name: str) -> DeploymentEventTrigger:
+def _on_change(name: str) -> DeploymentEventTrigger:
     return DeploymentEventTrigger(
-        name=f"eckart {name}: something new", expect={CHANGED}, match={"prefect.resource.id": f"eckart.{name}"}
+        name=f"eckart {name}: new data, parameters or code",
+        expect={CHANGED},
+        match={"prefect.resource.id": f"eckart.{name}"},
     )
 
 
 def _schedule(cron: str, timezone: str) -> Schedule:
     if timezone not in available_timezones():
-        raise ScheduleError(
-            f"--timezone {timezone}: this machine knows none of that name; write one such as Europe/Berlin"
-        )
+        raise ScheduleError(f"--timezone {timezone}: there is no such time zone; write one such as Europe/Berlin")
     try:
         return Cron(cron, timezone=timezone)
     except ValueError as error:

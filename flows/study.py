@@ -1,6 +1,6 @@
-"""The study flow: one Prefect task for each stage of dvc.yaml, and MLflow told of it."""
+"""The study flow: one Prefect task for each stage of dvc.yaml, mirrored in MLflow."""
 
-# Annotations are not postponed here: Prefect reads those of a scheduled flow without this module's names.
+# No `from __future__ import annotations`: Prefect evaluates those of a scheduled flow without this module's names.
 
 import os
 import threading
@@ -38,41 +38,41 @@ if TYPE_CHECKING:
     from flows.tracking.mirror import Mirror
 
 if "PREFECT__FLOW_RUN_ID" in os.environ:
-    # Prefect began this process for a run of a deployment, and logs its server's address before it calls the flow.
+    # Prefect started this process for a run of a deployment, and logs its server's address before it calls the flow.
     keep_out()
 
-# Threads only wait, for upstream stages and for a free slot: as many as stages. Slots bound what runs.
+# Threads only wait, for upstream stages and for a free slot; slots limit what runs. So each stage gets a thread.
 _THREADS = 256
 _RECORD_POLLS = 25
-_RECORDS = 200  # that the server tells of at once
+_RECORDS = 200  # task runs that the server lists at once
 _CHANGED = "Changed"
-"""State of a run, and of a stage, for which data, parameters or code changed meanwhile: no news, and no success."""
-_NAMED = 3  # of what changed
+"""State of a run or stage whose data, parameters or code changed while it ran: no success, and not reported."""
+_NAMED = 3  # names listed of what changed
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
-"""Runs a command of a stage and logs its lines, here or, then giving the outcome there, on a worker; see stages.run."""
+"""A function that runs a stage's command and logs its lines, here or on a worker; see stages.run."""
 
 
 class StudyFailed(EckartError):
-    """Some stages failed; the message names each with its cause. What was finished is in DVC."""
+    """Some stages failed. The message names each with its cause. Finished stages are in DVC."""
 
 
 class StudyChanged(StudyFailed):
-    """Nothing failed but stages for which something changed while the study ran."""
+    """Stages failed only because their data, parameters or code changed while the study ran."""
 
 
 @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{planned.name}")
 def stage(
     planned: Planned, execute: Execute, slots: threading.Semaphore, mirror: "Mirror", progress: Progress
 ) -> State[Outcome]:
-    """Bring one stage up to date. The state's name is DVC's verdict: Cached, Restored or Executed."""
+    """Bring one stage up to date. The name of the returned state is DVC's verdict: Cached, Restored or Executed."""
     log = get_run_logger()
 
-    def tell(seconds: float) -> None:
+    def warn(seconds: float) -> None:
         log.warning("no output for %s: if the stage hangs, end the run; --timeout ends such a stage", roughly(seconds))
 
-    def followed(command: str) -> Outcome | float:
-        with slots, mirror.following(planned), progress.running(planned.name), hang_detection.noticed(tell) as noted:
+    def execute_here(command: str) -> Outcome | float:
+        with slots, mirror.following(planned), progress.running(planned.name), hang_detection.noticed(warn) as noted:
 
             def heard(line: str) -> None:
                 noted()
@@ -81,7 +81,7 @@ def stage(
             return execute(planned, command, heard)
 
     try:
-        outcome = stages.run(planned, followed)
+        outcome = stages.run(planned, execute_here)
     except (EckartError, OSError) as error:
         progress.failed(planned.name, str(error))
         name = _CHANGED if isinstance(error, StageChanged) else "Failed"
@@ -101,14 +101,14 @@ def study(
 ) -> list[Outcome]:
     """Run the study that params.yaml of the working directory describes.
 
-    Places are no parameters, which whoever starts a run may choose: the folder is that of the process, and the address
-    of Dask's scheduler is in its environment, as ECKART_SCHEDULER.
+    Folder and Dask's scheduler are no parameters, because anyone who may start a run could choose them: the folder is
+    the process's working directory, and the scheduler's address is its environment variable ECKART_SCHEDULER.
 
     Args:
-        workers: stages that run side by side; by default as many as the cores have room for.
-        timeout: seconds that a stage may take.
-        task_runner: whether stages run in this workspace, or on Dask's workers with a workspace each.
-        promote: whether the best candidate is to become the champion of the registry, if it passes the gates.
+        workers: stages to run side by side; by default as many as the cores allow.
+        timeout: seconds after which a stage is stopped.
+        task_runner: run stages in this workspace (threads), or on Dask's workers with a workspace each (dask).
+        promote: then make the best candidate the champion of the registry, if it passes the gates.
 
     Raises:
         ParamsError: params.yaml has mistakes; nothing was run.
@@ -116,10 +116,10 @@ def study(
         OtherWorkspace: the run's deployment is of another folder; nothing was run.
         ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
-        StudyChanged: something changed for some stages while the study ran; the others finished.
-        RegistryError: the study is finished, and the registry failed.
+        StudyChanged: the inputs of some stages changed while the study ran; the others finished.
+        RegistryError: the study finished, but the registry failed.
     """
-    settings.apply()  # a deployment's run begins here
+    settings.apply()  # a deployment's run starts here, without the command line
     try:
         deployment_owner.check()
         installation.refresh()
@@ -127,51 +127,51 @@ def study(
         with crashed_runs.noted(str(flow_run.id)):
             damage = database.set_aside_damaged()
             outcomes = _run(Options.told(workers, timeout, task_runner))
-            name, said = _promoted(outcomes) if promote else ("Completed", "")
-    except Exception as error:  # a state, which Prefect raises to the caller
-        if not isinstance(error, EckartError | OSError):  # of those no traceback in the log
+            name, promotion = _promoted(outcomes) if promote else ("Completed", "")
+    except Exception as error:  # returned as a state, which Prefect raises to the caller
+        if not isinstance(error, EckartError | OSError):
             get_run_logger().exception("the study failed")
         name = _CHANGED if isinstance(error, StudyChanged) else "Failed"
         return Failed(name=name, message=shown(str(error) or repr(error)), data=error)  # type: ignore[return-value]
-    message = " ".join(filter(None, [f"{nothing_to_do.summary(outcomes).removesuffix('.')}.", said, damage]))
+    message = " ".join(filter(None, [f"{nothing_to_do.summary(outcomes).removesuffix('.')}.", promotion, damage]))
     return Completed(name=name, message=message, data=outcomes)  # type: ignore[return-value]
 
 
 def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """What came of promoting the best candidate: the name of the state, by which Prefect tells it, and in words.
+    """Promote the best candidate, and return the run's state, which notifications go by, and a sentence.
 
-    A refusal is no failure; the champion that stays one is no news, nor is what arrived while the study ran.
+    A refusal is no failure. A champion that stays, or data that arrived while the study ran, is not reported.
     """
     if changed := _changed_since(outcomes):
-        return _CHANGED, _left(changed)
+        return _CHANGED, _postponed(changed)
     from flows.promotion.flow import Refused, promotion  # a slow import
 
     try:
         conclusion = promotion()
     except Refused as refusal:
-        if not refusal.gates and (changed := _changed_since(outcomes)):  # in the seconds since
-            return _CHANGED, _left(changed)
+        if not refusal.gates and (changed := _changed_since(outcomes)):  # changed just now
+            return _CHANGED, _postponed(changed)
         return "Refused", shown(f"Not promoted: {refusal}")
     return "Promoted" if conclusion.gates else "Completed", conclusion.message
 
 
-def _left(changed: str) -> str:
-    return f"Not promoted: {changed} changed while the run went on; the next run takes that."
+def _postponed(changed: str) -> str:
+    return f"Not promoted: {changed} changed during the run; the next run uses the new state."
 
 
 def _changed_since(outcomes: Sequence[Outcome]) -> str:
-    """Which data, parameters and code are not what the stages have read, in words."""
+    """Return which data, parameters and code changed after the stages read them, in words; empty if none did."""
     from flows.display import run_diff  # a slow import
 
-    before, now = (run_diff.of("", read, complete=False) for read in (outcomes, stages.read_now()))
-    found = {kind: [name for name, _, _ in rows] for kind, rows in run_diff.changes(before, now).items()}
+    before, now = (run_diff.current("", read, complete=False) for read in (outcomes, stages.read_now()))
+    changed = {kind: [name for name, _, _ in rows] for kind, rows in run_diff.changes(before, now).items()}
     return " and ".join(
-        f"{kind} ({', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''})" for kind, names in found.items()
+        f"{kind} ({', '.join(names[:_NAMED])}{', …' if names[_NAMED:] else ''})" for kind, names in changed.items()
     )
 
 
 def _run(options: Options) -> list[Outcome]:
-    from flows.registry import champion_data  # now that the settings hold: MLflow reads some as it is imported
+    from flows.registry import champion_data  # after settings.apply: MLflow reads some settings when imported
     from flows.tracking.mirror import Mirror
 
     typed = torch_questions.checked_params()
@@ -185,61 +185,66 @@ def _run(options: Options) -> list[Outcome]:
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
-        progress = Progress(_in_order(planned), side_by_side, stage_results.seconds_before())
         with (
             stage_processes.reaping(),
-            terminal.shown(progress),
+            terminal.shown(_in_order(planned), side_by_side, stage_results.seconds_before()) as progress,
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
-            told = {"execute": lines.listening(execute), "slots": slots, "mirror": mirror, "progress": progress}
-            submit: Callable[..., Any] = partial(stage.submit, **told)
+            submit: Callable[..., Any] = partial(
+                stage.submit, execute=lines.listening(execute), slots=slots, mirror=mirror, progress=progress
+            )
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         stage_results.write_seconds(finished.values())
         causes = _causes(states)
-        _tell_prefect(typed["study"].name, mirror, list(finished.values()) if complete else causes, lines, len(states))
+        _show_on_page(typed["study"].name, mirror, list(finished.values()) if complete else causes, lines, len(states))
     finally:
         mirror.finish(complete)
     if not complete:
         changed = all(states[name].name == _CHANGED for name in causes)
-        advice = "The next run takes that" if changed else "Fix the cause and run again"
+        advice = "The next run uses the new state" if changed else "Fix the cause and run again"
         raise (StudyChanged if changed else StudyFailed)(_report(causes, finished, len(planned), advice))
     return list(finished.values())
 
 
-def _tell_prefect(
-    study: str, mirror: "Mirror", found: list[Outcome] | dict[str, str], lines: prefect_artifacts.LastLines, tasks: int
+def _show_on_page(
+    study: str, mirror: "Mirror", result: list[Outcome] | dict[str, str], lines: prefect_artifacts.LastLines, tasks: int
 ) -> None:
-    """Show on the run's page what a complete study found, or the causes why it is not; and let the records arrive."""
+    """Show on the run's page the comparison, or why stages failed; then wait for Prefect's records.
+
+    Args:
+        result: the outcomes of all stages, or stage → cause of its failure.
+        tasks: how many records to wait for.
+    """
     try:
-        if isinstance(found, dict):
-            prefect_artifacts.failure(study, found, lines)
-            _tell_changes(study)
+        if isinstance(result, dict):
+            prefect_artifacts.failure(study, result, lines)
+            _show_changes(study)
         else:
             prefect_artifacts.comparison(study, mirror)
-            prefect_artifacts.changes(study, str(flow_run.name), found)
+            prefect_artifacts.changes(study, str(flow_run.name), result)
         _await_records(str(flow_run.id), tasks)
-    except httpx.HTTPError as error:  # what the stages did is in DVC, and MLflow may be there
-        get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
+    except httpx.HTTPError as error:  # the results are in DVC, and MLflow may work
+        get_run_logger().warning("Prefect's server fails (%s): its page of this run is incomplete", error)
 
 
-def _tell_changes(study: str) -> None:
-    """Since the last complete run, on the page of one that failed: whatever fails here does not hide why that did."""
+def _show_changes(study: str) -> None:
+    """Show what changed since the last complete run; an error here must not hide why the study failed."""
     try:
         prefect_artifacts.changes(study, str(flow_run.name), None)
     except httpx.HTTPError:
         raise
-    except Exception as error:  # a full disk, a file that is gone or cannot be read: DVC has an error for each
-        get_run_logger().warning("What changed since the last complete run cannot be said: %s", shown(str(error)))
+    except Exception as error:  # DVC has many kinds of errors for files that are gone or cannot be read
+        get_run_logger().warning("Cannot list the changes since the last complete run: %s", shown(str(error)))
 
 
 @contextmanager
 def _executor(
     planned: Sequence[Planned], options: Options, side_by_side: int
 ) -> Iterator[tuple[Execute, threading.Semaphore]]:
-    """What runs the stages, and how many at a time; on Dask as many as it has workers for."""
-    if options.task_runner == "dask" and any(not one.cached for one in planned):
+    """Yield the function that runs stages, and the slots that limit how many run at a time; Dask limits itself."""
+    if options.task_runner == "dask" and any(not stage.cached for stage in planned):
         with dask_runner.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
@@ -247,40 +252,40 @@ def _executor(
 
 
 def _in_order(planned: Sequence[Planned]) -> list[Planned]:
-    """The stages as they are to begin: what needs a machine alone comes last."""
+    """Sort the stages by when they should start: those that need the machine alone come last."""
     phases = _phases(planned)
-    return sorted(planned, key=lambda one: phases[one.name])
+    return sorted(planned, key=lambda stage: phases[stage.name])
 
 
 def _run_all(planned: Sequence[Planned], submit: Callable[..., PrefectFuture[Outcome]]) -> dict[str, State[Outcome]]:
-    """Run every stage once those before it are done; those that need a machine alone one after the other."""
+    """Run every stage after its upstream stages; stages that need the machine alone run one after the other."""
     futures: dict[str, PrefectFuture[Outcome]] = {}
     order = _in_order(planned)
-    for position, one in enumerate(order):
-        waits: list[object] = [futures[name] for name in one.upstream]
-        if one.twin in futures:
-            waits.append(allow_failure(futures[one.twin]))
-        if one.alone:
+    for position, stage in enumerate(order):
+        waits: list[object] = [futures[name] for name in stage.upstream]
+        if stage.twin in futures:
+            waits.append(allow_failure(futures[stage.twin]))
+        if stage.alone:
             waits += [allow_failure(futures[before.name]) for before in order[:position]]
-        futures[one.name] = submit(one, wait_for=waits)
+        futures[stage.name] = submit(stage, wait_for=waits)
     for future in futures.values():
         future.wait()
     return {name: future.state for name, future in futures.items()}
 
 
 def _phases(planned: Sequence[Planned]) -> dict[str, int]:
-    """0 for a stage that can come before all that must run alone, 1 for those, 2 for what they lead to."""
+    """Return stage → phase: 0 before all stages that need the machine alone, 1 for those, 2 for what follows them."""
     phases: dict[str, int] = {}
-    for one in planned:  # upstream first
-        after = 2 if any(phases[name] for name in one.upstream) else 0
-        phases[one.name] = 1 if one.alone else after
+    for stage in planned:  # upstream first
+        after = 2 if any(phases[name] for name in stage.upstream) else 0
+        phases[stage.name] = 1 if stage.alone else after
     return phases
 
 
 def _await_records(flow_run_id: str, tasks: int) -> None:
-    """Wait a little until Prefect's server has stored how every task ended.
+    """Wait a few seconds until Prefect's server has stored how every task ended.
 
-    It learns of that by events, which come later; a temporary server is stopped as soon as the flow is over.
+    It learns that from events, which arrive later, and a temporary server stops as soon as the flow has ended.
     """
     ended = TaskRunFilter.model_validate({"state": {"type": {"any_": [kind.value for kind in TERMINAL_STATES]}}})
     this = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
@@ -292,9 +297,9 @@ def _await_records(flow_run_id: str, tasks: int) -> None:
 
 
 def _causes(states: Mapping[str, State[Outcome]]) -> dict[str, str]:
-    """Stage that failed → why."""
+    """Return stage → cause of its failure."""
     failures = {name: state for name, state in states.items() if state.is_failed() or state.is_crashed()}
-    # a stage says its own name, a shell command does not
+    # messages of our stages begin with their name, those of shell commands do not
     return {name: (state.message or "").removeprefix(f"{name}: ") for name, state in failures.items()}
 
 
@@ -302,6 +307,6 @@ def _report(causes: Mapping[str, str], finished: Mapping[str, Outcome], total: i
     lines = "\n".join(f"  {name}: {cause}" for name, cause in causes.items())
     waiting = total - len(finished) - len(causes)
     return (
-        f"{len(causes)} stages failed, {waiting} waited for them, {len(finished)} are finished and stay finished:\n"
-        f"{lines}\n{advice}: only what is not finished will run."
+        f"{len(causes)} stages failed, {waiting} need them and did not run, {len(finished)} are finished and kept:\n"
+        f"{lines}\n{advice}: only unfinished stages will run."
     )

@@ -100,7 +100,7 @@ def _sizes(model: PreTrainedModel, targets: tuple[Target, ...], alone: Mapping[s
 
 def _parameters(model: PreTrainedModel, target: Target) -> int:
     """Of the maps that are `target`, as `model` stores them; biases are not counted."""
-    parts = (part for map in target.maps for part in model.get_submodule(map.name).named_parameters())
+    parts = (part for map in target.layers for part in model.get_submodule(map.name).named_parameters())
     return sum(values.numel() for name, values in parts if name != "bias")
 
 

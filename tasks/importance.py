@@ -51,7 +51,7 @@ def _find(model: PreTrainedModel, batch: Batch) -> Targets:
     found = find_targets(model, batch, **patterns.model_dump(exclude={"products"}))
     if patterns.products:
         found = find_products(model, batch, found)
-    pairs = sum(len(target.maps) > 1 for target in found.targets)
+    pairs = sum(len(target.layers) > 1 for target in found.targets)
     say(f"{len(found.targets)} targets, {pairs} of them of two maps, {len(found.excluded)} linear maps excluded")
     warn(found.census.warning)
     return found

@@ -1,4 +1,4 @@
-"""A tiny model of every family, with what probing it must find, and batches for what it is trained for.
+"""A tiny model of every family, the targets that probing must find in it, and batches for its task.
 
 A family joins by an entry in FAMILIES.
 """
@@ -30,29 +30,29 @@ COUNT = 6  # samples
 
 @dataclass(frozen=True)
 class Family:
-    """How a tiny model is built, and what probing it must find."""
+    """A tiny model, and the targets that probing must find in it."""
 
     kind: Kind
     build: Callable[[], PreTrainedModel]
     targets: int
     excluded: Mapping[str, int] = field(default_factory=dict)
-    """Reason → linear maps."""
+    """Reason → number of linear layers."""
     more: int = 0
-    """How many more there are where heads and embeddings are included: none that are tied, no positions of a batch."""
+    """Additional targets if heads and embeddings are included; tied ones and positions never are."""
     everything: bool = False
     """Whether heads and embeddings are included in all tests."""
     rounding: float = 1e-8
-    """Of what it computes of float64 weights; more where its code goes through float32."""
+    """Relative rounding of what it computes in float64; more if its code goes through float32."""
 
 
 def of(family: str, config: type[PreTrainedConfig], **options: Any) -> Callable[[], PreTrainedModel]:
-    """A model of random weights with dimensions that differ, so that none is taken for another."""
+    """Return a builder of a model with random weights and dimensions that differ from each other."""
     everywhere = {"vocab_size": tiny.VOCABULARY, "num_labels": tiny.LABELS, "pad_token_id": tiny.PAD}
     return lambda: tiny.drawn(getattr(transformers, family), config(**{**everywhere, **options}))
 
 
 def mobilebert() -> PreTrainedModel:
-    """It reads each token with its neighbours, and at the edge of the batch zeros: what its padding token must be."""
+    """A model that reads each token with its neighbours, and zeros beyond the text, so padding must be zero."""
     config = transformers.MobileBertConfig(
         **{**LAYERS, **LENGTH, "vocab_size": tiny.VOCABULARY, "num_labels": tiny.LABELS, "pad_token_id": tiny.PAD},
         embedding_size=12,
@@ -78,10 +78,10 @@ FAMILIES = {
         "classification",
         tiny.bert,
         16,
-        {"not all that it reads belongs to the samples of a batch": 1},
+        {"not all of its inputs belong to examples of the batch": 1},
         everything=True,
     ),
-    # 6 a layer; the head is two maps
+    # 6 a layer; the head is two layers
     "distilbert": Family(
         "classification",
         of(
@@ -129,10 +129,10 @@ FAMILIES = {
             pooler_hidden_size=16,
         ),
         8,
-        {HEAD: 2, "not all that it reads belongs to the samples of a batch": 4},
+        {HEAD: 2, "not all of its inputs belong to examples of the batch": 4},
         3,
     ),
-    # one layer of 6 that runs 3 times, the map before it and the pooler
+    # one layer of 6 that runs 3 times, the layer before it and the pooler
     "albert": Family("classification", tiny.albert, 8, {HEAD: 1}, 3),
     # 4 a layer: query, key and value are one Conv1D
     "gpt2": Family("classification", tiny.gpt2, 8, {HEAD: 1}, 2),
@@ -246,7 +246,7 @@ FAMILIES = {
 
 
 def samples(kind: Kind) -> list[dict[str, Tensor]]:
-    """Samples of differing lengths, as the model gets them one at a time."""
+    """Return examples of different lengths, each as the model reads it alone."""
     read, written = tiny.samples(COUNT), tiny.samples(COUNT, seed=1)
     generator = torch.Generator().manual_seed(0)
     result: list[dict[str, Tensor]] = []
@@ -266,7 +266,7 @@ def samples(kind: Kind) -> list[dict[str, Tensor]]:
 
 
 def collate(some: Sequence[Mapping[str, Tensor]], more: int = 0) -> dict[str, Tensor]:
-    """A batch, padded to the right; `more` columns more than the longest, and twice that where a decoder reads."""
+    """Return a batch padded on the right by `more` tokens beyond the longest text, twice as many for a decoder."""
 
     def padded(name: str) -> Tensor:
         values = [one[name] for one in some]
@@ -281,7 +281,7 @@ def collate(some: Sequence[Mapping[str, Tensor]], more: int = 0) -> dict[str, Te
 
 
 def loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Sum over samples of each one's loss: of its label, or the mean of its tokens'."""
+    """Sum the losses of examples: of the label, or the mean over the labelled tokens."""
     labels = batch["labels"]
     if labels.dim() == 1:
         return mean_loss_times_batch(model, batch)

@@ -1,4 +1,4 @@
-"""What all tests share: settings of a command, one thread, files in memory, and the same examples in every run."""
+"""Set-up of all tests: settings of a command, one thread, files in memory, and the same examples in every run."""
 
 import tasks as tasks  # before torch, whose threads are to wait without spinning
 
@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,12 +45,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two for a core, but for one: tests of flows wait for servers and for processes, half of the time."""
+    """Return twice the cores less one: tests of flows wait for servers and processes half of the time."""
     return 2 * cores() - 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each of xdist's processes begins with a share of the files of flows, the slowest; others help from its end.
+    """Have each of xdist's processes begin with a share of the files of flows, the slowest; idle ones take others.
 
     The first begins with a file that needs the finished study, and makes it; the others with files that do not.
     """
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if processes == 1:
         return
     files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
-    slow = [tests for tests in files if tests[0].path.parent.name == "flows"]
+    slow = [tests for tests in files if "flows" in tests[0].path.parts]
     slow.sort(key=lambda tests: "study" in getattr(tests[0], "fixturenames", ()))  # those that need it at once last
     quick = itertools.chain(*(tests for tests in files if tests not in slow))
     shares = [slow[::processes][::-1], *(slow[number::processes] for number in range(1, processes))]
@@ -70,5 +71,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: Trainer collects garbage at each training, in a heap full of libraries for long."""
+    """Spare the objects of libraries from garbage collection, which Trainer starts at each training."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List at the end what was skipped; each reason says how to get it."""
+    reports = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason}")

@@ -22,11 +22,14 @@ FEW = {"steps": 3, "batch_size": 8}
 RUN = f"""
 from pathlib import Path
 import eckart
+from tasks.config.resolved import resolve
+from tasks.config.schema import read
 from tasks.config.validation import check
-from tests.workspace import run_stage
+from tests.workspace import run_stage, write_params
 
 assert Path(eckart.__file__).is_relative_to(Path.cwd())
 check()
+write_params(Path.cwd(), resolve(read()))
 for stage in ("extract", "teacher", "control", "dense", "importance"):
     run_stage(stage)
 for recipe in {RECIPES}:
@@ -60,11 +63,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "from pydantic", f"from eckart.ranks.{name} import {kind}\nfrom pydantic"
         )
         registry.write_text(re.sub(r"(RankSearch = Annotated\[\s*)", rf"\1{kind} | ", imported))
-    recipe = YAML(typ="safe").load(block("yaml", "And `params.yaml`"))["recipes"]["energy"]
-    recipe["recovery"] |= FEW
-    optimizer = {name: recipe["recovery"][name] for name in ("learning_rate", "warmup", "weight_decay")}
-    trained = {**recipe, "ranks": {"kind": "pull", **optimizer, **FEW}}
-    tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes={"energy": recipe, "pull": trained})
+    recipe = YAML(typ="safe").load(block("yaml", "And `params.yaml` gets"))["recipes"]["energy"]
+    quick = {**recipe, "recovery": FEW}
+    recipes = {"energy": quick, "pull": {**quick, "ranks": {"kind": "pull", **FEW}}}
+    tiny_workspace(root, study={"recipes": [*RECIPES]}, recipes=recipes)
     python(root, "-m", "tasks.resolve")
     python(root, "-c", RUN)
     return root

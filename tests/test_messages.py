@@ -1,4 +1,4 @@
-"""What an error advises, in words: of all tests, wording stands in this one.
+"""Errors say what to do. Only this test asserts wording.
 
 The others assert an error's type and the parameter, file, number or command that it names, so that a message may be
 worded better in one place. But an error is to say what to do, and here it does for one of each family of errors.

@@ -1,4 +1,4 @@
-"""What docs/safety.md promises: no pickle, no code of a model's, no open port, no secret in anything written."""
+"""The promises of docs/safety.md: no pickle, no code from models or data, no secret in anything written."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ URL = f"http://user:{SECRET}@127.0.0.1:9"  # nobody listens there
 
 
 class Evil:
-    """Whose unpickling leaves a marker."""
+    """An object that leaves a marker when unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return os.mkdir, (str(MARKER.absolute()),)
@@ -63,7 +63,7 @@ class Evil:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In which nothing may run that comes with a model or with data."""
+    """A workspace in which no code of a model or of data may run."""
     root = tiny_workspace(tmp_path / "workspace")
     monkeypatch.chdir(root)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -171,7 +171,7 @@ class TestModels:
 
 @pytest.mark.parametrize("source", ["data/raw/rows.pkl", "data/raw/rows.py", "data/raw/folder", "somebody/loader"])
 @pytest.mark.usefixtures("workspace")
-def test_data_that_is_code_is_refused(source: str) -> None:
+def test_data_files_that_run_code_are_refused(source: str) -> None:
     code = f"import os\nos.mkdir({str(MARKER.absolute())!r})\n"
     for name in ("data/raw/rows.py", "data/raw/folder/folder.py", "somebody/loader/loader.py"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ class EvilModel(Evil, PythonModel):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("workspace")
 def test_a_version_that_was_pickled_is_not_loaded() -> None:
-    """By MLflow in any process of ours: settings.apply told it so."""
+    """settings.apply forbids MLflow to unpickle in any process of ours."""
     save_model(Path("version"), python_model=EvilModel())
     with pytest.raises(MlflowException, match="pickle"):
         load_model("version")
@@ -255,20 +255,20 @@ class TestSecrets:
             ("token=hf_0123456789", "token=***"),
         ],
     )
-    def test_shown(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_text_is_shown_without_secrets(self, text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
         monkeypatch.setenv("SHORT_KEY", "a")  # would hide every a
         assert redaction.shown(text).startswith(expected)
         assert redaction.shown(redaction.shown(text)) == redaction.shown(text)
 
-    def test_no_last_words_of_a_command_hold_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_message_of_a_command_holds_a_secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", SECRET)
         done = CliRunner().invoke(app, ["study", "some.yaml", "--table", f"{SECRET}.txt"])
         assert done.exit_code == 1
         assert re.search(r"\*\*\*\.txt.*\.md", done.output)
 
-    def test_no_log_record_holds_one(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Of any library, in its arguments or in its exception."""
+    def test_no_log_record_holds_a_secret(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Neither in the arguments nor in the exception of a record of any library."""
         log = logging.getLogger("somebody.else")
         log.warning("%s of %s", {"address": URL}, 3)
         try:
@@ -281,7 +281,7 @@ class TestSecrets:
         assert "ConnectionError: no route to http://127.0.0.1:9" in caplog.text
         assert caplog.records[-1].args == ("words",)  # untouched where there is nothing to hide
 
-    def test_a_link_to_mlflow_has_none(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_link_to_mlflow_holds_no_secret(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", URL)
         mirror = Mirror("s", [], {})
         mirror.experiment, mirror.parent = "1", "run"

@@ -81,13 +81,13 @@ def albert() -> PreTrainedModel:
 
 
 def t5() -> PreTrainedModel:
-    """An encoder whose blocks look at the weight of their last map before they call it."""
+    """An encoder whose blocks read the type of the weight of their last layer before they call it."""
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=PAD)
     return drawn(T5EncoderModel, config)
 
 
 def words() -> PreTrainedTokenizerBase:
-    """A word for each id of the tiny models; two inputs, as decoders have."""
+    """A tokenizer with a word for each id of the tiny models; it returns ids and a mask, as for decoders."""
     vocabulary = {"<pad>": PAD, "<unk>": 1} | {f"w{number}": number for number in range(2, VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(vocabulary, "<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -116,7 +116,7 @@ def _llama_config() -> LlamaConfig:
 
 
 def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The same model every time, with no parameter left at zero or one: a forgotten bias must show."""
+    """Build the same model every time, with no parameter at zero or one, so that a forgotten bias shows."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = family(config)
@@ -126,7 +126,7 @@ def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 
 
 def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> list[Sample]:
-    """Samples of differing lengths, none of which holds the padding token."""
+    """Draw examples of different lengths without the padding token."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -137,7 +137,7 @@ def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> l
 
 
 def collate(some: Sequence[Sample], length: int = 0, side: str = "right") -> dict[str, Tensor]:
-    """A batch, padded on `side` to the longest sample or to `length`; positions count from the first real token."""
+    """Return a batch, padded on `side` to the longest example or to `length`; positions count from the first token."""
     length = max(length, *(len(ids) for ids, _ in some))
     ids = torch.full((len(some), length), PAD)
     mask = torch.zeros_like(ids)
@@ -150,14 +150,14 @@ def collate(some: Sequence[Sample], length: int = 0, side: str = "right") -> dic
 
 
 def batches(some: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[dict[str, Tensor]]:
-    """`some` in batches of `size`."""
+    """Return examples in batches of `size`."""
     return [collate(some[start : start + size], length, side) for start in range(0, len(some), size)]
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """The law of what is stored or put back: weights bit for bit, answers to rounding.
+    """Assert that weights are equal bit for bit, and outputs up to rounding.
 
-    How a product is summed depends on where in memory its operands begin: a file's do elsewhere than a model's.
+    How a product is summed depends on where in memory its operands begin, and loaded weights are elsewhere.
     """
     some, others = model.state_dict(), other.state_dict()
     assert set(some) == set(others)

@@ -1,6 +1,6 @@
-"""Tiny models that read more than ids and a mask, or label otherwise than a class for each sample; with a batch each.
+"""Tiny models with inputs beyond ids and a mask, or labels other than a class for each example; with a batch each.
 
-Every batch has rows of several lengths, so that statistics that depend on how samples are batched show.
+Every batch has examples of several lengths, to show whether statistics depend on how examples are batched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def made(family: str, config: type[PreTrainedConfig], **options: object) -> PreT
 
 
 def text(rows: int = ROWS, tokens: int = TOKENS) -> Batch:
-    """Rows of 10, 8, 6, 4 tokens, and so on from there."""
+    """Return texts of 10, 8, 6, 4 tokens, and so on."""
     ids = torch.randint(5, 64, (rows, tokens), generator=torch.Generator().manual_seed(0))
     lengths = tokens - 2 * torch.arange(rows) % (tokens - 2)
     mask = (torch.arange(tokens) < lengths[:, None]).long()
@@ -44,7 +44,7 @@ def labelled(**more: Tensor) -> Batch:
 
 
 def following() -> Batch:
-    """Each token is to be told from those before it."""
+    """Return texts whose labels are their own tokens."""
     batch = text()
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
 
@@ -63,7 +63,7 @@ def masked_words() -> Tensor:
 
 
 def sound(**options: object) -> dict[str, object]:
-    """Of a model that reads waves, 8 samples to a frame."""
+    """Return options of a model that reads waves, 8 samples to a frame."""
     return {
         **LAYERS,
         "vocab_size": 20,
@@ -100,7 +100,7 @@ def layoutlm() -> Case:
 
 @case
 def layoutlmv3() -> Case:
-    """Boxes, and a picture whose patches stand behind the tokens."""
+    """Boxes, and a picture whose patches follow the tokens."""
     model = made(
         "LayoutLMv3ForSequenceClassification",
         transformers.LayoutLMv3Config,
@@ -135,7 +135,7 @@ def embedded() -> Case:
 
 @case
 def choices() -> Case:
-    """Two texts for each sample."""
+    """Two texts in each example."""
     model = made("BertForMultipleChoice", transformers.BertConfig, **WORDS, **LAYERS)
     batch = {name: values.view(ROWS, 2, TOKENS) for name, values in text(2 * ROWS).items()}
     return model, batch | {"labels": torch.arange(ROWS) % 2}
@@ -188,7 +188,7 @@ def whisper() -> Case:
 
 @case
 def swin() -> Case:
-    """Windows of a picture, several rows of a batch for each sample."""
+    """Windows of a picture, several for each example."""
     model = made(
         "SwinForImageClassification",
         transformers.SwinConfig,
@@ -242,7 +242,7 @@ def canine() -> Case:
 
 @case
 def switch() -> Case:
-    """Experts that are linear layers, each of which reads what a router sends."""
+    """Experts that are linear layers, whose inputs a router chooses."""
     model = made(
         "SwitchTransformersForConditionalGeneration",
         transformers.SwitchTransformersConfig,
@@ -305,7 +305,7 @@ def question_over_pictures() -> Case:
 
 @case
 def speech() -> Case:
-    """Its loss is the sum over samples, and its code draws first weights by `in_features`."""
+    """Its loss is the sum over examples, and its code reads `in_features` to initialize weights."""
     options = sound(feat_extract_norm="layer", do_stable_layer_norm=True)
     model = made("Wav2Vec2ForCTC", transformers.Wav2Vec2Config, **options)
     return model, {"input_values": drawn(ROWS, 160), "labels": letters()}
@@ -332,7 +332,7 @@ def unispeech() -> Case:
 
 
 def two_heads() -> Case:
-    """A mean over all tokens, and one over samples."""
+    """A mean over all tokens, and one over examples."""
     model = made(
         "GPT2DoubleHeadsModel", transformers.GPT2Config, vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32
     )
@@ -365,7 +365,7 @@ def patches_with_a_mask() -> Case:
 
 
 def picture_classes() -> Case:
-    """Its layers are no module of its own beside the head."""
+    """Its layers and head have the same parent."""
     vision = {**LAYERS, "image_size": 8, "patch_size": 4, "projection_dim": 16}
     config = transformers.CLIPConfig(vision_config=vision, num_labels=CLASSES)
     model = tiny.drawn(transformers.CLIPForImageClassification, config)

@@ -29,6 +29,8 @@ from transformers import (
 
 from tasks.artifacts.metrics import MetricName, TaskKindName
 from tasks.artifacts.task_spec import Task
+from tasks.config.resolved import resolve
+from tasks.config.schema import read
 from tasks.nlp_tasks.nlp_task import Collate
 
 REPOSITORY = Path(__file__).parents[1]
@@ -84,9 +86,14 @@ def tiny_workspace(root: Path, **changes: Any) -> Path:
 
 def tiny_params(**changes: Any) -> dict[str, Any]:
     """The repository's own parameters, cut down to seconds, and with `changes`."""
-    params = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    params = resolve(merged(repository_params(), _CHANGES))
     params["recipes"] = {name: params["recipes"][name] for name in ("svd", "kfac")}
-    return merged(merged(params, _CHANGES), changes)
+    return merged(params, changes)
+
+
+def repository_params() -> dict[str, Any]:
+    """The default study with all defaults."""
+    return plain(resolve(read(REPOSITORY / "params.yaml")))
 
 
 def write_params(root: Path, params: dict[str, Any]) -> None:

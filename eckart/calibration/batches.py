@@ -1,4 +1,4 @@
-"""Calibration batches as people give them: checked, on the model's device, a decoder's inputs added."""
+"""Calibration batches from the user: checked, moved to the model's device, and given decoder inputs if needed."""
 
 from __future__ import annotations
 
@@ -11,55 +11,50 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import IGNORED, Batch
 
 
-def checked(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
-    """The batches, ready for the model.
+def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
+    """Return the batches, ready for the model.
 
     Args:
         batches: each input name → tensor `(batch, …)`.
 
     Raises:
-        ValueError: there is none, one is no mapping of tensors with the same number of rows, or one has other inputs.
+        ValueError: there is no batch, one is no mapping of tensors with the same number of examples, or batches differ
+            in their inputs.
     """
     if isinstance(batches, Mapping):
-        raise ValueError("batches is one batch: give a list of them")
-    data = [_ready(model, number, batch) for number, batch in enumerate(batches)]
+        raise ValueError("batches is one batch: give a list of batches")
+    data = [_prepare(model, number, batch) for number, batch in enumerate(batches)]
     if not data:
-        raise ValueError("there is no batch to calibrate with: give some hundred rows")
+        raise ValueError("there is no batch to calibrate with: give some hundred examples")
     for number, batch in enumerate(data):
         if others := set(batch) ^ set(data[0]):
-            raise ValueError(f"of batch {number} and batch 0 only one has {', '.join(sorted(others))}: give both it")
+            raise ValueError(f"only one of batch {number} and batch 0 has {', '.join(sorted(others))}: give it to both")
     return data
 
 
-def _ready(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -> Batch:
+def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
         raise ValueError(f"batch {number} is a {type(batch).__name__}: give a mapping of input names to tensors")
-    if wrong := [f"{name}: {type(one).__name__}" for name, one in batch.items() if not isinstance(one, Tensor)]:
+    if wrong := [f"{name}: {type(value).__name__}" for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise ValueError(f"batch {number} has {', '.join(wrong)}: give tensors, as return_tensors='pt' does")
     if len({len(values) if values.dim() else 0 for values in batch.values()}) > 1:
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in batch.items())
-        raise ValueError(f"batch {number} has tensors of other numbers of rows: {shapes}")
-    found = {name: values.to(model.device) for name, values in batch.items()}
-    labels = found.get("labels")
-    tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
-    if tokens and _reads_summaries(model) and "decoder_attention_mask" not in found:
-        found |= decoder_inputs(model, found["labels"]) | {
-            name: values for name, values in found.items() if name == "decoder_input_ids"
-        }
-    return found
-
-
-def _reads_summaries(model: PreTrainedModel) -> bool:
-    """Whether a decoder reads what it is to write, token by token."""
-    return bool(model.config.is_encoder_decoder) and model.can_generate()
+        raise ValueError(f"batch {number} has tensors that differ in their number of examples: {shapes}")
+    prepared = {name: values.to(model.device) for name, values in batch.items()}
+    labels = prepared.get("labels")
+    labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    generates = model.config.is_encoder_decoder and model.can_generate()
+    if labels_are_tokens and generates and "decoder_attention_mask" not in prepared:
+        return prepared | decoder_inputs(model, prepared["labels"]) | prepared
+    return prepared
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
-    """What the decoder reads where it is to write `labels` `(batch, tokens)`: the token before each, and which count.
+    """Return a decoder's inputs for the targets `labels` `(batch, tokens)`: the tokens before them, and their mask.
 
     Raises:
-        AttributeError, TypeError, ValueError: the model does not say with which token a text begins; each family has
-            an error of its own.
+        AttributeError, TypeError, ValueError: the model does not say with which token a text begins; the error depends
+            on its family.
     """
     if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
         shifted = own(labels=labels)

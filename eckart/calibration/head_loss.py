@@ -1,9 +1,10 @@
-"""What a model's head is for: the loss of each sample, found by what a batch holds and what the model returns.
+"""The loss of each example, found from what a batch holds and what the model returns.
 
-The loss of a sample is what the model itself returns for it alone. For a batch most heads return the mean over samples,
-some the sum, and heads of tokens the mean over all tokens, which weighs a sample by its length. So the loss of some
-samples, and its gradients by their logits and by the vectors among the model's parameters, are compared with those of
-each alone: an untrained model has nearly the same loss for all, but not the same gradients.
+The loss of an example is what the model returns for it alone. For a batch most heads return the mean over examples,
+some the sum, and token heads the mean over all tokens, which weighs an example by its length. To tell which, the loss
+of a few examples together is compared with that of each alone, and so are its gradients by the logits and by the
+vectors among the model's parameters: an untrained model has nearly the same loss for all examples, but not the same
+gradients.
 """
 
 from __future__ import annotations
@@ -36,68 +37,71 @@ from eckart.calibration.losses import (
 from eckart.model.module_context import eval_mode
 from eckart.model.probing import masks_of
 
-_POSITIONS, _OF_SPANS = {"start_positions", "end_positions"}, {"start_logits", "end_logits"}
-_ROWS = 4  # that are looked at together and alone
+_SPAN_LABELS, _SPAN_LOGITS = {"start_positions", "end_positions"}, {"start_logits", "end_logits"}
+_EXAMPLES = 4  # that are compared together and alone
 
 
 def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Objective:
-    """What `model` is for, by its loss on some rows of `data`.
+    """Return the objective of `model`, found by running it on a few examples of `data`.
 
     Args:
-        need: what asks for the loss, in words.
+        need: the part of a recipe that needs the loss, for the error message.
 
     Raises:
-        ValueError: the model returns no loss or none that is a number, no label counts, or its loss for two samples is
-            neither the mean nor the sum of theirs nor a mean over tokens.
+        ValueError: the model returns no loss or none that is a number, no label counts, or the loss of several examples
+            is neither the mean nor the sum of theirs nor a mean over tokens.
     """
     _check_labels(data)
     with eval_mode(model), _differentiable(model):
-        rows = _uneven_rows(model, data)
+        examples = _uneven_examples(model, data)
         name = type(model).__name__
-        with torch.no_grad():  # no graph stays while those of the rows are looked at
-            outputs = model(**rows[0])
+        with torch.no_grad():  # so that no graph stays in memory
+            outputs = model(**examples[0])
         if outputs.get("loss") is None:
             raise ValueError(
-                f"{need} asks for the loss, and {name} returns none: add labels to each batch; load the "
-                "model by its class for a task, with a head, such as AutoModelForSequenceClassification; give loss=; "
-                "or take the recipe drone, which reads inputs alone"
+                f"{need} needs the loss, and {name} returns none: add labels to each batch; load the model by its "
+                "class for a task, with a head, such as AutoModelForSequenceClassification; give loss=; or use the "
+                "recipe drone, which only reads inputs"
             )
-        spans = set(rows[0]) >= _POSITIONS and set(outputs) >= _OF_SPANS
-        loss = span_loss if spans else _loss_of(model, rows)
+        spans = set(examples[0]) >= _SPAN_LABELS and set(outputs) >= _SPAN_LOGITS
+        loss = span_loss if spans else _loss_of(model, examples)
     predictions = span_logits if loss is span_loss else logits_of
     return Objective(loss, loss, loss, predictions, model.config.problem_type != "regression")
 
 
 def _check_labels(data: Sequence[Batch]) -> None:
-    every = [(number, batch["labels"]) for number, batch in enumerate(data) if "labels" in batch]
-    some = [(number, labels) for number, labels in every if not labels.is_floating_point()]
-    if some and all(bool((labels == IGNORED).all()) for _, labels in some):
+    """Check that some label counts, and that no example has none."""
+    labels = {number: batch["labels"] for number, batch in enumerate(data) if "labels" in batch}
+    classes = {number: values for number, values in labels.items() if not values.is_floating_point()}
+    if classes and all(bool((values == IGNORED).all()) for values in classes.values()):
         raise ValueError(f"every label of every batch is {IGNORED}, so none counts: give labels of some")
-    for number, labels in some:
-        if labels.dim() == 1 and bool((labels == IGNORED).any()):
+    for number, values in classes.items():
+        if values.dim() == 1 and bool((values == IGNORED).any()):
             raise ValueError(
-                f"batch {number} has rows with the label {IGNORED}, which count for nothing: leave them out"
+                f"batch {number} has examples with the label {IGNORED}, which count for nothing: leave them out"
             )
 
 
-def _uneven_rows(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
-    """Rows of one batch, of those that differ most in how many tokens and labels count; or the only one.
+def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
+    """Return examples of the batch whose examples differ most in how many tokens and labels count.
 
-    Of rows with no label that counts there is no loss.
+    Examples without a label that counts are left out, as they have no loss.
     """
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
-    some = [(batch, *_counts(batch, ignored)) for batch in data]
-    batch, counts, labelled = max(
-        some, key=lambda one: (min(int(one[2].sum()), 2), float(one[1].max() - one[1].min()), len(one[1]))
-    )
+
+    def unevenness(counted: tuple[Batch, Tensor, Tensor]) -> tuple[int, float, int]:
+        _, counts, labelled = counted
+        return min(int(labelled.sum()), 2), float(counts.max() - counts.min()), len(counts)
+
+    batch, counts, labelled = max(((batch, *_counts(batch, ignored)) for batch in data), key=unevenness)
     if not labelled.any():
         raise ValueError("no label of any batch counts: give labels of some")
     places = [int(place) for place in counts.argsort(stable=True) if labelled[place]]
-    return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_ROWS]
+    return [row_of(batch, place) for place in dict.fromkeys((places[-1], places[0], *places[1:-1]))][:_EXAMPLES]
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
-    """Of each row how many tokens, labels and what else is true count, and whether any label does, `(batch,)` each."""
+    """Count each example's tokens, labels and other true entries; and return which have a label, `(batch,)` each."""
     counts, labelled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
     masks = masks_of(batch)
     for name, values in batch.items():
@@ -112,68 +116,74 @@ def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Gradients can be asked for, also of a model whose parameters are frozen."""
-    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    """Let gradients by all parameters be computed, also if the model is frozen."""
+    frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    frozen = [parameter for parameter in frozen if not parameter.requires_grad]
     try:
-        for each in frozen:
-            each.requires_grad_(True)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         with torch.enable_grad():
             yield
     finally:
-        for each in frozen:
-            each.requires_grad_(False)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a model returns for a batch: its loss and its logits, and gradients of the loss.
+    """The loss and logits that a model returns for a batch, with gradients of the loss.
 
-    gradients: by each of the logits.
-    inner: by the vectors among the model's parameters, one after the other; what a loss adds that is not made of the
-        logits, as of a router's balance, is in these.
+    Attributes:
+        gradients: by each of the logits.
+        vector_gradient: by the vectors among the model's parameters, joined; it also shows what a loss adds that is not
+            made of logits, such as the balance of a router.
+        gradient_by_vectors: the function that computes it, for another loss.
     """
 
     batch: Batch
     loss: Tensor
     logits: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
-    inner: Tensor
-    inner_of: Callable[[Tensor], Tensor]
+    vector_gradient: Tensor
+    gradient_by_vectors: Callable[[Tensor], Tensor]
 
     def without_graph(self) -> _Answer:
-        """The same, with which the memory of its forward goes."""
+        """Return a copy without the autograd graph, which frees the memory of its forward."""
         logits = {name: value.detach() for name, value in self.logits.items()}
         return replace(self, loss=self.loss.detach(), logits=logits)
 
-    def is_as(self, loss: Tensor, name: str) -> bool:
-        """Whether its own loss is `loss`, a function of the logits `name` alone."""
-        found, *_ = torch.autograd.grad(loss, self.logits[name], retain_graph=True)
-        others = [gradient for other, gradient in self.gradients.items() if other != name]
+    def has_loss(self, loss: Tensor) -> bool:
+        """Return whether the model's loss is `loss`, a function of `logits` and of no other output."""
+        gradient, *_ = torch.autograd.grad(loss, self.logits["logits"], retain_graph=True)
+        others = [gradient for name, gradient in self.gradients.items() if name != "logits"]
         return (
-            self._near(self.loss, loss)
-            and self._near(self.gradients[name], found)
-            and self._near(self.inner, self.inner_of(loss))
+            self._close(self.loss, loss)
+            and self._close(self.gradients["logits"], gradient)
+            and self._close(self.vector_gradient, self.gradient_by_vectors(loss))
             and not any(bool(gradient.any()) for gradient in others)
         )
 
-    def times(self, factor: float, each: Sequence[_Answer]) -> bool:
-        """Whether `factor` times its loss is the sum of the losses of the samples, of which `each` is one's answer."""
-        sums = [sum((getattr(one, name) for one in each), 0 * getattr(self, name)) for name in ("loss", "inner")]
-        pairs = [(factor * self.loss, sums[0]), (factor * self.inner, sums[1])]
+    def is_sum(self, factor: float, answers: Sequence[_Answer]) -> bool:
+        """Return whether `factor` times its loss is the sum of the losses of its examples, which gave `answers`."""
+        loss, vector_gradient = (
+            sum((getattr(answer, name) for answer in answers), 0 * getattr(self, name))
+            for name in ("loss", "vector_gradient")
+        )
+        pairs = [(factor * self.loss, loss), (factor * self.vector_gradient, vector_gradient)]
         pairs += [
-            (factor * gradient[place : place + 1], one.gradients[name])
+            (factor * gradient[place : place + 1], answer.gradients[name])
             for name, gradient in self.gradients.items()
-            for place, one in enumerate(each)
+            for place, answer in enumerate(answers)
         ]
-        return all(self._near(one, other) for one, other in pairs)
+        return all(self._close(together, alone) for together, alone in pairs)
 
-    def _near(self, one: Tensor, other: Tensor) -> bool:
-        """Whether they are the same but for rounding, that of the coarsest type among what the model returns."""
-        if one.shape != other.shape:
+    def _close(self, a: Tensor, b: Tensor) -> bool:
+        """Return whether both are equal but for rounding, that of the coarsest type among the model's outputs."""
+        if a.shape != b.shape:
             return False
-        types = [one.dtype, other.dtype, *(value.dtype for value in self.logits.values())]
-        tolerated = max(1e-3, *(4 * torch.finfo(kind).eps for kind in types))
-        return float((one - other).detach().float().norm()) <= tolerated * float(other.detach().float().norm()) + 1e-12
+        types = [a.dtype, b.dtype, *(value.dtype for value in self.logits.values())]
+        tolerance = max(1e-3, *(4 * torch.finfo(kind).eps for kind in types))
+        return float((a - b).detach().float().norm()) <= tolerance * float(b.detach().float().norm()) + 1e-12
 
 
 def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
@@ -181,56 +191,60 @@ def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
     loss = outputs["loss"]
     if loss.numel() != 1 or not bool(loss.isfinite()):
         raise ValueError(
-            f"the loss of {type(model).__name__} is no number for a row of the batches ({loss}): leave out rows of "
-            "which no label counts"
+            f"the loss of {type(model).__name__} for an example is not a number ({loss}): leave out examples without a "
+            "label that counts"
         )
-    every = {name: value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor)}
-    some = {name: value for name, value in every.items() if value.is_floating_point() and value.requires_grad}
-    logits = {name: value for name, value in some.items() if "logits" in name} or some
-    vectors = [one for one in model.parameters() if one.dim() == 1 and one.requires_grad and not one.is_meta]
+    tensors = {name: value for name, value in outputs.items() if name != "loss" and isinstance(value, Tensor)}
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point() and value.requires_grad}
+    logits = {name: value for name, value in floats.items() if "logits" in name} or floats
+    vectors = [values for values in model.parameters() if values.dim() == 1 and values.requires_grad]
+    vectors = [values for values in vectors if not values.is_meta]
 
-    def inner_of(value: Tensor) -> Tensor:
-        return torch.cat([one.flatten().float() for one in _gradients(value, vectors)] or [value.new_zeros(0)])
+    def gradient_by_vectors(value: Tensor) -> Tensor:
+        gradients = _gradients(value, vectors)
+        return torch.cat([gradient.flatten().float() for gradient in gradients] or [value.new_zeros(0)])
 
     gradients = dict(zip(logits, _gradients(loss, list(logits.values())), strict=True))
-    return _Answer(batch, loss.reshape(()), logits, gradients, inner_of(loss), inner_of)
+    return _Answer(batch, loss.reshape(()), logits, gradients, gradient_by_vectors(loss), gradient_by_vectors)
 
 
 def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
-    """Of `value` by each tensor; zeros where it does not depend on it."""
+    """Return the gradient of `value` by each tensor; zeros where it does not depend on it."""
     if not by or not value.requires_grad:
-        return [torch.zeros_like(one) for one in by]
-    found = torch.autograd.grad(value, by, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(one) if each is None else each for one, each in zip(by, found, strict=True)]
+        return [torch.zeros_like(tensor) for tensor in by]
+    gradients = torch.autograd.grad(value, by, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if gradient is None else gradient for t, gradient in zip(by, gradients, strict=True)]
 
 
-def _loss_of(model: PreTrainedModel, rows: Sequence[Batch]) -> Loss:
-    each: list[_Answer] = []
-    for row in rows:
-        one = _answer(model, row)
-        if loss := _of_tokens(one):
+def _loss_of(model: PreTrainedModel, examples: Sequence[Batch]) -> Loss:
+    """Return the Loss that sums what the model returns for each of the examples alone."""
+    answers: list[_Answer] = []
+    for example in examples:
+        answer = _answer(model, example)
+        if loss := _token_loss(answer):
             return loss
-        each.append(one.without_graph())
-    if len(rows) == 1:
+        answers.append(answer.without_graph())
+    if len(examples) == 1:
         return mean_loss_times_batch
-    both = _answer(model, {name: torch.cat([row[name] for row in rows]) for name in rows[0]})
-    for loss, factor in ((mean_loss_times_batch, float(len(rows))), (sum_loss, 1.0)):
-        if both.times(factor, each):
+    together = _answer(model, {name: torch.cat([example[name] for example in examples]) for name in examples[0]})
+    for loss, factor in ((mean_loss_times_batch, float(len(examples))), (sum_loss, 1.0)):
+        if together.is_sum(factor, answers):
             return loss
     raise ValueError(
-        f"the loss of {type(model).__name__} for several samples is neither the mean nor the sum of theirs, so "
-        "statistics would depend on how samples are batched. Give batches of one row each; or give loss=, a function "
-        "of the model and a batch that gives the sum of its samples' losses, as those of eckart.calibration.losses do"
+        f"the loss of {type(model).__name__} for several examples is neither the mean nor the sum of theirs, so "
+        "statistics would depend on how examples are batched. Give batches of one example each; or give loss=, a "
+        "function of the model and a batch that returns the sum of its examples' losses, as those of "
+        "eckart.calibration.losses do"
     )
 
 
-def _of_tokens(one: _Answer) -> Loss | None:
-    """The loss of a head that says something of each token, or of the one behind it; None of another head."""
-    labels, logits = one.batch.get("labels"), one.logits.get("logits")
+def _token_loss(answer: _Answer) -> Loss | None:
+    """Return the Loss of a head that labels each token or predicts the next one; None for other heads."""
+    labels, logits = answer.batch.get("labels"), answer.logits.get("logits")
     if labels is None or logits is None or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         return None
     if labels.dim() != 2 or logits.shape[1] < 2:
         return None
-    if one.is_as(sum_of_means(logits, labels), "logits"):
+    if answer.has_loss(sum_of_means(logits, labels)):
         return token_loss
-    return causal_loss if one.is_as(sum_of_means(logits[:, :-1], labels[:, 1:]), "logits") else None
+    return causal_loss if answer.has_loss(sum_of_means(logits[:, :-1], labels[:, 1:])) else None

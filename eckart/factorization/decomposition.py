@@ -1,21 +1,21 @@
-"""Decompositions of targets as they stand in a model; of the attention product, query and key of a head (DRONE, 3.2).
+"""The decomposition of a target in a model: a weighted SVD, or for an attention product one for each head (DRONE).
 
-Source: DRONE (Chen et al., NeurIPS 2021), section 3.2, corollary 1. In our axes, for a head of width d whose queries q
-and keys k `(tokens, d)` have passed their maps and biases::
+Source: DRONE (Chen et al., NeurIPS 2021), section 3.2, corollary 1. In our axes, for a head of width d with queries q
+and keys k `(tokens, d)`, biases included::
 
     minimise ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r,
 
-which is the two-sided weighted SVD of the identity `(d, d)` with LᵀL = qᵀq and R Rᵀ = kᵀk. With M = left right the head
-keeps r of its d queries and keys, q left and k rightᵀ: that is, r rows of either map, and of either bias, for M acts
-behind it. All heads of a layer get one rank, as the ranks of appendix F are, multiples of 12 heads.
+which is the two-sided weighted SVD of the identity `(d, d)` with LᵀL = qᵀq and R Rᵀ = kᵀk. With M = left right, a head
+computes q left and k rightᵀ, r in place of d queries and keys. So each of the layers keeps r rows of weight and bias
+for each head. All heads of a layer get the same rank, as in appendix F, whose ranks are multiples of 12 heads.
 
-The rows stand at the first r outputs of their head and zeros at the others (eckart/model/layers.py: HeadRows). Zeros
-add nothing to an inner product, so this saves parameters and projections in any attention module as it is; not the
-product itself, whose kernels take heads of one width for queries, keys and values.
+The r outputs of a head are followed by zeros (HeadRows in eckart/model/layers.py). Zeros add nothing to an inner
+product, so this saves parameters and projections in any attention module as it is. It does not save the product itself,
+as attention kernels take heads of one width for queries, keys and values.
 
-The sums qᵀq and kᵀk come from the weights as they are and what the weighting says of their inputs, C_in say:
-qᵀq = Q C_in Qᵀ, and with the bias as one more column of Q, of inputs that are 1. A weighting that weighs outputs
-(kfac) has in place of kᵀk what it says of the query's: changing M is changing queries by q M − q (choice).
+The moments qᵀq and kᵀk follow from the weights and from the weighting of their inputs, for instance C_in:
+qᵀq = Q C_in Qᵀ, with the bias as one more column of Q whose input is 1. If a weighting weighs outputs (kfac), its left
+side for the query replaces kᵀk, as changing M changes the queries by q M − q (choice).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from eckart.model.targets import Product, Target, weight_of
 def decompose_target(
     model: PreTrainedModel, target: Target, weighting: Weighting, statistics: Statistics
 ) -> Decomposition | ProductDecomposition:
-    """The decomposition of `target`, as it is in `model`, under `weighting`.
+    """Decompose the weight that `target` has in `model`, under `weighting`.
 
     Raises:
-        ValueError: a weight or its statistics are not fit; the message names the target.
+        ValueError: a weight or its statistics are missing or not finite; the message names the target.
     """
     try:
         if isinstance(target, Product):
@@ -51,12 +51,12 @@ def decompose_target(
 
 @dataclass(frozen=True)
 class ProductDecomposition:
-    """M = left @ right of every head, the identity, with components in order of what they save.
+    """M = left @ right, the identity, for every head, with components in descending order of their weighted energy.
 
     Attributes:
         left: `(heads, d, d)`.
         right: `(heads, d, d)`.
-        spectrum: of all heads together `(d,)`, descending.
+        spectrum: that of all heads together `(d,)`, descending.
     """
 
     left: Tensor
@@ -64,24 +64,24 @@ class ProductDecomposition:
     spectrum: Tensor
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The best factors of `rank`: `(heads, d, rank)` and `(heads, rank, d)`."""
+        """Return the best factors of `rank`: `(heads, d, rank)` and `(heads, rank, d)`."""
         return self.left[:, :, :rank], self.right[:, :rank]
 
 
 def decompose_product(
     model: PreTrainedModel, product: Product, weighting: Weighting, statistics: Statistics
 ) -> ProductDecomposition:
-    """Decompose the product of `product`'s maps, as they are in `model`, under `weighting`.
+    """Decompose the identity between queries and keys of `product`, as they are in `model`, under `weighting`.
 
     Raises:
-        ValueError: the statistics lacks what the weighting reads, or a weight or a side is not finite.
+        ValueError: the statistics lack what the weighting reads, or a weight or a side of the norm is not finite.
     """
     outputs = weigh(weighting, product, statistics).left
-    queries = _outputs(model, product, product.heads, weighting, statistics)
+    queries = _output_moments(model, product, product.heads, weighting, statistics)
     if outputs is None:
-        keys = _outputs(model, product.other, product.heads, weighting, statistics)
+        keys = _output_moments(model, product.other, product.heads, weighting, statistics)
     else:
-        keys = _of_heads(outputs, product.heads)
+        keys = _blocks_of_heads(outputs, product.heads)
     identity = torch.eye(queries.shape[-1], dtype=queries.dtype, device=queries.device)
     parts = [decompose(identity, ErrorNorm(left=q, right=k)) for q, k in zip(queries, keys, strict=True)]
     left, right, spectra = (
@@ -90,44 +90,44 @@ def decompose_product(
     return ProductDecomposition(left, right, spectra.norm(dim=0))
 
 
-def _outputs(
+def _output_moments(
     model: PreTrainedModel, target: Target, heads: int, weighting: Weighting, statistics: Statistics
 ) -> Tensor:
-    """The second moments of each head's outputs `(heads, d, d)`, as `weighting` weighs the inputs."""
+    """Return the second moments of each head's outputs `(heads, d, d)`, with inputs weighted by `weighting`."""
     module = present(model, target.name)
     weight, bias = weight_of(module), getattr(module, "bias", None)
     weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if bias is not None and "inputs" in weighting.statistics:
         weight = torch.cat([weight, bias.detach().to(weight).unsqueeze(1)], 1)
         statistics = {**statistics, "inputs": {target.input_of: _with_ones(statistics, target.input_of)}}
-    of_heads = weight.unflatten(0, (heads, -1))
+    by_head = weight.unflatten(0, (heads, -1))
     side = weigh(weighting, target, statistics).right
     if side is None:
-        return of_heads @ of_heads.mT
+        return by_head @ by_head.mT
     side = side.to(weight)
-    return (of_heads @ side if side.dim() == 2 else of_heads * side) @ of_heads.mT
+    return (by_head @ side if side.dim() == 2 else by_head * side) @ by_head.mT
 
 
-def _of_heads(side: Tensor, heads: int) -> Tensor:
-    """The blocks `(heads, d, d)` of a side `(out, out)` or `(out,)` that are within heads."""
+def _blocks_of_heads(side: Tensor, heads: int) -> Tensor:
+    """Return the diagonal blocks `(heads, d, d)` of a side `(out, out)` or `(out,)`, one for each head."""
     square = side.diag() if side.dim() == 1 else side
     return square.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def _with_ones(statistics: Statistics, name: str) -> Tensor:
-    """C_in `(in + 1, in + 1)` of inputs that have a 1 behind them, which the bias is the weight of."""
+    """Return C_in `(in + 1, in + 1)` of inputs with a 1 appended, whose weight is the bias."""
     moment, sums, tokens = (statistics[kind][name] for kind in ("inputs", "input_sums", "tokens"))
     last = torch.cat([sums, tokens.reshape(1)]).to(moment)
     return torch.cat([torch.cat([moment, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
 
 
 def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
-    """Replace both maps of `product` by those that give `q left` and `k rightᵀ` in every head, zeros behind them.
+    """Replace both layers of `product` by layers that compute q left and k rightᵀ in every head, followed by zeros.
 
     Args:
         left, right: `(heads, d, rank)` and `(heads, rank, d)`.
     """
-    for target, mix in zip(product.maps, (left.mT, right), strict=True):
+    for target, mix in zip(product.layers, (left.mT, right), strict=True):
         module = present(model, target.name)
         layer = head_rows_like(module, product.heads, mix.shape[1])
         with torch.no_grad():
@@ -138,7 +138,11 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
 
 
 def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
-    """Give the second map, which stays dense, the keys k Mᵀ with M = left right; arguments as `factorize_product`."""
+    """Make the second layer, which stays dense, compute the keys k Mᵀ with M = left right.
+
+    Args:
+        left, right: `(heads, d, rank)` and `(heads, rank, d)`.
+    """
     module = model.get_submodule(product.other.name)
     set_weight(module, _mixed(left @ right, weight_of(module)))
     if getattr(module, "bias", None) is not None:
@@ -148,5 +152,5 @@ def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, 
 
 
 def _mixed(mix: Tensor, rows: Tensor) -> Tensor:
-    """`rows` `(heads · d, n)` of which each head's are mixed by `(heads, m, d)`: `(heads · m, n)`."""
+    """Mix each head's rows of `rows` `(heads · d, n)` by `mix` `(heads, m, d)`: `(heads · m, n)`."""
     return (mix @ rows.detach().to(mix).unflatten(0, (len(mix), -1))).flatten(0, 1)

@@ -1,23 +1,23 @@
-"""Factorizing a whole model: every target that has a rank gives way to its factors.
+"""Factorize a whole model: replace every target that has a rank by its factors.
 
-Either all under the statistics of the dense model, or in order of execution, each under what it reads once those before
-it were factorized: what a layer reads is by then what it will read (sequential calibration).
+Either all targets at once, under statistics of the original model; or in order of execution, each under statistics of
+the inputs it gets after the targets before it were factorized (sequential calibration).
 
 Source of the order: DRONE (Chen et al., NeurIPS 2021), section 3.3: "the changes of lower layer parameters will cause
 the distribution of representation shifts in upper layers", so components are approximated one by one from the lower
 layers to the higher ones, as algorithm 2 does.
-Departs from the paper: ranks are those that were decided before. What a loss says, such as gradients of outputs, stays
-that of the dense model (choice): gathered anew for each layer it changed nothing that could be measured.
+Departs from the paper: ranks are decided before. Statistics of gradients stay those of the original model (choice):
+gathering them again for each layer changed nothing that could be measured.
 
-By default the error that a target is held to is that of its own map on the inputs that it has by now, ‖(W − Ŵ) X̂ᵀ‖,
-as in the paper; what was lost before it is not made up for. On a chain of two linear maps without biases, under
-weighting `inputs`, this is never worse than the dense model's inputs: with X the rows of samples and Ŵ₁ the best of its
-rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence::
+By default, as in the paper, a target minimises the error of its own weight on the inputs X̂ that it gets now,
+‖(W − Ŵ) X̂ᵀ‖, and does not correct for earlier errors. For a chain of two linear layers without biases under weighting
+`inputs`, this is never worse than with the original inputs. With X `(tokens, in)` and the best Ŵ₁ of its rank,
+(W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence::
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
-whose second term, and no other, depends on Ŵ₂. Deeper, with biases or nonlinear functions it is no theorem. With an
-anchor above 0 a target is held to the outputs of the dense model (eckart/factorization/error_compensation.py).
+and only the second term depends on Ŵ₂. For deeper models, biases or nonlinear functions this is not proven. With an
+anchor above 0, a target approximates the original model's outputs (eckart/factorization/error_compensation.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target, factorize_product
 from eckart.factorization.error_compensation import DenseModules, anchor_targets
-from eckart.factorization.layerwise_forward import walking
+from eckart.factorization.layerwise_forward import layerwise_forward
 from eckart.factorization.weightings import Weighting
 from eckart.model.layers import factorize_target, tie_head
 from eckart.model.targets import Product, Target, Tied, weight_of
@@ -41,17 +41,16 @@ from eckart.ranks.budget import Ranks
 
 
 class InOrder(BaseModel):
-    """How targets are factorized in order.
-
-    Attributes:
-        anchor: a, from 0, the dense weight, to 1, the map that makes up best for what was lost before.
-        ridge: λ of that map ÷ the mean of the inputs' second moments.
-    """
+    """Settings of the factorization in order of execution (sequential calibration)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    anchor: float = Field(ge=0, le=1)
-    ridge: float = Field(gt=0)
+    anchor: float = Field(
+        0.5, ge=0, le=1, description="share a of the error of earlier layers that each target makes up for; 0: none"
+    )
+    ridge: float = Field(
+        0.1, gt=0, description="λ, which holds a target to its own weights, in units of its inputs' mean square"
+    )
 
 
 def factorize_at_once(
@@ -66,10 +65,10 @@ def factorize_at_once(
 
     Args:
         ranks: target name → rank; None leaves the target as it is.
-        residual: whether what the factors leave of W stands beside them.
+        residual: whether to keep the `rest`, what the factors leave of W, beside them.
 
     Raises:
-        ValueError: a weight or its statistics are not fit; the message names the target.
+        ValueError: a weight or its statistics are missing or not finite; the message names the target.
     """
     for target in targets:
         rank = ranks[target.name]
@@ -86,9 +85,9 @@ def factorize_at_once(
 
 
 def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """S = W − left right `(out, in)` (LoSparse, eq. 8) for factors `(out, rank)` and `(rank, in)`.
+    """Return S = W − left right `(out, in)` (LoSparse, eq. 8) for factors `(out, rank)` and `(rank, in)`.
 
-    What the factors lose when a model of W's type rounds them goes into S, so that the sum is W again.
+    The factors are rounded to W's type first, so that S also holds what rounding loses and the sum is W.
     """
     product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
     return weight.to(product.dtype) - product
@@ -103,11 +102,12 @@ def factorize_in_order(
     batches: Iterable[Batch],
     order: InOrder,
 ) -> None:
-    """As `factorize_at_once`, but the inputs in `statistics` give way to what targets read when their turn comes.
+    """Do as `factorize_at_once`, but in order, with statistics of the inputs that each target gets by then.
 
-    With an anchor, targets without a rank stay dense and are anchored, too; dense weights stay in memory beside their
-    factors until the end. A target that runs several times comes before all others, under `statistics` as it is and
-    without an anchor, and so does a product of maps that read two tensors: no one pause knows all that they read.
+    With an anchor, targets without a rank are anchored, too, and stay dense; dense weights stay in memory until the
+    end. Targets that run several times, and products whose layers read different tensors, are factorized before all
+    others, under `statistics` as given and without an anchor: at no one point in the forward are all their inputs
+    known.
 
     Args:
         targets: in order of execution, as `find_targets` gives them.
@@ -116,40 +116,43 @@ def factorize_in_order(
     Raises:
         ValueError: as for `factorize_at_once`; or a batch does not run a target.
     """
-    first = [target for target in targets if _has_no_turn(target)]
+    first = [target for target in targets if not _has_one_input(target)]
     dense = DenseModules(model) if order.anchor else None
     if dense:
         dense.keep(first)
     factorize_at_once(model, first, ranks, weighting, statistics)
-    wanted = [
+    in_order = [
         target
         for target in targets
-        if not _has_no_turn(target) and (ranks[target.name] is not None or (order.anchor and target.sampled))
+        if _has_one_input(target) and (ranks[target.name] is not None or (order.anchor and target.sampled))
     ]
-    groups = _readers(wanted)
-    with walking(model, groups, batches, dense) as walk:
+    groups = _by_input(in_order)
+    with layerwise_forward(model, groups, batches, dense) as forward:
         for group in groups:
-            anew = {**statistics, **walk.to(group)}
+            current = {**statistics, **forward.advance_to(group)}
             if dense:
                 dense.keep(group)
-                anchor_targets(model, group, anew, order.anchor, order.ridge)
-            factorize_at_once(model, group, ranks, weighting, anew)
+                anchor_targets(model, group, current, order.anchor, order.ridge)
+            factorize_at_once(model, group, ranks, weighting, current)
 
 
-def _has_no_turn(target: Target) -> bool:
-    return target.repeated or len({each.input_of for each in target.maps}) > 1
+def _has_one_input(target: Target) -> bool:
+    return not target.repeated and len({layer.input_of for layer in target.layers}) == 1
 
 
-def _readers(targets: Iterable[Target]) -> list[list[Target]]:
-    """Those that read the same tensor, in order; the first of them is whose input it is, as others may be missing."""
+def _by_input(targets: Iterable[Target]) -> list[list[Target]]:
+    """Group targets that read the same tensor, in order.
+
+    Each group's `input_of` becomes its first member, as the target that it named may be left out.
+    """
     readers: dict[str, list[Target]] = {}
     for target in targets:
         readers.setdefault(target.input_of, []).append(target)
-    return [[_reads_what(group[0].name, target) for target in group] for group in readers.values()]
+    return [[_with_input_of(group[0].name, target) for target in group] for group in readers.values()]
 
 
-def _reads_what(leader: str, target: Target) -> Target:
-    update: dict[str, Any] = {"input_of": leader}
+def _with_input_of(name: str, target: Target) -> Target:
+    update: dict[str, Any] = {"input_of": name}
     if isinstance(target, Product):
         update["other"] = target.other.model_copy(update=update)
     return target.model_copy(update=update)

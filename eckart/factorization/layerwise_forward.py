@@ -1,12 +1,12 @@
-"""A walk through a model, from what one target reads to what the next one does, with all calibration data at once.
+"""A forward pass of all calibration data that stops at each target, so that the target can be replaced before it runs.
 
-Each batch's forward is a coroutine that pauses where a target is called. When all of them are there, what they read is
-known, and the target can be replaced: what is then called is the module that is there by now. So a model that changes
-on the way costs one forward, whatever code stands between its layers. What the forwards need further on stays in
-memory, of all calibration tokens; and a model must keep nothing of a forward on its modules, as those of other batches
-come in between.
+Each batch's forward is a coroutine that pauses where a target is called. When all of them have paused, the target's
+inputs are known and it can be replaced; the forwards then call its replacement. So factorizing a model in order costs
+one forward, whatever code is between its layers. The price is memory: what each forward needs later is kept for all
+calibration tokens. And a model must not store anything of a forward on its modules, as other batches run in between.
 
-The dense model walks beside it in forwards of its own, for anchoring (eckart/factorization/error_compensation.py).
+For error compensation (eckart/factorization/error_compensation.py), the original model runs beside it in forwards of
+its own.
 """
 
 from __future__ import annotations
@@ -28,104 +28,105 @@ from eckart.model.targets import Target
 
 
 @contextmanager
-def walking(
+def layerwise_forward(
     model: PreTrainedModel,
     groups: Iterable[Sequence[Target]],
     batches: Iterable[Batch],
     dense: DenseModules | None = None,
-) -> Iterator[Walk]:
-    """A walk of `model` over `batches`, as long as the context; the model is in eval mode until then.
+) -> Iterator[LayerwiseForward]:
+    """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
 
     Args:
         groups: targets that read one tensor each, in order of execution.
-        dense: the modules that made way for others, to walk beside the dense model; None: the model walks alone.
+        dense: the modules that were replaced, to run the original model as well; None: it does not run.
     """
     with frozen(model):
-        walk = Walk(model, list(batches), dense)
+        forward = LayerwiseForward(model, list(batches), dense)
         try:
             for group in groups:
-                walk.pause_at(group[0].name)
-            yield walk
+                forward.pause_at(group[0].name)
+            yield forward
         finally:
-            walk.end()
+            forward.end()
 
 
-class Walk:
-    """The forwards, and where they are."""
+class LayerwiseForward:
+    """The forwards of all batches, each paused at the same target."""
 
     def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], dense: DenseModules | None) -> None:
         self._model = model
         self._batches = batches
         self._dense = dense
         self._forwards = [_Forward(model, batch) for batch in batches]
-        self._beside = [_Forward(model, batch) for batch in batches] if dense else []
+        self._dense_forwards = [_Forward(model, batch) for batch in batches] if dense else []
         self._undo: dict[str, Callable[[], None]] = {}
 
     def pause_at(self, name: str) -> None:
-        """Have all forwards pause where they call the target `name`, until they have been there."""
+        """Make all forwards pause when they call the target `name`, until `advance_to` has been there."""
         module = self._model.get_submodule(name)
         own = module.forward
 
         def forward(*args: Tensor) -> Tensor:
             _Forward.pause(name, args[0])
-            there = self._model.get_submodule(name)
-            result: Tensor = own(*args) if there is module else there(*args)
+            current = self._model.get_submodule(name)
+            result: Tensor = own(*args) if current is module else current(*args)
             return result
 
         pauses = ExitStack()
         pauses.enter_context(forward_of(module, forward))
         self._undo[name] = pauses.close
 
-    def to(self, group: Sequence[Target]) -> Statistics:
-        """Go on to `group`, and give the statistics of what it reads: inputs, and dense_inputs beside the dense model.
+    def advance_to(self, group: Sequence[Target]) -> Statistics:
+        """Run all forwards up to `group` and return statistics of its inputs; with `dense`, also dense_inputs.
 
         Raises:
-            ValueError: a batch does not come there, or what is read is not fit; the message names the target.
+            ValueError: a batch does not call the target, or an input is not finite; the message names the target.
         """
-        leader = group[0]
+        first = group[0]
         collector = Collector(self._model, group, frozenset({"inputs"}))
         for number, batch in enumerate(self._batches):
             collector.start(batch)
-            beside = None
+            dense_inputs = None
             if self._dense:
                 with self._dense.back():
-                    beside = self._beside[number].go_on(leader.name)
-            collector.read(leader, self._forwards[number].go_on(leader.name), beside)
-        self._undo.pop(leader.name)()
+                    dense_inputs = self._dense_forwards[number].advance_to(first.name)
+            collector.add_inputs(first, self._forwards[number].advance_to(first.name), dense_inputs)
+        self._undo.pop(first.name)()
         return collector.finish()
 
     def end(self) -> None:
+        """Stop all forwards where they are, and restore the modules that they would have paused at."""
         for undo in self._undo.values():
             undo()
-        for forward in (*self._forwards, *self._beside):
+        for forward in (*self._forwards, *self._dense_forwards):
             forward.throw()
 
 
 class _Forward(greenlet):
-    """A forward that runs while its caller waits, from pause to pause. Thrown away, it ends where it is."""
+    """A forward that runs from pause to pause while its caller waits; thrown into, it ends where it is."""
 
     def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
         super().__init__(partial(_run, model, batch))
 
     @torch.no_grad()
-    def go_on(self, name: str) -> Tensor:
-        """What the target `name` reads, where this forward pauses next.
+    def advance_to(self, name: str) -> Tensor:
+        """Run on to the next pause and return the input of the target `name`.
 
         Raises:
-            ValueError: it pauses elsewhere, or ends.
+            ValueError: it pauses at another target, or ends.
         """
         pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
             raise ValueError(f"{name}: not every batch runs it when its turn comes; exclude this target")
-        reads: Tensor = pause[1]
-        return reads
+        inputs: Tensor = pause[1]
+        return inputs
 
     @staticmethod
-    def pause(name: str, reads: Tensor) -> None:
-        """Wait there, if a forward of a walk is what runs."""
-        here = getcurrent()
-        if isinstance(here, _Forward) and here.parent:
-            here.parent.switch((name, reads))
+    def pause(name: str, inputs: Tensor) -> None:
+        """Wait here, if the code runs inside such a forward."""
+        current = getcurrent()
+        if isinstance(current, _Forward) and current.parent:
+            current.parent.switch((name, inputs))
 
 
 def _run(model: PreTrainedModel, batch: Batch) -> None:

@@ -1,17 +1,17 @@
-"""Pivoted storage: r of a matrix's rows, and what the others are of these.
+"""Pivoted storage: a matrix of rank r as r of its rows, and the coefficients that give its other rows.
 
 Source: PIFA (Zhao, Zhang and Cannistraci, ICML 2025). A matrix of rank r has r (out + in − r) degrees of freedom, and
 two factors hold r² numbers more. With r independent rows P of Ŵ = left right::
 
     Ŵ[P] = left[P] right `(r, in)`, Ŵ[others] = D Ŵ[P] with D = left[others] left[P]⁻¹ `(out − r, r)`,
 
-so Ŵ is r (out + in − r) numbers, never more than dense.
+so Ŵ takes r (out + in − r) numbers, never more than dense.
 
-Which rows (choice): those by which no output is rounded more than the dense map rounds it. A pivoted QR or LU prefers
-large rows, and y of a small one is then the small difference of large numbers. So rows count by their direction,
-ŵ_j / ‖ŵ_j‖, and P is refined until no coefficient of a direction in those of the pivots exceeds _LARGEST (a submatrix
-of dominant volume: Goreinov et al., How to find a good submatrix, 2010), which no pivoting guarantees. Then
-Σ_k abs(D_jk y_k) ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, and rounding is small beside ‖ŵ_j‖ ‖x‖, as that of the dense map is.
+Choice of P: rounding should be no worse than in a dense layer. Pivoted QR or LU would prefer large rows, and the output
+of a small row would then be a small difference of large numbers. So rows are compared by their directions ŵ_j / ‖ŵ_j‖,
+and P is refined until no direction has a coefficient above _LARGEST in those of the pivots (a submatrix of dominant
+volume: Goreinov et al., How to find a good submatrix, 2010), which pivoting alone does not guarantee. Then
+Σ_k abs(D_jk y_k) ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, so rounding is small compared with ‖ŵ_j‖ ‖x‖, as in a dense layer.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LARGEST = 1.05  # coefficient of a direction; the nearer to 1, the more exchang
 
 
 def pivot(model: PreTrainedModel) -> None:
-    """Store every target of `model` that has factors as pivots, but for those that a head shares.
+    """Convert every target of `model` from factors to pivoted storage, except embeddings that a head shares.
 
-    It computes the same, but for rounding.
+    The model computes the same, up to rounding.
 
     Raises:
-        ValueError: sparse rows stand beside factors, or factors are not finite.
+        ValueError: a target has sparse rows beside its factors, or factors are not finite.
     """
     shared = tied_heads(model).values()
     for name, layer in low_rank_layers(model).items():
         if name in shared:
             continue
         if layer.residual is not None:
-            raise ValueError(f"{name} has sparse rows, which stand beside factors: leave them as they are")
+            raise ValueError(f"{name} has sparse rows, which pivoted storage does not hold: use storage: factors")
         left, right = (part.detach() for part in (layer.left, layer.right))
         if not (left.isfinite().all() and right.isfinite().all()):
             raise ValueError(f"the factors of {name} are not finite")
@@ -54,9 +54,9 @@ def pivot(model: PreTrainedModel) -> None:
 
 
 def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ŵ[P] `(r, in)`, D `(out − r, r)`, and where each row of Ŵ stands in both one after the other `(out,)`.
+    """Return Ŵ[P] `(r, in)`, D `(out − r, r)`, and the place of each row of Ŵ in [Ŵ[P]; D Ŵ[P]] `(out,)`.
 
-    Computed in float64 where the device has it. Factors need not have rank r: Ŵ[others] = D Ŵ[P] in any case.
+    Computed in float64 if the device has it. The factors need not have rank r: Ŵ[others] = D Ŵ[P] in any case.
 
     Args:
         left, right: `(out, r)` and `(r, in)`, r ≤ out.
@@ -75,14 +75,14 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows P of an orthonormal `basis` `(out, r)` by which no row has a coefficient beyond _LARGEST, and all of these
-    `(out, r)`: basis = coefficients basis[P].
+    """Return rows P of an orthonormal `basis` `(out, r)`, and coefficients `(out, r)` up to _LARGEST in size.
 
-    From the pivots of Gauss, the largest coefficient says which row is exchanged for which pivot: the volume of
-    basis[P] grows by it, so no choice comes twice.
+    They satisfy basis = coefficients basis[P]. It starts from the pivots of Gaussian elimination; then the largest
+    coefficient says which row to exchange for which pivot. The volume of basis[P] grows by that factor, so no choice
+    comes twice.
     """
     chosen = torch.tensor(_gauss(basis), device=basis.device)
-    coefficients = _solved(basis, chosen)
+    coefficients = _coefficients(basis, chosen)
     while coefficients.numel():
         row, column = divmod(int(coefficients.abs().argmax()), basis.shape[1])
         if coefficients[row, column].abs() <= _LARGEST:
@@ -91,17 +91,17 @@ def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
         change = coefficients[row].clone()
         change[column] -= 1
         coefficients = coefficients - torch.outer(coefficients[:, column] / coefficients[row, column], change)
-    return chosen, _solved(basis, chosen)
+    return chosen, _coefficients(basis, chosen)
 
 
 def _gauss(basis: Tensor) -> list[int]:
-    """The pivots of Gaussian elimination: rows of `basis`."""
+    """Return the pivot rows of Gaussian elimination of `basis`."""
     order = list(range(len(basis)))
     for place, row in enumerate((torch.linalg.lu_factor(basis).pivots - 1).tolist()):
         order[place], order[row] = order[row], order[place]
     return order[: basis.shape[1]]
 
 
-def _solved(basis: Tensor, chosen: Tensor) -> Tensor:
-    """basis basis[P]⁻¹ `(out, r)`."""
+def _coefficients(basis: Tensor, chosen: Tensor) -> Tensor:
+    """Return basis basis[P]⁻¹ `(out, r)`."""
     return torch.linalg.solve(basis[chosen], basis, left=False)

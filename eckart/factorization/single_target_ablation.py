@@ -1,6 +1,6 @@
-"""What each target's factors do alone: the dense model with one target after the other replaced.
+"""Ablation of single targets: the original model with one target at a time replaced by its factors.
 
-To set beside what a rank search predicts of a target, which knows nothing of the others either.
+Its result is compared with what a rank search predicts for a target, which does not know of the others either.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eckart.model.layers import replace
 from eckart.model.module_context import eval_mode, forward_of
 from eckart.model.targets import Target
 
-_ROOM = 2**30  # bytes of answers that are kept
+_MOST_BYTES = 2**30  # of recorded outputs
 
 
 @torch.no_grad()
@@ -29,112 +29,113 @@ def losses_alone(
     batches: Sequence[Batch],
     objective: Objective,
 ) -> dict[str, float]:
-    """Target → distance of the answers from the dense model's: a divergence of classes in nats, or the mean square of
-    the differences of values; a mean over predictions. It is of second order, and needs no labels.
+    """Return how far the predictions move from the original model's if one target alone is factorized.
+
+    For classes that is the KL divergence in nats, for values the squared error, averaged over predictions. It needs no
+    labels.
 
     Args:
-        dense: comes back as it was.
+        dense: the original model; it is restored afterwards.
         small: the same model with factors.
         batches: model inputs, each tensor `(batch, …)`.
     """
 
-    def answers() -> list[Tensor]:
+    def predict() -> list[Tensor]:
         return [objective.predictions(dense(**batch), batch) for batch in batches]
 
     with eval_mode(dense):
-        layers = _Layers(dense, len(batches))
-        with layers.recorded():
-            known = answers()
-        layers.check(answers, known)
-        found: dict[str, float] = {}
+        blocks = _RecordedBlocks(dense, len(batches))
+        with blocks.recording():
+            expected = predict()
+        blocks.check(predict, expected)
+        losses: dict[str, float] = {}
         for target in targets:
-            present = {each.name: dense.get_submodule(each.name) for each in target.maps}
-            for name in present:
+            modules = {layer.name: dense.get_submodule(layer.name) for layer in target.layers}
+            for name in modules:
                 replace(dense, name, small.get_submodule(name))
-            with layers.given_before(present):
-                others = answers()
-            for name, module in present.items():
+            with blocks.replayed_before(modules):
+                predictions = predict()
+            for name, module in modules.items():
                 replace(dense, name, module)
-            found[target.name] = _distance(others, known, objective.classes)
-        return found
+            losses[target.name] = _distance(predictions, expected, objective.classes)
+        return losses
 
 
-class _Layers:
-    """The layers of a model that is a chain of them: those before a target are not run again, their answers stand.
+class _RecordedBlocks:
+    """The outputs of a model's blocks, replayed so that the blocks before a target need not run again.
 
-    All run where a model has several chains, runs a layer twice, or has layers that hand on more than their answers,
-    and where these take too much memory.
+    Every block runs if the model has several lists of blocks, runs a block twice, or has blocks that pass on more than
+    their outputs, and if the outputs take too much memory.
     """
 
     def __init__(self, model: PreTrainedModel, batches: int) -> None:
-        chains = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-        outer = [name for name in chains if not any(name.startswith(f"{other}.") for other in chains)]
-        self._chain = list(chains[outer[0]].named_children()) if len(outer) == 1 else []
-        self._names = [f"{outer[0]}.{name}." for name, _ in self._chain]
-        self._answers: list[list[Any]] = [[] for _ in self._chain]
-        self._once_each = list(range(len(self._chain))) * batches
+        lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        self._blocks = list(lists[outer[0]].named_children()) if len(outer) == 1 else []
+        self._names = [f"{outer[0]}.{name}." for name, _ in self._blocks]
+        self._outputs: list[list[Any]] = [[] for _ in self._blocks]
+        self._once_each = list(range(len(self._blocks))) * batches
         self._order: list[int] = []
         self._bytes = 0
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Note what each layer answers to each batch."""
+    def recording(self) -> Iterator[None]:
+        """Record each block's output for each batch."""
 
-        def note(number: int, answer: Any) -> None:
+        def record(number: int, output: Any) -> None:
             self._order.append(number)
-            self._bytes += _bytes(answer)
-            if self._bytes > _ROOM:
+            self._bytes += _bytes(output)
+            if self._bytes > _MOST_BYTES:
                 self._forget()
             elif self._names:
-                self._answers[number].append(answer)
+                self._outputs[number].append(output)
 
         with ExitStack() as hooks:
-            for number, (_, layer) in enumerate(self._chain):
-                hooks.enter_context(layer.register_forward_hook(lambda *call, number=number: note(number, call[-1])))
+            for number, (_, block) in enumerate(self._blocks):
+                hooks.enter_context(block.register_forward_hook(lambda *call, number=number: record(number, call[-1])))
             yield
 
-    def check(self, answers: Callable[[], list[Tensor]], known: Sequence[Tensor]) -> None:
-        """Record nothing unless the model's `answers` are the `known` ones when all layers but the last are not run."""
+    def check(self, predict: Callable[[], list[Tensor]], expected: Sequence[Tensor]) -> None:
+        """Forget the outputs unless the model predicts what is `expected` when only its last block runs."""
         same = self._order == self._once_each
         if same and self._names:
             try:
-                with self._given(len(self._names) - 1):
-                    same = all(map(torch.equal, answers(), known))
-            except Exception:  # each model misses in its own way what a layer did not do
+                with self._replayed(len(self._names) - 1):
+                    same = all(map(torch.equal, predict(), expected))
+            except Exception:  # each model has its own error if a block did not run
                 same = False
         if not same:
             self._forget()
 
     def _forget(self) -> None:
-        self._names, self._answers = [], [[] for _ in self._chain]
+        self._names, self._outputs = [], [[] for _ in self._blocks]
 
     @contextmanager
-    def given_before(self, names: Iterable[str]) -> Iterator[None]:
-        """Have the layers before all of the modules `names` answer the same batches as they did."""
-        with self._given(min(map(self._known_before, names))):
+    def replayed_before(self, names: Iterable[str]) -> Iterator[None]:
+        """Let the blocks before all of the modules `names` return what they returned for the same batches."""
+        with self._replayed(min(map(self._blocks_before, names))):
             yield
 
     @contextmanager
-    def _given(self, layers: int) -> Iterator[None]:
+    def _replayed(self, blocks: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for (_, layer), recorded in zip(self._chain[:layers], self._answers, strict=False):
-                answers = iter(recorded)
-                stack.enter_context(forward_of(layer, lambda *_, answers=answers, **__: next(answers)))
+            for (_, block), recorded in zip(self._blocks[:blocks], self._outputs, strict=False):
+                outputs = iter(recorded)
+                stack.enter_context(forward_of(block, lambda *_, outputs=outputs, **__: next(outputs)))
             yield
 
-    def _known_before(self, name: str) -> int:
-        """Layers that have run when the module `name` does; 0 where that is not known."""
-        return next((number for number, layer in enumerate(self._names) if name.startswith(layer)), 0)
+    def _blocks_before(self, name: str) -> int:
+        """Return the number of blocks that run before the module `name`; 0 if that is not known."""
+        return next((number for number, block in enumerate(self._names) if name.startswith(block)), 0)
 
 
-def _bytes(answer: Any) -> int:
-    parts = answer if isinstance(answer, tuple) else (answer,)
+def _bytes(output: Any) -> int:
+    parts = output if isinstance(output, tuple) else (output,)
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 
-def _distance(others: Sequence[Tensor], answers: Sequence[Tensor], classes: bool) -> float:
-    sums = [
-        len(one) * float(logits_error(one, other, 1.0 if classes else None))
-        for one, other in zip(others, answers, strict=True)
-    ]
-    return sum(sums) / sum(map(len, answers))
+def _distance(predictions: Sequence[Tensor], expected: Sequence[Tensor], classes: bool) -> float:
+    """Return the mean divergence or squared error over the predictions of all batches."""
+    temperature = 1.0 if classes else None
+    sums = [len(a) * float(logits_error(a, b, temperature)) for a, b in zip(predictions, expected, strict=True)]
+    return sum(sums) / sum(map(len, expected))

@@ -1,15 +1,15 @@
-"""The two-sided weighted SVD: every closed-form factorization is this one function.
+"""The two-sided weighted SVD, of which every closed-form factorization is a case.
 
 Minimise ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R the optimum is Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹, and its squared
 loss is Σ_{k>r} S_k² (Eckart and Young 1936, after the change of variables W → L W R).
 
-How it is computed here, for A = LᵀL, B = R Rᵀ and out ≤ in: with any root A = K Kᵀ and L = Kᵀ, U and S² are the
-eigenvectors and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and::
+It is computed from A = LᵀL and B = R Rᵀ. For out ≤ in and any root A = K Kᵀ, with L = Kᵀ, U and S² are the eigenvectors
+and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and::
 
     Ŵ = K⁻ᵀ U_r · U_rᵀ Kᵀ W.
 
-R is never formed and never inverted, so a singular B (dead channels, fewer samples than dimensions) is no special case.
-For in < out the transpose of everything holds. Only the smaller side is factored and inverted.
+R is never formed nor inverted, so a singular B (dead channels, fewer tokens than dimensions) is no special case. For
+in < out, all of this holds for the transpose. Only the smaller side is factored and inverted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from eckart.factorization.weightings import ErrorNorm, Side
 
-_FLOOR = 1e-12  # least eigenvalue and variance of a side, relative to the largest; more in float32
+_FLOOR = 1e-12  # smallest eigenvalue and variance of a side, relative to the largest; higher in float32
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """W = left @ right, with components in order of what they save; k = min(out, in).
+    """W = left @ right, with components in descending order of their weighted energy; k = min(out, in).
 
     Attributes:
         left: `(out, k)`.
@@ -39,14 +39,14 @@ class Decomposition:
     spectrum: Tensor
 
     def truncate(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The best factors of `rank`: `(out, rank)` and `(rank, in)`."""
+        """Return the best factors of `rank`: `(out, rank)` and `(rank, in)`."""
         return self.left[:, :rank], self.right[:rank]
 
 
 def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
-    """Decompose `weight` `(out, in)` under `norm`; left and right of each component have equal norms.
+    """Decompose `weight` `(out, in)` under `norm`; the column and row of each component have equal norms.
 
-    Computed in float64 where the device has it.
+    Computed in float64 if the device has it.
 
     Raises:
         ValueError: the weight or a side of the norm is not finite.
@@ -64,19 +64,19 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same product with equal norms of each component's column and row.
+    """Rescale each component so that its column of `left` and its row of `right` have equal norms.
 
-    Without a weighting this is the usual split of √S to each side. Under a weighting (choice) it is not: √S in weighted
-    coordinates would give the factors a scale that depends on the units of the statistics, up to a hundredfold apart,
-    and one learning rate would mean another recovery for each recipe.
+    Without a weighting this is the usual √S on each side. With a weighting it is not (choice): √S in weighted
+    coordinates would give the factors scales that depend on the units of the statistics, up to a hundredfold apart, so
+    that one learning rate would suit some recipes and not others.
     """
-    norms, others = left.norm(dim=0), right.norm(dim=1)
-    balance = torch.where((norms > 0) & (others > 0), (others / norms).sqrt(), torch.ones_like(norms))
+    columns, rows = left.norm(dim=0), right.norm(dim=1)
+    balance = torch.where((columns > 0) & (rows > 0), (rows / columns).sqrt(), torch.ones_like(columns))
     return left * balance, right / balance.unsqueeze(1)
 
 
 def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
-    """S of `decompose`, descending `(min(out, in),)`, at half the price."""
+    """Return the `spectrum` of `decompose`, descending `(min(out, in),)`, at half the cost."""
     _check_finite(weight, norm)
     if weight.shape[1] < weight.shape[0]:
         return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
@@ -85,37 +85,33 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
 
 
 def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:
-    """‖L E R‖²_F = tr(A E B Eᵀ) of an error `(out, in)`."""
+    """Return ‖L E R‖²_F = tr(A E B Eᵀ) of an error `(out, in)`."""
     e = error.to(_precision(error))
     return (_apply(norm.left, e) * _apply(norm.right, e.T).T).sum()
 
 
 def _weighted_gram(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Side, Side, Tensor]:
-    """W in working precision, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
+    """Return W in working precision, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
     w = weight.to(_precision(weight))
     lift, unlift = _root(norm.left)
     gram = _apply(norm.right, w.T).T @ w.T
     gram = _apply(lift, _apply(lift, gram).T)
     if norm.left is not None and not norm.left.any():
-        gram = torch.zeros_like(gram)  # where nothing weighs anything, everything can be lost for nothing
+        gram = torch.zeros_like(gram)  # all errors weigh nothing; the floor of _root must not count
     return w, lift, unlift, (gram + gram.T) / 2
 
 
 def _check_finite(weight: Tensor, norm: ErrorNorm) -> None:
-    for what, values in (
-        ("weight", weight),
-        ("left weighting", norm.left),
-        ("right weighting", norm.right),
-    ):
+    for name, values in (("weight", weight), ("left weighting", norm.left), ("right weighting", norm.right)):
         if values is not None and not torch.isfinite(values).all():
-            raise ValueError(f"the {what} is not finite")
+            raise ValueError(f"the {name} is not finite")
 
 
 def _root(side: Side) -> tuple[Side, Side]:
-    """Kᵀ and K⁻ᵀ with K Kᵀ = side, made positive definite by a floor under its eigenvalues.
+    """Return Kᵀ and K⁻ᵀ with K Kᵀ = side, made positive definite by a floor under its eigenvalues.
 
-    The floor is set on the correlation matrix, so that it is small against each channel's own variance and an outlier
-    channel does not drown the others.
+    The floor applies to the correlation matrix, so that it is small compared with each channel's own variance, also
+    beside an outlier channel.
     """
     if side is None:
         return None, None

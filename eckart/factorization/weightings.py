@@ -1,8 +1,8 @@
-"""Weightings: what matters about a target's error, as a norm of it.
+"""Weightings: norms of a target's error that say which errors matter.
 
-A weighting turns statistics into L and R of ‖L (W − Ŵ) R‖_F. Only their squares A = LᵀL `(out, out)` and B = R Rᵀ
-`(in, in)` are ever stated: statistics consists of such second moments, and the decomposition needs a root of the
-smaller one alone (eckart/factorization/weighted_svd.py).
+A weighting turns calibration statistics into L and R of ‖L (W − Ŵ) R‖_F. Only A = LᵀL `(out, out)` and B = R Rᵀ
+`(in, in)` are ever formed: the statistics are such second moments, and the decomposition only needs a root of the
+smaller one (eckart/factorization/weighted_svd.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Side = Tensor | None
 
 @dataclass(frozen=True)
 class ErrorNorm:
-    """‖L E R‖_F of an error E `(out, in)`.
+    """The norm ‖L E R‖_F of an error E `(out, in)`.
 
     Attributes:
         left: LᵀL over outputs, `(out, out)`, `(out,)` or None.
@@ -47,25 +47,22 @@ class _Weighting(Method):
 
 
 class Plain(_Weighting):
-    """Every entry of W counts alike: SVD."""
+    """All entries of W weigh the same: SVD."""
 
-    kind: Literal["none"]
+    kind: Literal["none"] = Field("none", description="every entry of W counts alike: plain SVD")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
         return ErrorNorm()
 
 
 class ByScores(_Weighting):
-    """Rows or columns count by their Fisher (FWSVD) or Taylor (IWSVD) score.
+    """The error of each row or column of W, weighted by its Fisher (FWSVD) or Taylor (IWSVD) score.
 
     FWSVD (Hsu et al., ICLR 2022) sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
-
-    Attributes:
-        axis: whose scores count, inputs' or outputs'.
     """
 
-    kind: Literal["fisher", "taylor"]
-    axis: Axis
+    kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
+    axis: Axis = Field("input", description="whose scores count: input or output; they are summed over the other axis")
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -79,7 +76,7 @@ class ByScores(_Weighting):
 class Inputs(_Weighting):
     """The error of the outputs on the calibration inputs: DRONE, eq. 3."""
 
-    kind: Literal["inputs"]
+    kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -90,11 +87,11 @@ class Inputs(_Weighting):
 
 
 class Movement(_Weighting):
-    """The error of each output, by the scores with which shaping pruned its row: LPAF, section 4.2."""
+    """The error of each output, weighted by the scores with which shaping pruned its row: LPAF, section 4.2."""
 
     reads_shaping = True
 
-    kind: Literal["movement"]
+    kind: Literal["movement"] = Field("movement", description="outputs count by the scores of pruning (LPAF)")
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.shaping is None:
@@ -104,27 +101,31 @@ class Movement(_Weighting):
             )
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
-        """L = diag(Ŝ), not its root."""
+        """Return the norm with L = diag(Ŝ), not its root."""
         if "movement" not in statistics:
             raise ValueError("weighting movement reads the scores of pruning: add a shaping of kind pruning")
         return ErrorNorm(left=statistics["movement"][f"{target.name}.output"].square())
 
 
 class Kfac(_Weighting):
-    """Twice the second-order increase of the loss, as the Kronecker factors of the empirical Fisher estimate it."""
+    """Twice the second-order increase of the loss, estimated by the Kronecker factors of the empirical Fisher."""
 
-    kind: Literal["kfac"]
-    shrinkage: float = Field(ge=0, lt=1)
-    """Share of the gradients' second moment that is spread evenly over outputs: few rows show few directions."""
+    kind: Literal["kfac"] = Field("kfac", description="both Kronecker factors of the Fisher: the loss to second order")
+    shrinkage: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of the gradients' second moment that is spread evenly over outputs; 0.1 for few examples",
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
         return ("inputs", "output_gradients")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
-        """With weights shared by T tokens the Fisher is C_out ⊗ C_in / T (Eschenhagen et al. 2023, "expand").
+        """Return the norm of the Fisher C_out ⊗ C_in / T, T the tokens per example (Eschenhagen et al. 2023, "expand").
 
-        Without the 1/T a layer that sees one token per sample would seem T times too unimportant.
+        Without 1/T a layer that sees one token per example would seem T times too unimportant.
         """
         tokens = statistics["tokens"][target.input_of]
         return ErrorNorm(
@@ -134,7 +135,7 @@ class Kfac(_Weighting):
 
 
 def _shrunk(moment: Tensor, share: float) -> Tensor:
-    """(1 − share) M + share · tr(M) ÷ n · I, of the same trace (Ledoit and Wolf 2004)."""
+    """Return (1 − share) M + share · tr(M) ÷ n · I, which has the same trace (Ledoit and Wolf 2004)."""
     if not share:
         return moment
     if moment.dim() == 1:
@@ -144,9 +145,11 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 
 
 class FisherInputs(_Weighting):
-    """Fisher score of each output, second moment of the inputs (ours)."""
+    """The error on the calibration inputs, with each output weighted by its Fisher score (ours)."""
 
-    kind: Literal["fisher_inputs"]
+    kind: Literal["fisher_inputs"] = Field(
+        "fisher_inputs", description="Fisher score of each output, second moment of the inputs"
+    )
 
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -162,17 +165,17 @@ Weighting = Annotated[Plain | ByScores | Inputs | Movement | Kfac | FisherInputs
 
 
 def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> ErrorNorm:
-    """The norm of errors of `target` under `weighting`.
+    """Return the norm of errors of `target` under `weighting`.
 
     Raises:
-        ValueError: the statistics lacks what the weighting reads.
+        ValueError: the statistics lack what the weighting reads.
     """
     if lacking := [kind for kind in weighting.statistics if kind not in statistics]:
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.statistics")
     if weighting.statistics and not target.sampled:
         raise ValueError(
-            f"weighting {weighting.kind} reads statistics, and there is none of what reads more than samples: set "
-            "targets.unsampled to false"
+            f"weighting {weighting.kind} reads statistics, and there are none of a layer whose inputs belong to no "
+            "example: set targets.unsampled to false"
         )
     if isinstance(target, Tied):
         head = weighting.norm(target.other, statistics)
@@ -180,14 +183,14 @@ def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> Error
     return weighting.norm(target, statistics)
 
 
-def _nearest(one: ErrorNorm, other: ErrorNorm, target: Target) -> ErrorNorm:
-    """A and B whose Kronecker product is nearest to A₁ ⊗ B₁ + A₂ ⊗ B₂: one norm for an error that two maps make.
+def _nearest(first: ErrorNorm, second: ErrorNorm, target: Target) -> ErrorNorm:
+    """Return A and B whose Kronecker product is nearest to A₁ ⊗ B₁ + A₂ ⊗ B₂: one norm for a weight of two layers.
 
-    A = Σ xᵢ Aᵢ and B = Σ yᵢ Bᵢ, as of a matrix of rank 2 the nearest one of rank 1 (Van Loan and Pitsianis 1993). No xᵢ
-    or yᵢ is negative, so A and B are second moments as well.
+    A = Σ xᵢ Aᵢ and B = Σ yᵢ Bᵢ are the best approximation of rank 1 to a matrix of rank 2 (Van Loan and Pitsianis
+    1993). No xᵢ or yᵢ is negative, so A and B are second moments as well.
     """
-    lefts = _alike((one.left, other.left), target.out_features)
-    rights = _alike((one.right, other.right), target.in_features)
+    lefts = _same_form((first.left, second.left), target.out_features)
+    rights = _same_form((first.right, second.right), target.in_features)
     inner, outer = (
         torch.tensor([[float((a * b).sum()) for a in side] for b in side], dtype=torch.float64)
         for side in (lefts, rights)
@@ -202,14 +205,13 @@ def _nearest(one: ErrorNorm, other: ErrorNorm, target: Target) -> ErrorNorm:
     return ErrorNorm(left=x0 * lefts[0] + x1 * lefts[1], right=y0 * rights[0] + y1 * rights[1])
 
 
-def _alike(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:
-    """Both as matrices `(size, size)` where one is, else both as diagonals `(size,)`."""
-    some = [side for side in sides if side is not None]
-    like = some[0] if some else torch.empty(0)
-    exact = torch.float32 if like.device.type == "mps" else torch.float64
-    diagonals = all(side.dim() == 1 for side in some)
-    ones = torch.ones(size, dtype=exact, device=like.device)
-    one, other = (ones if side is None else side.to(exact) for side in sides)
-    if diagonals:
-        return one, other
-    return one if one.dim() == 2 else one.diag(), other if other.dim() == 2 else other.diag()
+def _same_form(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:
+    """Return both sides as matrices `(size, size)` if one of them is, otherwise as diagonals `(size,)`."""
+    tensors = [side for side in sides if side is not None]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    exact = torch.float32 if device.type == "mps" else torch.float64
+    ones = torch.ones(size, dtype=exact, device=device)
+    a, b = (ones if side is None else side.to(exact) for side in sides)
+    if all(tensor.dim() == 1 for tensor in tensors):
+        return a, b
+    return a if a.dim() == 2 else a.diag(), b if b.dim() == 2 else b.diag()

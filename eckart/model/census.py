@@ -1,4 +1,4 @@
-"""A census: what the parameters of a whole model are, and which of them targets reach."""
+"""A census: what the parameters of a whole model belong to, and how many of them are in targets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from eckart.model.layers import HeadRows, LowRankMap
+from eckart.model.layers import LowRankLayer
 from eckart.model.probing import is_linear
 
 _CONVOLUTIONS = nn.modules.conv._ConvNd
@@ -16,14 +16,14 @@ _FACTORIZED = "is factorized already"
 
 
 class Census(BaseModel):
-    """How many parameters of a model are what; a shared one is counted once.
+    """Numbers of parameters of a whole model by what they belong to; a shared parameter is counted once.
 
     Attributes:
         targets: weights of targets.
-        linear: of other linear layers, by the reason why they are no targets.
-        experts: of experts whose weights are one tensor, which are no targets either.
-        embeddings: that are no targets.
-        rest: biases, norms, convolutions and whatever else there is.
+        linear: weights of other linear layers, by the reason why they are no targets.
+        experts: weights of experts that are stored in one tensor, which are no targets either.
+        embeddings: weights of embeddings that are no targets.
+        rest: biases, norms, convolutions and all else.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,31 +40,31 @@ class Census(BaseModel):
 
     @property
     def reached(self) -> float:
-        """The share of what is no embedding that targets are."""
+        """The share of the parameters outside of embeddings that is in targets."""
         return self.targets / max(self.total - self.embeddings, 1)
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        """What the parameters are, in words, and how many; those that there are none of are left out."""
-        named = [
+        """Lines of a table: in words what parameters belong to, and how many there are, if any."""
+        lines = [
             ("targets", self.targets),
             *((f"other linear layers ({reason})", count) for reason, count in self.linear.items()),
             ("experts", self.experts),
             ("embeddings", self.embeddings),
             ("the rest (biases, norms, convolutions)", self.rest),
         ]
-        return [(name, count) for name, count in named if count]
+        return [(name, count) for name, count in lines if count]
 
     @property
     def warning(self) -> str | None:
-        """What a user must know where most of the model stays as it is, a sentence; None where targets reach half."""
+        """A sentence for the user if most of the model cannot be compressed; None if at least half is in targets."""
         if self.reached >= 0.5:
             return None
         others = [(name, count) for name, count in self.rows if name not in ("targets", "embeddings")]
-        name, count = max(others, key=lambda one: one[1])
+        name, count = max(others, key=lambda line: line[1])
         return (
-            f"Targets are only {self.reached:.0%} of the parameters outside of embeddings, so that no keep makes the "
-            f"model much smaller; {count:,} others are in {name}."
+            f"Targets are only {self.reached:.0%} of the parameters outside of embeddings, so no keep makes the model "
+            f"much smaller; {count:,} others are in {name}."
         )
 
 
@@ -72,8 +72,8 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
     """Count the parameters of `model`.
 
     Args:
-        targets: names of the modules whose weights are targets.
-        excluded: other linear layers and what `other_matrices` finds, each with the reason why it is no target.
+        targets: names of the modules that are targets.
+        excluded: other linear layers and the `other_matrices`, each with the reason why it is no target.
     """
     counts: Counter[str] = Counter()
     linear: Counter[str] = Counter()
@@ -104,29 +104,29 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 
 
 def other_matrices(model: nn.Module) -> dict[str, str]:
-    """Parameters that inputs are multiplied with outside of linear layers, by name, and what they are."""
-    found: dict[str, str] = {}
+    """Return the matrices outside of linear layers, by name, with what they are."""
+    matrices: dict[str, str] = {}
     for name, owner, parameter in _parameters(model):
         layer = name.rpartition(".")[0]
-        if isinstance(owner, LowRankMap | HeadRows):
-            found[layer] = _FACTORIZED
+        if isinstance(owner, LowRankLayer):
+            matrices[layer] = _FACTORIZED
         elif is_linear(owner) or _is_embedding(owner):
             continue
         elif _are_experts(name, owner, parameter):
-            found[name] = "holds the weights of several experts in one tensor"
+            matrices[name] = "holds the weights of several experts in one tensor"
         elif _is_matrix(model, name, parameter):
-            found[name] = f"belongs to {type(owner).__name__}, which is no Linear"
-    return found
+            matrices[name] = f"belongs to {type(owner).__name__}, which is no Linear"
+    return matrices
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Name, module and parameter; a shared one first where it is an embedding's."""
-    every = [
+    """Yield name, module and parameter, embeddings first, so that a shared weight counts as theirs."""
+    parameters = [
         (f"{prefix}.{name}" if prefix else name, module, parameter)
         for prefix, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
     ]
-    return iter(sorted(every, key=lambda one: not _is_embedding(one[1])))
+    return iter(sorted(parameters, key=lambda entry: not _is_embedding(entry[1])))
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -139,10 +139,10 @@ def _are_experts(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether it looks like one, or like several; not the kernel of a convolution, whose norm may own it."""
-    several = parameter.dim() == 3
-    one = parameter.dim() == 2 and name.endswith("weight")
-    if not (one or several) or min(parameter.shape) < 2:
+    """Whether it looks like a matrix or a stack of them; not a convolution's kernel, nor what a norm makes of one."""
+    is_stack = parameter.dim() == 3
+    is_weight = parameter.dim() == 2 and name.endswith("weight")
+    if not (is_weight or is_stack) or min(parameter.shape) < 2:
         return False
     parts = name.split(".")[:-1]
     owners = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]

@@ -1,18 +1,17 @@
 """A compressed model is an ordinary Hugging Face model.
 
-`config.json` carries `{"quant_method": "eckart", "ranks": {…}, …}`, the arguments of `EckartConfig`.
-transformers then asks the quantizer registered here to swap the modules before it loads the weights, so that after
-`import eckart`::
+`config.json` carries `{"quant_method": "eckart", "ranks": {…}, …}`, the arguments of `EckartConfig`. transformers then
+asks the quantizer registered here to replace the modules before it loads the weights. So after `import eckart`::
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 
-gives the model that was saved: every architecture, safetensors, no remote code. Its weights are the same bits, its
-answers the same to rounding: how some processors sum a product depends on where in memory its operands begin.
+loads the model that was saved, for every architecture, from safetensors, without remote code. Weights are the same bit
+for bit. Outputs may differ in the last digits, as some processors sum in an order that depends on memory alignment.
 
-transformers alone would skip a quantizer that it does not know, and answer with random weights in place of the factors.
-So `config.json` names as the file of weights what is no file, in words, which transformers quotes as it fails; with
-this package imported it is read as if it were not there. Whoever calls `save_pretrained` of a compressed model writes
-it, the Trainer and `push_to_hub` included.
+Without this package, transformers would skip the unknown quantizer and fill the layers with random weights. So
+`config.json` names a weights file that does not exist, and its name says what to do: transformers quotes it as it
+fails, and with this package imported it is ignored. `save_pretrained` of a compressed model always writes it, also when
+the Trainer or `push_to_hub` calls it.
 """
 
 from __future__ import annotations
@@ -47,13 +46,19 @@ from eckart.model.layers import (
 from eckart.model.module_context import eval_mode
 
 NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
-"""What transformers quotes where it meets a compressed model alone."""
+"""The message that transformers quotes when it loads a compressed model without this package."""
 
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
-    """The ranks of the factorized maps, the rows of their residuals, the heads of those whose rank is a head's, the
-    names of those that are pivoted, and which heads are in which embeddings' factors. What has no rank is dense.
+    """The storage of a compressed model, as config.json states it; layers without a rank are dense.
+
+    Attributes:
+        ranks: layer → rank.
+        rows: layer → rows of its residual.
+        heads: layer of an attention product → its heads; its rank is that of each head.
+        pivoted: layers in pivoted storage.
+        tied: head → embedding whose factors it uses.
     """
 
     def __init__(
@@ -73,18 +78,18 @@ class EckartConfig(QuantizationConfigMixin):
         self.tied = tied or {}
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
-        """What takes the place of the dense `module`, unfilled."""
+        """Return the uninitialized layer that replaces the dense `module`."""
         rank = self.ranks[name]
         if name in self.heads:
             return head_rows_like(module, self.heads[name], rank)
-        return (
-            pivoted_like(module, rank) if name in self.pivoted else low_rank_like(module, rank, self.rows.get(name, 0))
-        )
+        if name in self.pivoted:
+            return pivoted_like(module, rank)
+        return low_rank_like(module, rank, self.rows.get(name, 0))
 
 
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
-    """Swaps the targets named by the config for low-rank layers before the weights are loaded."""
+    """Replaces the layers named by the config by low-rank layers before the weights are loaded."""
 
     quantization_config: EckartConfig
     requires_calibration = True  # the weights must come from a file
@@ -92,18 +97,18 @@ class EckartQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         names = dict(model.named_modules(remove_duplicate=False))
         for name in self.quantization_config.ranks:
-            if (place := _place(model, name, names)) is not None:
+            if (place := _name_here(model, name, names)) is not None:
                 replace(model, place, self.quantization_config.layer(name, model.get_submodule(place)))
         for head, embedding in self.quantization_config.tied.items():
             if head in names:
-                tie_head(model, head, _place(model, embedding, names) or embedding)
+                tie_head(model, head, _name_here(model, embedding, names) or embedding)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         _guard(model)
         return model
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Of what a quantizer is asked before transformers looks for the weights, this alone sees the config."""
+        """Make the config forget NEEDED; of the hooks that run before weights are looked for, only this sees it."""
         forget_needed(config)
         return config
 
@@ -120,39 +125,41 @@ class EckartQuantizer(HfQuantizer):
         return True
 
 
-def _place(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Where the map `name` of the model that was saved is in this one, whose modules are `names`.
+def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
+    """Return what the saved model's layer `name` is called in this one, whose modules are `names`.
 
-    Without its head (`AutoModel`) a model has shorter names, and None in place of what was of the head.
+    Loaded without its head (`AutoModel`), a model has shorter names; layers of the head are None.
     """
     prefix = f"{model.base_model_prefix}."
-    found = next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in names), None)
-    return name if found is None and model.base_model is not model else found
+    here = next(
+        (candidate for candidate in (name, name.removeprefix(prefix), prefix + name) if candidate in names), None
+    )
+    return name if here is None and model.base_model is not model else here
 
 
 def describe(model: PreTrainedModel) -> None:
-    """Have `model` say how it is stored, so that `save_pretrained` and `push_to_hub` write all of it."""
+    """Write into the model's config how it is stored, for `save_pretrained` and `push_to_hub`."""
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(
             ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
         )
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
-        del model.config.quantization_config  # all that was factorized when it was loaded has been merged since
+        del model.config.quantization_config  # every factorized layer has been merged since it was loaded
         _unguard(model)
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Write `model`, factorized or dense, as a folder that `from_pretrained` reads."""
+    """Save `model`, factorized or dense, to a folder that `from_pretrained` loads."""
     describe(model)
     model.save_pretrained(folder)
 
 
 class _GuardedSave:
-    """`save_pretrained` of a compressed model, which names NEEDED in config.json.
+    """The `save_pretrained` of a compressed model, which writes NEEDED into config.json.
 
-    transformers drops that from any config that it writes, so it is added afterwards. An object, not a closure: it is
-    copied and pickled with its model.
+    transformers drops it from every config that it writes, so it is added afterwards. An object and not a closure, so
+    that it is copied and pickled with its model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -167,7 +174,7 @@ class _GuardedSave:
         if kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        if push_to_hub:  # all of it once more, as it is now
+        if push_to_hub:  # saves once more, by this method
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
 
@@ -176,93 +183,93 @@ _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_
 
 
 def _guard(model: PreTrainedModel) -> None:
-    """Have it, and the models in it, which share its config, save so."""
-    for one in model.modules():
-        if isinstance(one, PreTrainedModel):
-            one.save_pretrained = _GuardedSave(one)  # type: ignore[method-assign]
+    """Give the model, and the models in it that share its config, a guarded `save_pretrained`."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
 
 
 def _unguard(model: PreTrainedModel) -> None:
-    for one in model.modules():
-        vars(one).pop("save_pretrained", None)
+    for module in model.modules():
+        vars(module).pop("save_pretrained", None)
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse what cannot be saved once it is compressed.
+    """Refuse a model that could not be saved after compression.
 
     Raises:
-        ValueError: the model is quantized, or has adapters; the message says what to load in its place.
+        ValueError: the model is quantized or has adapters; the message says what to load instead.
     """
     check_unquantized(model.config)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
-            "the model has adapters, and save_pretrained would write these alone: merge them first, by "
+            "the model has adapters, and save_pretrained would write only these: merge them first, with "
             "merge_and_unload() of a PeftModel"
         )
 
 
 def check_unquantized(config: PreTrainedConfig) -> None:
-    """Refuse a model whose config says that it is quantized by another method than this.
+    """Refuse a model whose config says that another method quantized it.
 
     Raises:
-        ValueError: it does; the message says what to load in its place.
+        ValueError: it does; the message says what to load instead.
     """
-    found = getattr(config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     name = getattr(method, "value", method)
-    if found is None or name == "eckart":
+    if stored is None or name == "eckart":
         return
-    advice = "load it unquantized, compress it, and quantize what comes out"
+    advice = "load it unquantized, compress it, and quantize the result"
     if name == "gguf":
         advice = "load it with quantization_config=GgufConfig(dequantize=True)"
-    raise ValueError(f"the model is quantized by {name}, and a config has one place for how it is stored: {advice}")
+    raise ValueError(f"the model is quantized by {name}, and a config can name one storage method only: {advice}")
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Save `model`, load it, and compare what both answer to `batch`.
+    """Save `model`, load it, and compare the outputs of both for `batch`.
 
     Raises:
-        ValueError: it cannot be saved or loaded, or answers otherwise then.
+        ValueError: it cannot be saved or loaded, or the loaded model's outputs differ.
     """
-    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_bars():
+    with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_progress_bars():
         try:
             save(model, Path(folder))
             loaded: Any = type(model).from_pretrained(
                 folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False
             )
             loaded.to(model.device)
-        except Exception as error:  # of each family its own
+        except Exception as error:  # each family has errors of its own
             raise ValueError(
-                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. check=False gives it "
+                f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. With check=False you get it "
                 "nevertheless"
             ) from error
     with eval_mode(model), eval_mode(loaded):
-        pairs = zip(_answers(model, batch), _answers(loaded, batch), strict=True)
+        pairs = zip(_outputs(model, batch), _outputs(loaded, batch), strict=True)
         change = max((float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
     if not change <= _ROUNDING[model.dtype in (torch.float32, torch.float64)]:
         raise ValueError(
-            f"a compressed {type(model).__name__} answers otherwise once it is saved and loaded, by {change:.1%}: not "
-            "all that it computes with is in its state. check=False gives it nevertheless"
+            f"the outputs of a compressed {type(model).__name__} change by {change:.1%} when it is saved and loaded: "
+            "its state_dict does not hold all that it computes with. With check=False you get it nevertheless"
         )
 
 
 _ROUNDING = {True: 1e-3, False: 5e-2}
-"""What saving and loading may change: how some processors sum depends on where in memory operands begin."""
+"""The relative change that rounding may cause, by whether the model is in float32 or better."""
 
 
 @torch.no_grad()
-def _answers(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a model returns of floats, but for the loss; of one that draws at random, by the same lots."""
+def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the floating-point outputs but for the loss, with the same random draws in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         outputs = model(**batch)
-    some = [value for name, value in outputs.items() if name != "loss"]
-    return [value.float() for value in some if isinstance(value, Tensor) and value.is_floating_point()]
+    values = [value for name, value in outputs.items() if name != "loss"]
+    return [value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """No progress bars of transformers, which a check has not asked for."""
+def _without_progress_bars() -> Iterator[None]:
+    """Turn off the progress bars of transformers for a while."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -273,6 +280,6 @@ def _without_bars() -> Iterator[None]:
 
 
 def forget_needed(config: PreTrainedConfig) -> None:
-    """Have `config` name no file of weights, where what it names is NEEDED."""
+    """Remove NEEDED from `config`, if it is named as the weights file."""
     if getattr(config, "transformers_weights", None) == NEEDED:
         del config.transformers_weights

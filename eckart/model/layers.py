@@ -1,4 +1,4 @@
-"""The layers that take a factorized target's place."""
+"""The low-rank layers that replace targets in a model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch.nn.functional import embedding, linear, pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-Layer = TypeVar("Layer", bound="LowRankMap")
+Layer = TypeVar("Layer", bound="LowRankLayer")
 
 
-class LowRankMap(nn.Module):
-    """y = x Ŵᵀ + bias with Ŵ of low rank: x `(…, in)` → `(…, out)`. How Ŵ is stored is a subclass's.
+class LowRankLayer(nn.Module):
+    """y = x Ŵᵀ + bias with Ŵ of low rank: x `(…, in)` → `(…, out)`. Subclasses differ in how they store Ŵ.
 
-    Its parts are parameters, not Linear modules: no code that looks for linear maps mistakes them for such.
+    Its factors are parameters and not Linear modules, so that code that looks for linear layers does not find them.
     """
 
     right: nn.Parameter
-    """`(rank, in)`."""
+    """`(rank, in)`; HeadRows has `factor` instead."""
     bias: nn.Parameter | None
     transposed = False
-    """Whether the dense module is a Conv1D, which the architecture asks for where `merge` puts it back."""
+    """Whether the dense module is a Conv1D, so that `merge` restores one."""
 
     @staticmethod
     def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
+        """Return x matrixᵀ + bias `(…, n)` for a matrix `(n, in)`."""
         return linear(x, matrix, bias)
 
     @property
@@ -42,12 +42,12 @@ class LowRankMap(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """As a Linear's: some models look at it to draw their first weights."""
+        """As in nn.Linear; some models read it to initialize weights."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        """As a Linear's."""
+        """As in nn.Linear."""
         return self.shape[1]
 
     @property
@@ -57,22 +57,22 @@ class LowRankMap(nn.Module):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Ŵ `(out, in)`."""
+        """Return Ŵ `(out, in)`."""
 
     @property
     def weight(self) -> Tensor:
-        """Memory of the dense weight's shape, unfilled: models look at its type and place in every forward (T5 does).
+        """Uninitialized memory in the dense weight's shape: some models (T5) read its dtype and device in each forward.
 
-        Ŵ itself would cost more than the forward. No target is a map whose weight is used for more
+        Computing Ŵ would cost more than the forward. Layers whose weight is used for more are not targets
         (eckart/model/targets.py).
         """
         return self.right.new_empty(self.shape[::-1] if self.transposed else self.shape)
 
 
-class LowRankLinear(LowRankMap):
+class LowRankLinear(LowRankLayer):
     """y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    With a residual, y[rows] += x residualᵀ: some outputs get a row of a matrix of full rank besides (LoSparse, eq. 5).
+    With a residual, y[rows] += x residualᵀ: some outputs also have a row of a full-rank matrix (LoSparse, eq. 5).
     """
 
     rows: Tensor | None
@@ -85,7 +85,7 @@ class LowRankLinear(LowRankMap):
         self.residual = nn.Parameter(torch.empty(rows, in_features)) if rows else None
         self.register_buffer("rows", torch.arange(rows) if rows else None)
         self.gate: Tensor | None = None
-        """`(rank,)` that scales the components while a search trains; never saved."""
+        """`(rank,)`, scales the components while a rank search trains; never saved."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,15 +105,15 @@ class LowRankLinear(LowRankMap):
         return y.index_add(-1, self.rows, self.project(x, self.residual))
 
 
-class PivotedLinear(LowRankMap):
-    """Factors of which the left is stored without the identity in it: x `(…, in)` → `(…, rank)` → `(…, out)`.
+class PivotedLinear(LowRankLayer):
+    """Low-rank factors stored as pivot rows of Ŵ: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    `right` are rows of Ŵ itself, its pivots, and `others` `(out − rank, rank)` what its other rows are of these
-    (eckart/factorization/pivoted_storage.py).
+    `right` holds the pivot rows themselves, and `others` `(out − rank, rank)` the coefficients that give the other rows
+    from them (eckart/factorization/pivoted_storage.py).
     """
 
     places: Tensor
-    """Where each output stands among the pivots and, behind them, the others `(out,)`."""
+    """The position of each output among the pivots followed by the other rows `(out,)`."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class PivotedLinear(LowRankMap):
         return len(self.places), self.right.shape[1]
 
     def left(self) -> Tensor:
-        """`(out, rank)`: the pivots' rows are those of the identity."""
+        """Return the left factor `(out, rank)`, whose rows at the pivots are those of the identity."""
         identity = torch.eye(self.rank, dtype=self.others.dtype, device=self.others.device)
         return torch.cat([identity, self.others]).index_select(0, self.places)
 
@@ -136,37 +136,37 @@ class PivotedLinear(LowRankMap):
 
     def forward(self, x: Tensor) -> Tensor:
         pivots = self.project(x, self.right)
-        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # a graph for any number is for many
-            return linear(pivots, self.left(), self.bias)  # puts rows into order, where outputs would be more numbers
+        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # compiled for any number of tokens
+            return linear(pivots, self.left(), self.bias)  # orders rows of `left`, fewer numbers than the outputs
         y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias
 
 
-class _OfIds(LowRankMap):
-    """x are one-hot rows, given by their ids `(…,)`: y `(…, out)` is a row of the vocabulary, which is in.
+class _Embedding(LowRankLayer):
+    """A low-rank layer that reads ids `(…,)`, the places of the ones in one-hot rows x; `in` is the vocabulary.
 
-    W `(out, in)` is the transpose of what an embedding stores. The row of a padding token is what the parts make it.
+    W `(out, in)` is the transpose of what nn.Embedding stores. A padding token's vector is computed as any other's.
     """
 
     @staticmethod
     def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Columns of a matrix `(n, in)` by ids: `(…, n)`."""
+        """Return columns of a matrix `(n, in)` by ids: `(…, n)`."""
         columns = embedding(x, matrix.T)
         return columns if bias is None else columns + bias
 
 
-class LowRankEmbedding(_OfIds, LowRankLinear):
-    """Factors in place of an embedding."""
+class LowRankEmbedding(_Embedding, LowRankLinear):
+    """An embedding in factors."""
 
 
-class PivotedEmbedding(_OfIds, PivotedLinear):
-    """Pivots in place of an embedding."""
+class PivotedEmbedding(_Embedding, PivotedLinear):
+    """An embedding in pivoted storage."""
 
 
 class TiedHead(nn.Module):
-    """The head with the weight of an embedding, in that one's factors: x `(…, out)` → `(…, rank)` → `(…, in)`.
+    """A head that computes with the factors of the embedding it is tied to: x `(…, out)` → `(…, rank)` → `(…, in)`.
 
-    The factors are the embedding's parameters and no others, so nothing has to be tied.
+    It has no factors of its own, so transformers has no weights to tie.
     """
 
     transposed = False
@@ -182,7 +182,7 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As that of a LowRankMap."""
+        """Uninitialized memory, as in LowRankLayer."""
         out_features, in_features = self.embedding.shape
         return self.embedding.right.new_empty(in_features, out_features)
 
@@ -192,12 +192,11 @@ class TiedHead(nn.Module):
         return linear(components if gate is None else components * gate, right.T, self.bias)
 
 
-class HeadRows(nn.Module):
-    """The first outputs of each head, and zeros at the others.
+class HeadRows(LowRankLayer):
+    """A linear layer with the first `rank` outputs of each attention head, and zeros as its other outputs.
 
-    x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`.
-    For maps whose outputs meet in inner products alone (eckart/model/attention_products.py), to which zeros add
-    nothing.
+    x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`. It replaces queries and keys, whose outputs only meet in
+    inner products (eckart/model/attention_products.py), to which zeros add nothing.
     """
 
     def __init__(self, in_features: int, out_features: int, heads: int, rank: int, bias: bool) -> None:
@@ -207,43 +206,27 @@ class HeadRows(nn.Module):
         self.factor = nn.Parameter(torch.empty(heads * rank, in_features))
         self.bias = nn.Parameter(torch.empty(heads * rank)) if bias else None
 
-    transposed = False
-
     @property
     def rank(self) -> int:
         return len(self.factor) // self.heads
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(out, in)`."""
         return self.heads * self.width, self.factor.shape[1]
 
     @property
     def dense_bias(self) -> Tensor | None:
-        """`(out,)`."""
         return None if self.bias is None else self._spread(self.bias[:, None])[:, 0]
 
-    @property
-    def out_features(self) -> int:
-        """As a Linear's."""
-        return self.heads * self.width
-
-    @property
-    def in_features(self) -> int:
-        """As a Linear's."""
-        return self.factor.shape[1]
-
     def dense(self) -> Tensor:
-        """Ŵ `(out, in)`, with rows of zeros."""
         return self._spread(self.factor)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """`(heads · rank, n)` → `(heads · width, n)`."""
+        """Insert rows of zeros: `(heads · rank, n)` → `(heads · width, n)`."""
         return pad(rows.unflatten(0, (self.heads, self.rank)), (0, 0, 0, self.width - self.rank)).flatten(0, 1)
 
     @property
     def weight(self) -> Tensor:
-        """As that of a LowRankLinear."""
         return self.factor.new_empty(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -252,8 +235,8 @@ class HeadRows(nn.Module):
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """`(out, in)` of a Linear, a Conv1D, an Embedding or what took its place."""
-    if isinstance(module, LowRankMap):
+    """Return `(out, in)` of a Linear, a Conv1D, an Embedding or a low-rank layer."""
+    if isinstance(module, LowRankLayer):
         return module.shape
     if isinstance(module, Conv1D):
         columns, rows = module.weight.shape
@@ -264,18 +247,22 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
-    """An unfilled low-rank layer of `rank` with the shape, bias, type and device of a Linear, Conv1D or Embedding."""
+    """Return an uninitialized low-rank layer with the shape, bias, dtype and device of a Linear, Conv1D or Embedding.
+
+    Args:
+        rows: of its residual.
+    """
     return _like(module, LowRankEmbedding if _reads_ids(module) else LowRankLinear, rank=rank, rows=rows)
 
 
 def pivoted_like(module: nn.Module, rank: int) -> PivotedLinear:
-    """The same as a pivoted layer; also of a module whose place a low-rank layer took, from that."""
+    """Return an uninitialized pivoted layer for a dense module, or for the low-rank layer that replaced it."""
     return _like(module, PivotedEmbedding if _reads_ids(module) else PivotedLinear, rank=rank)
 
 
 def _like(module: nn.Module, kind: type[Layer], **sizes: int) -> Layer:
     out_features, in_features = shape_of(module)
-    like = module.right if isinstance(module, LowRankMap) else module.get_parameter("weight")
+    like = module.right if isinstance(module, LowRankLayer) else module.get_parameter("weight")
     with torch.device(like.device):
         layer = kind(in_features, out_features, bias=getattr(module, "bias", None) is not None, **sizes)
     layer.transposed = isinstance(module, Conv1D) or getattr(module, "transposed", False)
@@ -283,11 +270,11 @@ def _like(module: nn.Module, kind: type[Layer], **sizes: int) -> Layer:
 
 
 def _reads_ids(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | _OfIds)
+    return isinstance(module, nn.Embedding | _Embedding)
 
 
 def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
-    """An unfilled layer of `rank` a head with the shape, bias, type and device of a Linear or Conv1D."""
+    """Return an uninitialized HeadRows with the shape, bias, dtype and device of a Linear or Conv1D."""
     out_features, in_features = shape_of(module)
     weight = module.get_parameter("weight")
     with torch.device(weight.device):
@@ -297,7 +284,7 @@ def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
 
 
 def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
-    """Put `layer` where the module `name` is."""
+    """Replace the module `name` by `layer`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
@@ -305,9 +292,10 @@ def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
 def factorize_target(
     model: PreTrainedModel, name: str, left: Tensor, right: Tensor, residual: Tensor | None = None
 ) -> LowRankLinear:
-    """Replace the target `name` by the factors left `(out, rank)` and right `(rank, in)`; its bias is kept.
+    """Replace the target `name` by a low-rank layer with these factors; its bias is kept.
 
     Args:
+        left, right: `(out, rank)` and `(rank, in)`.
         residual: `(out, in)`, added to their product.
 
     Raises:
@@ -327,7 +315,7 @@ def factorize_target(
 
 
 def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
-    """Replace the head `name` by one in the factors of `embedding`, which has factors already; its bias is kept."""
+    """Replace the head `name` by one that uses the factors of `embedding`, a low-rank layer; its bias is kept."""
     layer = model.get_submodule(embedding)
     assert isinstance(layer, LowRankEmbedding)
     bias = getattr(model.get_submodule(name), "bias", None)
@@ -336,12 +324,12 @@ def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
         with torch.no_grad():
             head.bias.copy_(bias)
     replace(model, name, head)
-    _say_tied(model, False)  # of weights there are none
+    _set_tied(model, False)  # there is no weight to tie
     return head
 
 
 def present(model: PreTrainedModel, name: str) -> nn.Module:
-    """The module `name`, whose weight can be read and replaced.
+    """Return the module `name`, after checking that its weight is in memory.
 
     Raises:
         ValueError: a device map left it on the CPU or the disk.
@@ -349,25 +337,26 @@ def present(model: PreTrainedModel, name: str) -> nn.Module:
     module = model.get_submodule(name)
     if module.get_parameter("weight").is_meta:
         raise ValueError(
-            f"{name} waits on the CPU or the disk, where it cannot be replaced: use no device map for this"
+            f"{name} is offloaded to the CPU or the disk, where it cannot be replaced: load the model without a "
+            "device map"
         )
     return module
 
 
 def set_weight(module: nn.Module, weight: Tensor) -> None:
-    """Make `weight` `(out, in)` the weight of a Linear, a Conv1D or an Embedding."""
+    """Copy `weight` `(out, in)` into the weight of a Linear, a Conv1D or an Embedding."""
     with torch.no_grad():
         module.get_parameter("weight").copy_(weight.T if isinstance(module, Conv1D | nn.Embedding) else weight)
 
 
 def merge(model: PreTrainedModel, name: str) -> nn.Module:
-    """Replace the factorized target `name` by the dense module of the architecture, with Ŵ for its weight.
+    """Replace the factorized target `name` by a dense module of the architecture's type with the weight Ŵ.
 
     Raises:
         ValueError: the target is not factorized.
     """
     layer = model.get_submodule(name)
-    if not isinstance(layer, LowRankMap | HeadRows):
+    if not isinstance(layer, LowRankLayer):
         raise ValueError(f"{name} is not factorized, so there is nothing to merge: leave it out")
     with torch.device("meta"):  # draws no random weights
         module = _dense(layer)
@@ -392,16 +381,16 @@ def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
         head = nn.Linear(columns, rows, bias=bias is not None)
     head.weight, head.bias = weight, bias  # type: ignore[assignment]
     replace(model, name, head)
-    _say_tied(model, True)
+    _set_tied(model, True)
 
 
-def _say_tied(model: PreTrainedModel, tied: bool) -> None:
-    """In the config, and where that has one of the text in it, in both."""
+def _set_tied(model: PreTrainedModel, tied: bool) -> None:
+    """Set `tie_word_embeddings` in the config, and in the text config that it may hold."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.tie_word_embeddings = tied
 
 
-def _dense(layer: LowRankMap | HeadRows) -> nn.Module:
+def _dense(layer: LowRankLayer) -> nn.Module:
     out_features, in_features = layer.shape
     if _reads_ids(layer):
         return nn.Embedding(in_features, out_features)
@@ -411,32 +400,31 @@ def _dense(layer: LowRankMap | HeadRows) -> nn.Module:
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
-    """Name → layer of every target in `model` that is stored as factors."""
+    """Return name → layer of every target in `model` that is stored as factors."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
 
 
 def factorized(model: nn.Module) -> dict[str, int]:
-    """Name → rank of every factorized map in `model`; that of a head where it is one of a product."""
-    kinds = LowRankMap | HeadRows
-    return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    """Return name → rank of every factorized layer in `model`; for one of a product, the rank of each head."""
+    return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
 
 
 def pivoted(model: nn.Module) -> list[str]:
-    """Names of the factorized targets in `model` that are stored as pivots."""
+    """Return the names of the targets in `model` that are in pivoted storage."""
     return [name for name, layer in model.named_modules() if isinstance(layer, PivotedLinear)]
 
 
 def head_counts(model: nn.Module) -> dict[str, int]:
-    """Name → heads of every map of a factorized product in `model`."""
+    """Return name → number of heads of every layer of a factorized product in `model`."""
     return {name: layer.heads for name, layer in model.named_modules() if isinstance(layer, HeadRows)}
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
-    """Name of each head in an embedding's factors → name of that embedding."""
+    """Return the name of each head that uses an embedding's factors → the name of that embedding."""
     names = {module: name for name, module in model.named_modules()}
     return {name: names[head.embedding] for head, name in names.items() if isinstance(head, TiedHead)}
 
 
 def residual_rows(model: nn.Module) -> dict[str, int]:
-    """Name → rows of the residual of every factorized target that has one."""
+    """Return name → rows of the residual of every factorized target that has one."""
     return {name: len(layer.rows) for name, layer in low_rank_layers(model).items() if layer.rows is not None}

@@ -1,11 +1,11 @@
-"""An LSTM language model of linear maps, as an ordinary Hugging Face model.
+"""An LSTM language model made of nn.Linear, as an ordinary Hugging Face model.
 
-`torch.nn.LSTM` runs all of its weights in one kernel, where no map can be seen or replaced. Here each layer has two
-`nn.Linear`: `input_map` `(4 hidden, in)` runs once over the whole sequence, `hidden_map` `(4 hidden, hidden)` once for
-each token. With the softmax layer `lm_head` `(vocabulary, hidden)` these are the matrices that DRONE compresses in its
-language model of Penn Treebank (section 4 and appendix D.1), whose sizes are the defaults.
+`torch.nn.LSTM` runs all of its weights in one kernel, where no layer can be hooked or replaced. Here an LSTM layer has
+two `nn.Linear`: `input_map` `(4 hidden, in)` runs once over the whole sequence, `hidden_map` `(4 hidden, hidden)` once
+for each token. Together with the softmax layer `lm_head` `(vocabulary, hidden)` these are the matrices that DRONE
+compresses in its language model of Penn Treebank (section 4 and appendix D.1), whose sizes are the defaults.
 
-Importing this module registers the model: AutoModelForCausalLM loads what was saved.
+Importing this module registers the model, so that AutoModelForCausalLM loads it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from transformers.utils.generic import can_return_tuple
 
 
 class LSTMConfig(PreTrainedConfig):
-    """What the model is made of.
+    """The configuration of an LSTM language model.
 
     Attributes:
-        bias: whether the maps of the layers have biases.
+        bias: whether the linear layers of an LSTM layer have biases.
         head_bias: whether the softmax layer has one.
-        dropout: of what enters a layer or the softmax layer, never of the state (Zaremba et al. 2014).
-        tie_word_embeddings: whether the softmax layer has the embedding's weight, which then is as wide as the state.
-        use_cache: must stay false: `generate` then reads all that is written so far for each token, as no state is
-            kept.
+        dropout: on the inputs of each LSTM layer and of the softmax layer, never on the state (Zaremba et al. 2014).
+        tie_word_embeddings: whether the softmax layer shares the embedding's weight; both must then be of one width.
+        use_cache: must stay false: no state is kept, so `generate` reads the whole text again for each token.
     """
 
     model_type = "eckart_lstm"
@@ -49,7 +48,10 @@ class LSTMConfig(PreTrainedConfig):
 
 
 class LSTMLayer(nn.Module):
-    """Gates stand in torch's order: input, forget, cell, output; b_ih is the bias of `input_map`, b_hh of the other."""
+    """One LSTM layer, with gates in torch's order: input, forget, cell, output.
+
+    In the names of torch.nn.LSTM, b_ih is the bias of `input_map` and b_hh that of `hidden_map`.
+    """
 
     def __init__(self, in_features: int, hidden: int, bias: bool) -> None:
         super().__init__()
@@ -58,11 +60,11 @@ class LSTMLayer(nn.Module):
         self.hidden_map = nn.Linear(hidden, 4 * hidden, bias=bias)
 
     def forward(self, x: Tensor, carries: Tensor | None) -> Tensor:
-        """x `(batch, tokens, in)` → `(batch, tokens, hidden)`, in the order of operations of torch's own kernel.
+        """Run over x `(batch, tokens, in)` → `(batch, tokens, hidden)`, in the order of operations of torch's kernel.
 
         Args:
-            carries: `(batch, tokens, 1)`, 1 where a token goes on from the state before it, 0 where it starts from
-                zeros; None where all go on.
+            carries: `(batch, tokens, 1)`, 1 where a token continues from the state before it, 0 where it starts from
+                zeros; None if all continue.
         """
         inputs = self.input_map(x).unbind(1)
         hidden = cell = x.new_zeros(len(x), self.hidden_size)
@@ -78,12 +80,14 @@ class LSTMLayer(nn.Module):
 
 
 class LSTMPreTrainedModel(PreTrainedModel):
+    """The common base of the LSTM models."""
+
     config_class = LSTMConfig
     base_model_prefix = "model"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Uniform within 1/√hidden, as `torch.nn.LSTM` draws its weights; (choice) the embedding and the head too."""
+        """Draw uniformly within ±1/√hidden, as `torch.nn.LSTM` does; (choice) also for the embedding and the head."""
         if isinstance(module, nn.Linear | nn.Embedding):
             bound = self.config.hidden_size**-0.5
             for parameter in module.parameters():
@@ -91,7 +95,7 @@ class LSTMPreTrainedModel(PreTrainedModel):
 
 
 class LSTMModel(LSTMPreTrainedModel):
-    """Embedding and layers."""
+    """The embedding and the LSTM layers."""
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config)
@@ -109,11 +113,11 @@ class LSTMModel(LSTMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Hidden states are the embeddings and each layer's outputs, before their dropout.
+        """Return the last hidden states, and on request the embeddings and each layer's outputs, before dropout.
 
         Args:
-            input_ids, attention_mask: `(batch, tokens)`. Padding may stand on either side: it reads no state and
-                leaves none, so that real tokens get what they get without it.
+            input_ids, attention_mask: `(batch, tokens)`. Padding may be on either side: no state passes through it, so
+                the outputs at real tokens do not depend on it.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -129,7 +133,7 @@ class LSTMModel(LSTMPreTrainedModel):
 
 
 def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Where a token and the one before it are both real `(batch, tokens, 1)`; None if no token is padding."""
+    """Return where a token and the one before it are both real `(batch, tokens, 1)`; None if there is no padding."""
     if mask is None or bool(mask.all()):
         return None
     real = mask.bool()
@@ -138,10 +142,10 @@ def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
-    """A language model: the logits at a token are of the next one. Every row starts from a state of zeros.
+    """A causal language model: the logits at a token predict the next one. Every text starts from a state of zeros.
 
     Raises:
-        ValueError: the configuration ties embeddings of another width than the state.
+        ValueError: the configuration ties embeddings whose width differs from that of the state.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -166,11 +170,12 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """
+        """Return logits `(batch, tokens, vocabulary)`, and the loss if there are labels.
+
         Args:
             input_ids, attention_mask: as in `LSTMModel`.
-            labels: `(batch, tokens)`, `input_ids` again; the loss shifts them by one and leaves out -100.
-            options: for the loss, as the Trainer gives them.
+            labels: `(batch, tokens)`, the same as `input_ids`; the loss shifts them by one and ignores -100.
+            options: arguments of the loss, as the Trainer passes them.
         """
         outputs = self.model(input_ids, attention_mask, output_hidden_states=output_hidden_states, return_dict=True)
         logits = self.lm_head(self.model.dropout(outputs.last_hidden_state))
@@ -181,18 +186,18 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_torch(cls, embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> Self:
-        """The same model as `head(lstm(embedding(input_ids))[0])`, with copies of its weights, in eval mode.
+        """Convert the model `head(lstm(embedding(input_ids))[0])`; weights are copied, and it is in eval mode.
 
-        The logits are the same up to rounding: where torch calls oneDNN or cuDNN, these add in another order. The
-        dropout of `lstm` becomes that of LSTMConfig, which also falls on what enters the first layer and the head.
+        The logits are the same up to rounding, as oneDNN and cuDNN add in another order. The dropout of `lstm` becomes
+        that of LSTMConfig, which also applies to the inputs of the first layer and of the head.
 
         Args:
-            embedding: its weight is `(vocabulary, in)`.
-            lstm: of `(…, in)` → `(…, hidden)`, in one direction and without projection.
-            head: `(…, hidden)` → `(…, vocabulary)`; where it has the embedding's own weight, they stay tied.
+            embedding: with a weight `(vocabulary, in)`.
+            lstm: `(…, in)` → `(…, hidden)`, in one direction and without projection.
+            head: `(…, hidden)` → `(…, vocabulary)`; if it shares the embedding's weight, they stay tied.
 
         Raises:
-            ValueError: the parts do not fit together, or do what this model cannot.
+            ValueError: the parts do not fit together, or this model cannot do what they do.
         """
         _check(embedding, lstm, head)
         tied = head.weight is embedding.weight
@@ -223,12 +228,12 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
 def _check(embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> None:
     if lstm.bidirectional:
         raise ValueError(
-            "the LSTM is bidirectional, but a causal language model reads forward only: give one that does"
+            "the LSTM is bidirectional, but a causal language model only reads forward: give one that does"
         )
     if lstm.proj_size:
         raise ValueError(f"the LSTM projects its outputs to {lstm.proj_size}: give one with proj_size=0")
     if embedding.max_norm is not None:
-        raise ValueError("the embedding changes its weights as it runs: give one with max_norm=None")
+        raise ValueError("the embedding changes its weights when it runs: give one with max_norm=None")
     if embedding.embedding_dim != lstm.input_size:
         raise ValueError(
             f"the embedding gives {embedding.embedding_dim} features, but the LSTM reads {lstm.input_size}: give parts "

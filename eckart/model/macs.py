@@ -1,4 +1,4 @@
-"""What a forward costs."""
+"""Multiply-accumulates of a forward pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from eckart.model.module_context import frozen
 
 @torch.no_grad()
 def macs(model: PreTrainedModel, batch: Batch) -> int:
-    """Multiply-accumulates of a forward of `batch`, attention included; of experts those of the tokens they get."""
-    # The counter knows the plain attention products, not every fused kernel of every device.
+    """Count the multiply-accumulates of a forward pass of `batch`; an expert counts only the tokens that reach it."""
+    # The counter knows plain attention, but not every fused kernel.
     counter = FlopCounterMode(display=False, custom_mapping=_EXPERTS)
-    with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # which follows what has gradients
+    with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # the counter would follow gradients
         model(**batch)
     return int(counter.get_total_flops()) // 2
 
 
 def _grouped_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Of the shapes `(tokens, in)` and `(experts, in, out)`: each token is multiplied with one expert's matrix."""
+    """Return the operations for shapes `(tokens, in)` and `(experts, in, out)`: one expert's matrix a token."""
     return 2 * int(torch.Size(rows).numel()) * int(weights[-1])
 
 
@@ -34,4 +34,4 @@ _EXPERTS = {
     for library, name in ((torch.ops.aten, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback"))
     if (operation := getattr(library, name, None))
 }
-"""What transformers runs experts with, which torch's counter does not know."""
+"""The operations with which transformers runs experts; torch's counter does not know them."""

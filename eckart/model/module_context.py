@@ -1,4 +1,4 @@
-"""What a module is for a while: in eval mode, frozen, or with another forward."""
+"""Context managers that change a module for a while: eval mode, frozen parameters, another forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode; each module, or what has taken its place, comes back to the one it was in."""
+    """Put the model into eval mode; afterwards each module, or its replacement, returns to its own mode."""
     modes = {name: module.training for name, module in model.named_modules()}
     try:
         model.eval()
@@ -23,8 +23,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no parameter gradients, and no keys and values kept for generation; all restored afterwards."""
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Put the model into eval mode without parameter gradients or a key-value cache; restore all afterwards."""
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
     try:
@@ -36,14 +36,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         if config is not None and caches is not None:
             config.use_cache = caches
-        for name, parameter in model.named_parameters():  # by name: others may have taken their places
-            if name in wanted:
+        for name, parameter in model.named_parameters():  # by name, as they may have been replaced
+            if name in trainable:
                 parameter.requires_grad_(True)
 
 
 @contextmanager
 def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have `module` compute `forward`; then again its own, which may be one that accelerate has set on it."""
+    """Give `module` another forward; afterwards restore its own, which accelerate may have set on the instance."""
     own = vars(module).get("forward")
     module.forward = forward
     try:

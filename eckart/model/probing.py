@@ -1,8 +1,8 @@
-"""A probe of linear maps: what they read when the model runs, and whose rows these are.
+"""A probe of linear layers: what they read when the model runs, and whether each input belongs to one example.
 
-Statistics needs each row of an input to belong to one sample and, where samples are padded, to one token of a mask. The
-probe runs the model for a batch, for every sample twice and for other numbers of tokens, and compares what the maps
-read.
+Calibration statistics need each input vector of a layer to belong to one example and, if examples are padded, to one
+token of a mask. The probe runs the model for a batch, for every example twice and for other numbers of tokens, and
+compares what the layers read.
 """
 
 from __future__ import annotations
@@ -19,242 +19,246 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 ATTENTION = "attention_mask"
-"""The entry of a batch that is 0 where a token of its text is padding; those of a decoder's, of pictures' patches and
-of other entries beside the text end so: `decoder_attention_mask`."""
+"""The entry of a batch that is 0 where a token of the text is padding. Masks of other entries end with this name, as
+`decoder_attention_mask` does."""
 PICTURES = "pixel_mask"
-"""The entry that is 0 where a picture is padding, pixel by pixel: no row of a model can be told to be such."""
+"""The entry that is 0 where a picture is padding, pixel by pixel; no layer's inputs can be matched to it."""
 _NO_PADDING = "global_attention_mask"
-_BESIDE = ("pixel", "visual", "image")
-"""What is in the names of entries that are no tokens of a text."""
+_NOT_TEXT = ("pixel", "visual", "image")
+"""Beginnings of the names of entries that are not tokens of a text."""
 
 NEVER_RAN = "its forward ran 0 times for one batch"
 
 
 def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
-    """Entries that are 0 where something is padding, each `(batch, tokens)`, or `(batch, choices, tokens)` as ids."""
+    """Return the names of the padding masks, each `(batch, tokens)`, or `(batch, choices, tokens)` if the ids are."""
     ids = batch.get("input_ids")
     shapes = [] if ids is None else [ids.shape]
-    some = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
-    return sorted(name for name in some if batch[name].dim() == 2 or batch[name].shape in shapes)
+    names = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
+    return sorted(name for name in names if batch[name].dim() == 2 or batch[name].shape in shapes)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear map, or a subclass of one, which may compute something else (`Probe.unusable`)."""
+    """Whether it is a linear layer, or a subclass of one, which may compute something else (`Probe.unusable`)."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Exact type only, and none whose lookups change its weight."""
+    """Whether it is an embedding: no subclass, and none whose lookups change its weight."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
 @dataclass
-class _Seen:
-    """What a map read in a forward of another batch than the probe's, in the order of its calls.
+class _Reads:
+    """The inputs of a layer in a forward of another batch than the probe's.
 
-    rows: how many rows each call had.
-    same: whether each call read what it reads of the batch; of every sample twice, its first half.
+    Attributes:
+        counts: the number of input vectors of each call.
+        same: whether each call read what it reads of the probe's batch, as far as the two can be compared.
     """
 
-    rows: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     same: bool = True
 
 
-_Other = tuple[int, Mapping[str, _Seen]]
-"""A forward with another number of tokens: how many these are more in each sequence, and what each map read."""
+_OtherLength = tuple[int, Mapping[str, _Reads]]
+"""A forward with another number of tokens: how many more each sequence has, and what each layer read."""
 
 
 class Probe:
-    """What some maps read when the model runs: for the batch, for every sample twice, and for other lengths.
+    """Records what layers read when the model runs a batch, every example of it twice, and other lengths.
 
     Raises:
         ValueError: the model cannot be called with the batch.
     """
 
-    def __init__(self, model: nn.Module, maps: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> None:
         self._model = model
-        self._maps = maps
-        self._samples = next(iter(batch.values())).shape[0]
-        self._special: dict[str, str] = {}
+        self._layers = layers
+        self._examples = next(iter(batch.values())).shape[0]
+        self._not_linear: dict[str, str] = {}
         self._inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
         try:
             self._run(batch, lambda name, x: self._inputs.setdefault(name, []).append(x))
-            self._again = self._compared(batch, _alike)
-            self._doubled = self._compared({name: torch.cat([x, x]) for name, x in batch.items()}, _twice)
-            self._first = self._compared({name: x[:1] for name, x in batch.items()}, _begins)
-        except Exception as error:  # a model says in its own way what it misses
+            self._again = self._compare(batch, _close)
+            self._doubled = self._compare({name: torch.cat([x, x]) for name, x in batch.items()}, _is_first_half)
+            self._first = self._compare({name: x[:1] for name, x in batch.items()}, _is_beginning)
+        except Exception as error:  # each model has errors of its own for what it misses
             raise ValueError(
                 f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
             ) from error
         self.order = list(self._inputs)
-        self._rows = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}
+        self._counts = {name: [self._count(name, x) for x in calls] for name, calls in self._inputs.items()}
         self._masks = {mask: batch[mask] for mask in masks_of(batch)}
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
-    def _run(self, batch: Mapping[str, Tensor], see: Callable[[str, Tensor], object]) -> None:
-        """Show `see` what each map reads in each of its calls, in order of execution."""
+    def _run(self, batch: Mapping[str, Tensor], visit: Callable[[str, Tensor], object]) -> None:
+        """Run the model and call `visit` with what each layer reads in each of its calls, in order of execution."""
 
-        def hooked(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            see(name, args[0])
-            special = is_linear(module) and type(module) not in (nn.Linear, Conv1D) and "weight" in module._parameters
-            if special and not _is_product(module, args, output):
-                self._special[name] = f"is a {type(module).__name__}, which computes no x Wᵀ + b"
+        def hook(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            visit(name, args[0])
+            subclass = is_linear(module) and type(module) not in (nn.Linear, Conv1D) and "weight" in module._parameters
+            if subclass and not _computes_linear(module, args, output):
+                self._not_linear[name] = f"is a {type(module).__name__}, which does not compute x Wᵀ + b"
 
-        hooks = [module.register_forward_hook(partial(hooked, name)) for name, module in self._maps.items()]
+        hooks = [module.register_forward_hook(partial(hook, name)) for name, module in self._layers.items()]
         try:
             self._model(**batch)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in hooks:
+                handle.remove()
 
-    def _compared(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Seen]:
-        """What the maps read of another batch, beside what they read of the probe's; none of it is held."""
-        found: dict[str, _Seen] = {}
+    def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
+        """Run another batch and compare, by `same`, what the layers read with what they read of the probe's."""
+        reads: dict[str, _Reads] = {}
 
-        def see(name: str, x: Tensor) -> None:
-            one, calls = found.setdefault(name, _Seen()), self._inputs.get(name, [])
-            place = len(one.rows)
-            one.same = one.same and place < len(calls) and same(x, calls[place])
-            one.rows.append(self._count(name, x))
+        def visit(name: str, x: Tensor) -> None:
+            layer, calls = reads.setdefault(name, _Reads()), self._inputs.get(name, [])
+            call = len(layer.counts)
+            layer.same = layer.same and call < len(calls) and same(x, calls[call])
+            layer.counts.append(self._count(name, x))
 
-        self._run(batch, see)
-        return found
+        self._run(batch, visit)
+        return reads
 
-    def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_Other]:
-        """With about one token less or more, and with half of them, as far as the model takes it."""
+    def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_OtherLength]:
+        """Run the batch with about one token less or more, and with half of them, as far as the model allows it."""
         for group in _other_lengths(batch, mask):
             for more, other in group:
                 try:
-                    found = self._compared(other, torch.equal)
-                except Exception:  # a token that must stay, a number of tokens that must be; each model's own error
+                    reads = self._compare(other, torch.equal)
+                except Exception:  # a token that must stay, a fixed number of tokens: each model has its own error
                     continue
-                yield more, found
+                yield more, reads
                 break
 
     def _count(self, name: str, x: Tensor) -> int:
-        """Its rows: tokens of all samples."""
-        return x.numel() // (1 if is_embedding(self._maps[name]) else x.size(-1))
+        """Return how many input vectors a tensor holds: the tokens of all examples."""
+        return x.numel() // (1 if is_embedding(self._layers[name]) else x.size(-1))
 
     def reads(self, name: str) -> tuple[int, ...]:
-        """What tells the tensors that it reads from others, as long as this probe lives and holds them."""
+        """Return the ids of the tensors that the layer reads, which are unique as long as the probe lives."""
         return tuple(map(id, self._inputs[name]))
 
     def calls(self, name: str) -> int:
-        """How often it runs for the batch."""
-        return len(self._rows[name])
+        """Return how often the layer runs for the batch."""
+        return len(self._counts[name])
 
     def repeated(self, name: str) -> bool:
-        """A cell runs once where the batch has a single token, and twice where it has another."""
-        others = [seen[name].rows for every in self._others.values() for _, seen in every if name in seen]
-        return any(len(rows) > 1 for rows in (self._rows[name], *others))
+        """Return whether the layer may run several times: a recurrent cell does if a batch has several tokens."""
+        others = [reads[name].counts for runs in self._others.values() for _, reads in runs if name in reads]
+        return any(len(counts) > 1 for counts in (self._counts[name], *others))
 
     def mask(self, name: str) -> str | None:
-        """The mask whose tokens it sees."""
-        return next((mask for mask in self._masks if self._sees(name, mask) == "tokens"), None)
+        """Return the mask whose tokens the layer reads, if any."""
+        return next((mask for mask in self._masks if self._relation(name, mask) == "tokens"), None)
 
     def unusable(self, name: str) -> str | None:
-        """Why it cannot be a target whatever is asked of it, if so."""
-        if not self._rows.get(name):
+        """Return why the layer cannot be a target, statistics or not; None if it can."""
+        if not self._counts.get(name):
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
-            return "it reads a nested tensor, whose rows no mask of the batch describes"
-        return self._special.get(name)
+            return "it reads a nested tensor, which no mask of the batch describes"
+        return self._not_linear.get(name)
 
-    def reason(self, name: str) -> str | None:
-        """Why its rows cannot be told apart by sample and token, if so."""
-        twice, first = self._doubled.get(name, _Seen()), self._first.get(name, _Seen())
-        if not self._again.get(name, _Seen(same=False)).same:
-            return "what it reads is drawn at random"
-        if twice.rows != [2 * count for count in self._rows[name]]:
-            return "not all that it reads belongs to the samples of a batch"
-        if not (twice.same and first.same) or [self._samples * count for count in first.rows] != self._rows[name]:
-            return "its rows are not in order of samples"
+    def mixes_examples(self, name: str) -> str | None:
+        """Return why the layer's inputs cannot be attributed to examples and tokens; None if they can."""
+        doubled, first = self._doubled.get(name, _Reads()), self._first.get(name, _Reads())
+        if not self._again.get(name, _Reads(same=False)).same:
+            return "its inputs are drawn at random"
+        if doubled.counts != [2 * count for count in self._counts[name]]:
+            return "not all of its inputs belong to examples of the batch"
+        if not (doubled.same and first.same) or [self._examples * n for n in first.counts] != self._counts[name]:
+            return "its inputs are not in the order of the examples"
         if "experts" in name.split(".") and self.mask(name) is None:
-            return "its rows are what a router sends"
-        masks = [self._sees(name, mask) for mask in self._masks]
-        alone = masks.count("tokens") == 1 and set(masks) <= {"tokens", "as many", "nothing"}
-        return None if alone or set(masks) <= {"nothing"} else self._unattributed(name)
+            return "its inputs are chosen by a router"
+        relations = [self._relation(name, mask) for mask in self._masks]
+        one_mask = relations.count("tokens") == 1 and set(relations) <= {"tokens", "as many", "none"}
+        return None if one_mask or set(relations) <= {"none"} else self._unattributed(name)
 
     def _unattributed(self, name: str) -> str:
         fixed = [mask for mask, others in self._others.items() if not others]
         if fixed:
-            return f"the model takes no other number of tokens, so none can be told to be those of {fixed[0]}"
-        return f"its rows are not the tokens of {' or '.join(self._masks)}"
+            return f"the model takes no other number of tokens, so none of its inputs can be matched to {fixed[0]}"
+        return f"its inputs are not the tokens of {' or '.join(self._masks)}"
 
-    def _sees(self, name: str, mask: str) -> Literal["tokens", "as many", "nothing"] | None:
-        """What its rows are: the tokens of `mask`; as many, whatever the tokens; nothing that the mask could mask.
+    def _relation(self, name: str, mask: str) -> Literal["tokens", "as many", "none"] | None:
+        """Return what the layer's inputs are to the tokens of `mask`.
 
-        The last are the same whatever the tokens, or one of each sequence. A cell has a call for each token.
+        tokens: these tokens; a recurrent cell has a call for each of them.
+        as many: their number does not change with the tokens.
+        none: nothing that the mask could hide; they are the same whatever the tokens, or one for each sequence.
         """
-        rows, sequences = self._rows[name], math.prod(self._masks[mask].shape[:-1])
+        counts, sequences = self._counts[name], math.prod(self._masks[mask].shape[:-1])
         tokens = self._masks[mask].shape[-1]
-        others = [(seen.get(name, _Seen()), more) for more, seen in self._others[mask]]
-        changed = [(other.rows, more) for other, more in others if other.rows != rows]
+        others = [(reads.get(name, _Reads()), more) for more, reads in self._others[mask]]
+        changed = [(other.counts, more) for other, more in others if other.counts != counts]
         if others and not changed:
-            one_each = set(rows) <= {self._samples, sequences}
-            return "nothing" if one_each or all(other.same for other, _ in others) else "as many"
-        whole = any(set(found) == {sequences * (tokens + more)} for found, more in changed)
-        if whole and set(rows) == {sequences * tokens}:
+            one_each = set(counts) <= {self._examples, sequences}
+            return "none" if one_each or all(other.same for other, _ in others) else "as many"
+        whole = any(set(other) == {sequences * (tokens + more)} for other, more in changed)
+        if whole and set(counts) == {sequences * tokens}:
             return "tokens"
-        cell = any(len(found) == len(rows) + more and {*rows} == {*found} == {sequences} for found, more in changed)
+        cell = any(len(other) == len(counts) + more and {*counts} == {*other} == {sequences} for other, more in changed)
         return "tokens" if cell else None
 
 
-def _is_product(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> bool:
-    """Whether a subclass of Linear computed x Wᵀ + b of parameters that are all of its own."""
+def _computes_linear(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> bool:
+    """Return whether a subclass of Linear computed x Wᵀ + b and has no other parameters."""
     weight, bias, x = module.get_parameter("weight"), getattr(module, "bias", None), args[0]
     more = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
     if more or not (isinstance(output, Tensor) and weight.is_floating_point() and weight.dim() == 2):
         return False
-    wanted = linear(x, weight if isinstance(module, nn.Linear) else weight.T, bias)
-    return wanted.shape == output.shape and _alike(output, wanted, 8 * torch.finfo(weight.dtype).eps)
+    expected = linear(x, weight if isinstance(module, nn.Linear) else weight.T, bias)
+    return expected.shape == output.shape and _close(output, expected, 8 * torch.finfo(weight.dtype).eps)
 
 
-def _alike(one: Tensor, other: Tensor, tolerated: float = 0.05) -> bool:
-    """Whether they are equal but for rounding; by default that of a whole model in bfloat16 is one."""
-    if one.shape != other.shape or not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.float().nan_to_num(), other.float().nan_to_num()
-    return float((one - other).norm()) <= tolerated * float(other.norm())
+def _close(a: Tensor, b: Tensor, tolerance: float = 0.05) -> bool:
+    """Return whether both are equal but for rounding, by default that of a whole model in bfloat16."""
+    if a.shape != b.shape or not a.is_floating_point():
+        return torch.equal(a, b)
+    a, b = a.float().nan_to_num(), b.float().nan_to_num()
+    return float((a - b).norm()) <= tolerance * float(b.norm())
 
 
-def _twice(doubled: Tensor, x: Tensor) -> bool:
-    """Whether the first half of what is read of every sample twice is what is read of every sample once."""
+def _is_first_half(doubled: Tensor, x: Tensor) -> bool:
+    """Return whether the inputs of every example twice begin with those of every example once."""
     if x.dim() == 0 or x.is_nested:
         return not x.is_nested
-    return len(doubled) == 2 * len(x) and _alike(doubled[: len(x)], x)
+    return len(doubled) == 2 * len(x) and _close(doubled[: len(x)], x)
 
 
-def _begins(first: Tensor, x: Tensor) -> bool:
-    """Whether what is read of the first sample alone is the beginning of what is read of all."""
-    return x.dim() == 0 or _alike(first, x[: len(first)])
+def _is_beginning(first: Tensor, x: Tensor) -> bool:
+    """Return whether the inputs of the first example alone are the beginning of those of all."""
+    return x.dim() == 0 or _close(first, x[: len(first)])
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
-    """Groups of batches with another number of tokens of `mask`, each with how many these are more; no labels.
+    """Yield groups of batches with another number of tokens of `mask`, each with how many these are more; no labels.
 
-    Of each group the first that the model takes will do. Less comes before more, as a model may take no longer batch;
-    the first token goes before the last, as a model may look for one at the end.
+    The first batch of a group that the model takes is enough. Less comes before more, as a model may take no longer
+    batch; the first token is left out before the last, as a model may look for one at the end.
     """
     tokens = batch[mask].shape[-1]
-    every, longer = torch.arange(tokens), torch.tensor([0, *range(tokens)])
-    some = [(-1, every[1:]), (-1, every[:-1])] if tokens > 1 else []
-    yield [(more, columns(batch, mask, places)) for more, places in [*some, (1, longer)]]
+    places, longer = torch.arange(tokens), torch.tensor([0, *range(tokens)])
+    shorter = [(-1, places[1:]), (-1, places[:-1])] if tokens > 1 else []
+    yield [(more, columns(batch, mask, chosen)) for more, chosen in [*shorter, (1, longer)]]
     if tokens > 3:
         half = tokens // 2
         yield [
-            (half - tokens, columns(batch, mask, every[-half:])),
-            (half - tokens, columns(batch, mask, every[:half])),
+            (half - tokens, columns(batch, mask, places[-half:])),
+            (half - tokens, columns(batch, mask, places[:half])),
         ]
 
 
 def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str, Tensor]:
-    """The batch without labels, and of all that `mask` masks only the tokens at `places`.
+    """Return the batch without labels and, of all that `mask` masks, only the tokens at `places`.
 
-    That is what has the mask's shape, and its name's beginning: of the text what has no other mask's.
+    A mask masks the entries of its shape whose name begins as its own does; the text's masks those that begin as no
+    other mask does.
     """
     shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
-    others = [*filter(None, beginnings), "decoder_", *_BESIDE]
+    others = [*filter(None, beginnings), "decoder_", *_NOT_TEXT]
     own = mask.removesuffix(ATTENTION)
 
     def is_masked(name: str) -> bool:

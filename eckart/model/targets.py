@@ -1,4 +1,4 @@
-"""Targets: the linear maps of a model that can be factorized, found by probing the model with a real batch."""
+"""Targets: the linear layers of a model that can be factorized, found by running the model with a real batch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
-"""How a map of rank r is stored: as two factors, r (out + in) parameters, or as r of its rows and what the others are
-of these, r (out + in − r) (eckart/factorization/pivoted_storage.py)."""
+"""The storage of a layer of rank r: as two factors, r (out + in) parameters, or as r rows of the matrix and the
+coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
 
 
 class Target(BaseModel):
-    """A linear map y = x Wᵀ + b that is to be factorized; W is always `(out, in)`.
+    """A linear layer y = x Wᵀ + b that is to be factorized; W is always `(out, in)`.
 
-    An embedding is one too: x are one-hot rows of the vocabulary, which is `in`.
+    An embedding can be one too: x are one-hot rows of the vocabulary, which is `in`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,24 +37,24 @@ class Target(BaseModel):
     out_features: int
     in_features: int
     input_of: str
-    """The first target that reads the same tensors (query for key and value); itself if it is the first."""
+    """The first target that reads the same tensors (the query's name, for key and value); its own name if it is it."""
     repeated: bool = False
-    """Whether its forward may run several times for a batch (a layer that is shared, a cell that runs for each token);
-    its tokens are those of all its calls."""
+    """Whether its forward may run several times for a batch (a shared layer, a recurrent cell that runs for each
+    token); its tokens are those of all its calls."""
     mask: str | None = ATTENTION
-    """The entry of a batch that masks its tokens; None where none does (a pooler, a model of images)."""
+    """The entry of a batch that masks its tokens; None if there is none (a pooler, a model of images)."""
     sampled: bool = True
-    """Whether its rows can be told apart by sample and token; there is no statistics of one that is not."""
+    """Whether each of its inputs belongs to one example and token; if not, there are no statistics of it."""
     looks_up: bool = False
-    """Whether it is an embedding alone, whose columns are looked up: they take bytes, and hardly any time."""
+    """Whether it is an embedding and no more; its columns are looked up, so they take memory but hardly any time."""
     of_vocabulary: bool = False
-    """Whether its outputs are as many as a vocabulary, so that of their gradients the squares alone are statistics."""
+    """Whether it has an output for each word of the vocabulary; then only the diagonal of C_out is gathered."""
     storage: Storage = Field(default="factors", exclude=True)
-    """How a recipe stores it at a rank, which no probe finds: `stored` of eckart/ranks/budget.py tells it."""
+    """The storage that a recipe chooses for it; set by `stored` of eckart/ranks/budget.py, not by probing."""
 
     @property
     def parameters(self) -> int:
-        """Weights of the dense map; the bias stays as it is and is not counted."""
+        """Weights of the dense layer; its bias is kept and not counted."""
         return self.out_features * self.in_features
 
     @property
@@ -63,21 +63,21 @@ class Target(BaseModel):
         return self.out_features + self.in_features
 
     @property
-    def maps(self) -> tuple[Target, ...]:
-        """The linear maps that are this target: itself alone, but for a Product."""
+    def layers(self) -> tuple[Target, ...]:
+        """Its linear layers: itself alone, but two for a Product or Tied."""
         return (self,)
 
 
 class Product(Target):
-    """Two maps whose outputs meet, head by head, in inner products and in nothing else: query and key of attention.
+    """Two layers whose outputs meet in inner products, head by head, and nowhere else: query and key of attention.
 
-    What stands here of a target is the first map's. Its rank is that of each head's product: so many outputs of a head
-    are left of either map.
+    The inherited fields are those of the first layer. Its rank is that of each head's product: each layer keeps so
+    many outputs of every head.
     """
 
     heads: int
     other: Target
-    """The second map, of as many outputs."""
+    """The second layer, with as many outputs."""
 
     @property
     def parameters(self) -> int:
@@ -88,25 +88,25 @@ class Product(Target):
         return self.heads * (self.in_features + self.other.in_features)
 
     @property
-    def maps(self) -> tuple[Target, ...]:
+    def layers(self) -> tuple[Target, ...]:
         return (self, self.other)
 
 
 class Tied(Target):
-    """An embedding and the head that has its weight. What stands here of a target is the embedding's."""
+    """An embedding and the head that shares its weight. The inherited fields are those of the embedding."""
 
     other: Target
     """The head, `(vocabulary, in)`."""
 
     @property
-    def maps(self) -> tuple[Target, ...]:
+    def layers(self) -> tuple[Target, ...]:
         return (self, self.other)
 
 
 class Targets(BaseModel):
-    """What probing found: the targets in order of execution, and why each other linear map is none.
+    """The targets of a model in order of execution, and why each other linear layer is none.
 
-    `excluded` also names what multiplies by a matrix and is no linear layer, such as experts that share one tensor.
+    `excluded` also names matrices outside of linear layers, such as experts that share one tensor.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,9 +117,9 @@ class Targets(BaseModel):
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of a linear map as `(out, in)`. A GPT-2 Conv1D and an embedding store the transpose.
+    """Return the weight of a linear layer as `(out, in)`; a GPT-2 Conv1D and an embedding store its transpose.
 
-    One that a device map left on the CPU or the disk is brought to where its module runs.
+    A weight that a device map left on the CPU or the disk is brought to where its module runs.
     """
     with align_module_device(module):
         weight = module.get_parameter("weight").detach()
@@ -138,56 +138,56 @@ def find_targets(
 ) -> Targets:
     """Find the targets of `model`.
 
-    A linear map is a target if its forward runs for `batch` on what belongs to its samples, nothing but its forward
-    uses its weight, its weight belongs to it alone, its name matches a pattern of `include` and none of `exclude`, and
-    it is no head (a module outside `model.base_model`), unless `heads`. A subclass of Linear is one if what it computes
-    is x Wᵀ + b.
+    A linear layer is a target if it runs for `batch` on inputs that belong to single examples, if nothing but its
+    forward uses its weight and no other layer shares it, if its name matches a pattern of `include` and none of
+    `exclude`, and if it is no head (a module outside `model.base_model`), unless `heads`. A subclass of Linear is one
+    if it computes x Wᵀ + b.
 
     Args:
-        batch: model inputs, each `(batch, …)`; an encoder-decoder's with `decoder_input_ids` and
+        batch: model inputs, each `(batch, …)`; those of an encoder-decoder with `decoder_input_ids` and
             `decoder_attention_mask`, unless its decoder reads the encoder's tokens.
         include, exclude: shell patterns over module names, such as `*.attention.*`.
         embeddings: whether embeddings may be targets.
-        unsampled: whether maps may be that read what belongs to no sample of the batch, and so have no statistics.
-        tied: whether an embedding and the head that has its weight may be, as one target.
+        unsampled: whether layers may be targets whose inputs belong to no example, so that they have no statistics.
+        tied: whether an embedding and the head that shares its weight may be a target, together.
 
     Raises:
-        ValueError: no linear map is a target (the message gives the reason for each), the model cannot be called with
-            the batch, the batch does not say which tokens are padding, or there is no head with an embedding's weight
-            and there must be.
+        ValueError: there is no target (the message gives the reason for each layer), the model cannot be called with
+            the batch, the batch does not say which tokens are padding, or `tied` is asked for and the model has no
+            such pair.
     """
-    _check(model, batch)
+    _check_batch(model, batch)
     pair = _tied_pair(model) if tied else ()
-    maps = {
+    layers = {
         name: module
         for name, module in model.named_modules()
         if is_linear(module) or ((embeddings or name in pair) and is_embedding(module))
     }
     with eval_mode(model), torch.no_grad():
-        probe = Probe(model, maps, batch)
-        reasons = _unseen_reasons(model, maps, include, exclude, heads, pair)
-        reasons |= {name: reason for name in maps if name not in reasons and (reason := probe.unusable(name))}
-        mixed = {name: reason for name in maps if name not in reasons and (reason := probe.reason(name))}
+        probe = Probe(model, layers, batch)
+        reasons = _static_reasons(model, layers, include, exclude, heads, pair)
+        reasons |= {name: reason for name in layers if name not in reasons and (reason := probe.unusable(name))}
+        mixed = {name: reason for name in layers if name not in reasons and (reason := probe.mixes_examples(name))}
         reasons |= {} if unsampled else mixed
-        wanted = [name for name in probe.order if name not in reasons]
-        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in wanted})
+        candidates = [name for name in probe.order if name not in reasons]
+        reasons |= _used_outside(model, batch, {name: probe.calls(name) for name in candidates})
 
-    targets = _described(model, {name: maps[name] for name in wanted if name not in reasons}, probe, mixed)
-    targets = _with_pair(targets, pair, reasons)
-    excluded = {name: reasons[name] for name in [*probe.order, *maps] if name in reasons} | other_matrices(model)
+    targets = _described(model, {name: layers[name] for name in candidates if name not in reasons}, probe, mixed)
+    targets = _join_pair(targets, pair, reasons)
+    excluded = {name: reasons[name] for name in [*probe.order, *layers] if name in reasons} | other_matrices(model)
     if not targets:
-        raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear map'}")
-    names = [each.name for target in targets for each in target.maps]
+        raise ValueError(f"the model has no targets: {_grouped(excluded) or 'it has no linear layer'}")
+    names = [layer.name for target in targets for layer in target.layers]
     return Targets(targets=tuple(targets), excluded=excluded, census=census(model, names, excluded))
 
 
 def _described(
-    model: PreTrainedModel, maps: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
 ) -> list[Target]:
-    """What the probe knows of `maps`, in order of execution; of those in `mixed` no rows can be told apart."""
+    """Return `layers` as targets, in order of execution; those in `mixed` cannot have statistics."""
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
-    for name, module in maps.items():
+    for name, module in layers.items():
         rows, columns = weight_of(module).shape
         targets.append(
             Target(
@@ -206,21 +206,22 @@ def _described(
 
 
 def _grouped(excluded: Mapping[str, str]) -> str:
-    """Each reason once, with the maps that it holds of: how many, and the first."""
-    names: dict[str, list[str]] = {}
+    """Return each reason once, with the first of its layers and the number of the others."""
+    by_reason: dict[str, list[str]] = {}
     for name, reason in excluded.items():
-        names.setdefault(reason, []).append(name)
+        by_reason.setdefault(reason, []).append(name)
     return "; ".join(
-        f"{some[0]} {reason}" if len(some) == 1 else f"{some[0]} and {len(some) - 1} more: {reason}"
-        for reason, some in names.items()
+        f"{names[0]} {reason}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more: {reason}"
+        for reason, names in by_reason.items()
     )
 
 
-def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Masks are of tokens; a decoder that reads tokens of its own, given or made from labels, needs one of its own."""
+def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
+    """Check that the batch says which tokens are padding, for a decoder with tokens of its own, too."""
     if PICTURES in batch and not bool(batch[PICTURES].all()):
         raise ValueError(
-            f"{PICTURES} hides parts of pictures, and no rows can be told to be these: give pictures of one size"
+            f"{PICTURES} hides parts of pictures, and no layer's inputs can be matched to pixels: give pictures of one "
+            "size"
         )
     for name in (ATTENTION, f"decoder_{ATTENTION}"):
         mask, ids = batch.get(name), batch.get("input_ids")
@@ -230,10 +231,10 @@ def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
                 "where a token is padding"
             )
     labels = batch.get("labels")
-    tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
+    labels_are_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     decodes = model.config.is_encoder_decoder or model.config.get_text_config().is_encoder_decoder
     has_decoder = "decoder_input_ids" in signature(model.forward).parameters
-    if has_decoder and decodes and (tokens or "decoder_input_ids" in batch):
+    if has_decoder and decodes and (labels_are_tokens or "decoder_input_ids" in batch):
         for name in ("decoder_input_ids", "decoder_attention_mask"):
             if name not in batch:
                 raise ValueError(
@@ -246,10 +247,10 @@ def _check(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
-    """Names of the embedding and of the head that has its weight.
+    """Return the names of the embedding and of the head that shares its weight.
 
     Raises:
-        ValueError: there are none, or others have that weight, too.
+        ValueError: there are none, or other modules share the weight, too.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
@@ -258,13 +259,13 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
         if sorted(owners) == sorted(names):
             return names[0], names[1]
     raise ValueError(
-        "the model has no plain embedding whose weight is a plain head's and no one else's: leave out tied "
-        "(targets.tied of params.yaml)"
+        "the model has no plain embedding that shares its weight with a plain head and with nothing else: leave out "
+        "tied (targets.tied of params.yaml)"
     )
 
 
-def _with_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
-    """`targets` with those of `pair` as one, or without either, which then is said in `reasons`."""
+def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
+    """Return `targets` with both of `pair` as one; if only one of them is a target, exclude it, with a reason."""
     both = {target.name: target for target in targets if target.name in pair}
     if len(both) < len(pair):
         reasons |= {name: f"shares its weight with what is no target, of {' and '.join(pair)}" for name in both}
@@ -272,30 +273,30 @@ def _with_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, st
     if not both:
         return targets
     embedding, head = pair
-    one = Tied(**both[embedding].model_dump(exclude={"looks_up"}), other=both[head])
-    return [one if target.name == embedding else target for target in targets if target.name != head]
+    tied = Tied(**both[embedding].model_dump(exclude={"looks_up"}), other=both[head])
+    return [tied if target.name == embedding else target for target in targets if target.name != head]
 
 
-# --- reasons that a name or a weight gives ---------------------------------------------------------------------------
+# --- reasons that need no forward: names, weights, hooks -------------------------------------------------------------
 
 
-def _unseen_reasons(
+def _static_reasons(
     model: PreTrainedModel,
-    maps: Mapping[str, nn.Module],
+    layers: Mapping[str, nn.Module],
     include: Sequence[str],
     exclude: Sequence[str],
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Why maps are no targets, whatever they do when the model runs; those of `pair` share a weight and may."""
+    """Return why layers are no targets by name, hooks or weight; those of `pair` may share their weight."""
     owners = _weight_owners(model)
-    every = {
+    reasons = {
         name: _unwanted(name, include, exclude)
         or _patched(module)
         or (None if name in pair else _head(model, name, heads) or _tied(name, owners.get(f"{name}.weight")))
-        for name, module in maps.items()
+        for name, module in layers.items()
     }
-    return {name: reason for name, reason in every.items() if reason}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str | None:
@@ -315,10 +316,10 @@ def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
 
 
 def _patched(module: nn.Module) -> str | None:
-    """A hook of ours is on no module now, and accelerate's leave what a module does."""
+    """Our own hooks are removed by now, and those of accelerate do not change what a module computes."""
     changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     hooked = changed or module._forward_hooks or module._forward_pre_hooks
-    return "a hook or a forward of its own may change what it does" if hooked else None
+    return "a hook or a forward of its own may change what it computes" if hooked else None
 
 
 def _tied(name: str, owners: Sequence[str] | None) -> str | None:
@@ -329,34 +330,37 @@ def _tied(name: str, owners: Sequence[str] | None) -> str | None:
 
 
 def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
-    """Every parameter's modules by its names, tied ones (an embedding and its head) included.
+    """Return the modules that have each parameter, by its name; tied ones (an embedding and its head) have several.
 
-    By name, as parameters that a device map left on the disk are others after each forward.
+    By name, as a device map replaces the parameters that it left on the disk after each forward.
     """
     owners: dict[int, list[str]] = {}
-    every = list(model.named_parameters(remove_duplicate=False))
-    for name, parameter in every:
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters:
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return {name: owners[id(parameter)] for name, parameter in every}
+    return {name: owners[id(parameter)] for name, parameter in parameters}
 
 
-# --- reasons that putting others in their place gives ----------------------------------------------------------------
+# --- reasons found by replacing layers -------------------------------------------------------------------------------
 
 
 class _StandIn(nn.Module):
-    """Does what a module does, as a low-rank layer will; who else uses its weight gets what is not a number."""
+    """A layer in the place of another that computes the same; whoever reads its weight gets nan.
+
+    A low-rank layer has no such weight either.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.bias = getattr(module, "bias", None)
         self.out_features, self.in_features = shape_of(module)
-        self.read = False
+        self.weight_was_read = False
         self.calls = 0
 
     @property
     def weight(self) -> Tensor:
-        self.read = True
+        self.weight_was_read = True
         return torch.full_like(self.module.get_parameter("weight"), math.nan)
 
     def forward(self, x: Tensor) -> Any:
@@ -365,45 +369,52 @@ class _StandIn(nn.Module):
 
 
 def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
-    """Which of these modules, each with the number of its calls, cannot be replaced and why: more than that is used.
+    """Return which layers cannot be replaced, and why: the model uses more of them than their forward.
 
     A look at the weight's type or device is no use of it (T5).
+
+    Args:
+        calls: layer → how often its forward runs for `batch`.
     """
-    expected = _not_numbers(model(**batch))
-    names = list(calls)
-    failed, read = _replaced(model, batch, calls, expected)
+    expected = _has_nan(model(**batch))
+    failed, readers = _try_replacing(model, batch, calls, expected)
     if failed is None:
         return {}
-    alone = {name: _replaced(model, batch, {name: calls[name]}, expected)[0] for name in read or names}
-    return {name: reason for name, reason in alone.items() if reason} or dict.fromkeys(names, failed)
+    names = readers or list(calls)
+    reasons = {name: _try_replacing(model, batch, {name: calls[name]}, expected)[0] for name in names}
+    return {name: reason for name, reason in reasons.items() if reason} or dict.fromkeys(calls, failed)
 
 
-def _replaced(
+def _try_replacing(
     model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
-    """What goes wrong where stand-ins take the place of these, and whose weights were read if the model ran."""
+    """Run the model with stand-ins for these layers.
+
+    Returns:
+        What goes wrong, and the layers to look at one by one: those whose weights were read or that were bypassed.
+    """
     modules = {name: model.get_submodule(name) for name in calls}
-    others = {name: _StandIn(module).eval() for name, module in modules.items()}
+    stand_ins = {name: _StandIn(module).eval() for name, module in modules.items()}
     try:
-        for name, other in others.items():
-            model.set_submodule(name, other)
-        found = _not_numbers(model(**batch))
+        for name, stand_in in stand_ins.items():
+            model.set_submodule(name, stand_in)
+        has_nan = _has_nan(model(**batch))
     except (AttributeError, TypeError, RuntimeError, ValueError) as error:
         return f"cannot be replaced: {error}", []
     finally:
         for name, module in modules.items():
             model.set_submodule(name, module)
-    bypassed = [name for name, other in others.items() if other.calls != calls[name]]
+    bypassed = [name for name, stand_in in stand_ins.items() if stand_in.calls != calls[name]]
     if bypassed:
         return "is called by another reference than its name", bypassed
-    read = [name for name, other in others.items() if other.read]
-    return (None if found == expected else "its weight is used outside its forward"), read
+    readers = [name for name, stand_in in stand_ins.items() if stand_in.weight_was_read]
+    return (None if has_nan == expected else "its weight is used outside its forward"), readers
 
 
-def _not_numbers(output: Any) -> list[bool]:
-    """Of each tensor of a model's output, whether it has any entry that is not a number."""
+def _has_nan(output: Any) -> list[bool]:
+    """Return, for each tensor of a model's output, whether any entry is nan."""
     if isinstance(output, Tensor):
         return [bool(output.isnan().any())]
     if isinstance(output, Mapping):
         output = tuple(output.values())
-    return [found for part in output for found in _not_numbers(part)] if isinstance(output, tuple | list) else []
+    return [has_nan for part in output for has_nan in _has_nan(part)] if isinstance(output, tuple | list) else []

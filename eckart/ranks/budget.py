@@ -26,7 +26,7 @@ def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
     A product has no factors: its maps lose rows in any case. What an embedding and its head share stays factors.
     """
     return tuple(
-        target if len(target.maps) > 1 else target.model_copy(update={"storage": storage}) for target in targets
+        target if len(target.layers) > 1 else target.model_copy(update={"storage": storage}) for target in targets
     )
 
 

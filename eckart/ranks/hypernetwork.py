@@ -47,18 +47,7 @@ _NOISE = "generator"  # the key of its state
 
 
 class Hypernetwork(Optimization, Method):
-    """Learn one mask a target with the weights frozen.
-
-    Attributes:
-        rows: of the training split that the search sees at most; None: all.
-        budget_weight: λ.
-        alignment_weight: γ.
-        alignment_values: the singular values in R_align, raw or of norm 1 for each target.
-        temperature: τ.
-        offset: b; with 3 masks start at full rank.
-        hypernetwork: whether a network makes o; otherwise it is learned itself.
-        selection: ranks: as many leading components as a mask has ones; elements: those that it has.
-    """
+    """Learn one mask a target with the weights frozen."""
 
     alone = True
     schedule = "constant"  # section 4.1
@@ -72,16 +61,26 @@ class Hypernetwork(Optimization, Method):
         "below 0 it takes some away. The nearer to 0, the more the ranks are the search’s own.",
     }
 
-    kind: Literal["hypernetwork"]
-    steps: int = Field(ge=1)
-    rows: int | None = Field(ge=1)
-    budget_weight: float = Field(gt=0)
-    alignment_weight: float = Field(ge=0)
-    alignment_values: Literal["raw", "normalized"]
-    temperature: float = Field(gt=0)
-    offset: float
-    hypernetwork: bool
-    selection: Literal["ranks", "elements"]
+    kind: Literal["hypernetwork"] = Field("hypernetwork", description="learn masks over singular values (ARS)")
+    steps: int = Field(750, ge=1, description="optimizer steps, the weights frozen; 750 are 8 epochs of 3,000 examples")
+    batch_size: int = Field(32, ge=1, description="examples of a step")
+    learning_rate: float = Field(1e-3, gt=0, description="constant after the warm-up")
+    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW")
+    rows: int | None = Field(4000, ge=1, description="training examples that the search sees, at most; null: all")
+    budget_weight: float = Field(16.0, gt=0, description="weight λ of R, which holds the ranks to the budget")
+    alignment_weight: float = Field(
+        10.0, ge=0, description="weight γ of R_align, which draws the masks to leading ranks; 0 leaves it out"
+    )
+    alignment_values: Literal["raw", "normalized"] = Field(
+        "raw", description="singular values in R_align: raw, as in the paper, or of norm 1 for each target"
+    )
+    temperature: float = Field(0.4, gt=0, description="temperature τ of the masks")
+    offset: float = Field(3.0, description="offset b of the masks; at 3 they start at full rank")
+    hypernetwork: bool = Field(True, description="whether a network makes the masks; false: free gates")
+    selection: Literal["ranks", "elements"] = Field(
+        "ranks", description="ranks: as many leading components as a mask has ones; elements: the ones themselves"
+    )
 
     @property
     def asks_frozen(self) -> bool:

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from eckart.factorization.weightings import Weighting
+from pydantic import Field
+
+from eckart.factorization.weightings import Inputs, Weighting
 from eckart.model.targets import Storage
 from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.uniform import Uniform
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 if TYPE_CHECKING:
@@ -23,18 +26,13 @@ if TYPE_CHECKING:
 
 
 class Borrowed(Method):
-    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone.
-
-    Attributes:
-        weighting: under which it searches.
-        ranks: the search that lends.
-    """
+    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone."""
 
     alone = True
 
-    kind: Literal["borrowed"]
-    weighting: Weighting
-    ranks: RankSearch
+    kind: Literal["borrowed"] = Field("borrowed", description="the ranks that a search finds under another weighting")
+    weighting: Weighting = Field(Inputs(), description="the weighting of the search")
+    ranks: RankSearch = Field(Uniform(), description="the search whose ranks are taken")
 
     @property
     def statistics(self) -> tuple[str, ...]:

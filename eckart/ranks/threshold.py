@@ -48,23 +48,20 @@ _DONE = "done"  # the key of its state
 
 
 class Threshold(Optimization, Method):
-    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most.
-
-    Attributes:
-        sharpness: s.
-        pressure: γ.
-        threshold_learning_rate: of α.
-    """
+    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most."""
 
     alone = True
     schedule = "constant"  # so that `steps` is a limit and decides nothing else
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
-    kind: Literal["threshold"]
-    steps: int = Field(ge=1)
-    sharpness: float = Field(gt=0)
-    pressure: float = Field(gt=0)
-    threshold_learning_rate: float = Field(gt=0)
+    kind: Literal["threshold"] = Field("threshold", description="learn a soft threshold on singular values (SoftLM)")
+    steps: int = Field(3000, ge=1, description="optimizer steps, at most: the search ends when keep is met")
+    batch_size: int = Field(32, ge=1, description="examples of a step")
+    learning_rate: float = Field(2e-5, gt=0, description="constant after the warm-up")
+    warmup: float = Field(0.0, ge=0, lt=1, description="share of the steps in which the rate rises")
+    sharpness: float = Field(10.0, gt=0, description="steepness s of the threshold, which rises within about 2/s of α")
+    pressure: float = Field(0.1, gt=0, description="weight γ in the loss of Σ e^−α, which raises the thresholds")
+    threshold_learning_rate: float = Field(0.01, gt=0, description="learning rate of the thresholds α")
 
     @property
     def leaves_low_rank(self) -> bool:

@@ -48,20 +48,17 @@ _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 
 
 class Tolerance(Method):
-    """Walk the model in order.
+    """Give each target, in order of execution, the smallest rank within its share of an allowed loss."""
 
-    Attributes:
-        increase: r, the allowed increase of the loss ÷ the loss; None: the least that is found to meet keep.
-        grid: ranks that are tried of a target.
-        rows: of the calibration sample, at most.
-        times: E, by multiply-accumulates, or by measured seconds, by which two runs may differ.
-    """
-
-    kind: Literal["tolerance"]
-    increase: float | None = Field(gt=0)
-    grid: int = Field(ge=1)
-    rows: int = Field(ge=1)
-    times: Literal["macs", "measured"]
+    kind: Literal["tolerance"] = Field("tolerance", description="the smallest ranks within an allowed loss (DRONE)")
+    increase: float | None = Field(
+        None, gt=0, description="allowed relative increase r of the loss, 0.1 is 10 %; null: the least that meets keep"
+    )
+    grid: int = Field(4, ge=1, description="ranks that are tried of each target")
+    rows: int = Field(64, ge=1, description="calibration examples that the loss is measured on, at most")
+    times: Literal["macs", "measured"] = Field(
+        "macs", description="what shares r out: multiply-accumulates, or measured seconds, with which runs may differ"
+    )
 
     @property
     def asks_frozen(self) -> bool:
@@ -339,8 +336,8 @@ class _Walks:
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
         if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
-        names = {name for each in target.maps for name in (each.name, each.input_of)}
-        wanted = [each for some in self.targets for each in some.maps if each.name in names]
+        names = {name for each in target.layers for name in (each.name, each.input_of)}
+        wanted = [each for some in self.targets for each in some.layers if each.name in names]
         self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.calibration_loss)
         return self.gathered[1]
 
@@ -408,7 +405,7 @@ def _run(
 ) -> None:
     """Call `before` with each target's name and input and `after` with its name and output, in every call."""
     hooks: list[Any] = []
-    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.maps):
+    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.layers):
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
         hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
     try:

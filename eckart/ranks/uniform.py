@@ -10,22 +10,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
+from pydantic import Field
+
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
 from eckart.ranks.search_problem import ByFormula, Spectra
 
 
 class Uniform(ByFormula):
-    """The same keep, or the same rank, for every target; dense only where `keep` pays for it.
-
-    Attributes:
-        by: share: the same keep; rank: the same rank.
-    """
+    """The same keep, or the same rank, for every target; dense only where `keep` pays for it."""
 
     by_size = True
 
-    kind: Literal["uniform"]
-    by: Literal["share", "rank"]
+    kind: Literal["uniform"] = Field("uniform", description="no target is favored")
+    by: Literal["share", "rank"] = Field(
+        "share", description="share: every target keeps the same share; rank: every target has the same rank"
+    )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         return _one_rank(targets, keep) if self.by == "rank" else _one_share(targets, keep)

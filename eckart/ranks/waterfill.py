@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from eckart.model.targets import Target
@@ -38,11 +38,15 @@ from eckart.ranks.search_problem import ByFormula, Spectra
 class Waterfill(ByFormula):
     """Ranks by predicted loss saved per parameter, over all targets at once."""
 
-    kind: Literal["waterfill"]
-    multiple: PositiveInt
-    """Of which each rank is one, but for rank 1: processors multiply some sizes faster than others."""
-    embedding_price: PositiveFloat
-    """Of a parameter of an embedding where moves are compared, in those of a map; a tied head's is that of a map."""
+    kind: Literal["waterfill"] = Field("waterfill", description="spend the budget where a parameter saves most loss")
+    multiple: PositiveInt = Field(
+        8, description="ranks are multiples of it, or 1: many processors are slower with other sizes"
+    )
+    embedding_price: PositiveFloat = Field(
+        1.0,
+        description="price of an embedding's parameter, which takes no time, in those of a linear layer; a tied head "
+        "counts as a linear layer",
+    )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Every target gets rank 1 at least."""

@@ -33,13 +33,7 @@ _STATES = {
 
 
 class Distillation(BaseModel):
-    """What the teacher adds to the loss.
-
-    Attributes:
-        layers: α of the hidden states; 0 leaves the term out.
-        logits: α of the logits; 0 leaves the term out.
-        temperature: of the classes' probabilities; the paper's code has 2.
-    """
+    """The terms that a teacher adds to the loss."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -48,9 +42,11 @@ class Distillation(BaseModel):
         "distill_logits": "Error of the logits against the teacher’s, before it is weighted.",
     }
 
-    layers: float = Field(ge=0)
-    logits: float = Field(ge=0)
-    temperature: float = Field(gt=0)
+    layers: float = Field(1.0, ge=0, description="weight α of the hidden states' error in the loss; 0 leaves it out")
+    logits: float = Field(1.0, ge=0, description="weight α of the logits' error in the loss; 0 leaves it out")
+    temperature: float = Field(
+        2.0, gt=0, description="divides the logits of classes before they are compared; 2 in LoSparse's code"
+    )
 
     def rule(self, problem: RecoveryProblem) -> DistillationRule:
         return DistillationRule(problem.teacher(), self, problem.objective.classes, problem.objective.predictions)

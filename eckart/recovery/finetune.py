@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from eckart.recipe_parts import Method
 from eckart.recovery.distillation import Distillation
 from eckart.recovery.recovery_problem import RecoveryProblem
@@ -13,17 +15,16 @@ from eckart.training.rules import Rule
 
 
 class Finetune(Optimization, Method):
-    """Train everything that is left.
-
-    Attributes:
-        distillation: what a teacher adds to the loss; None: nothing.
-    """
+    """Train all parameters of the factorized model."""
 
     for_dense: ClassVar = True
     captions: ClassVar = Distillation.captions
 
-    kind: Literal["finetune"]
-    distillation: Distillation | None
+    kind: Literal["finetune"] = Field("finetune", description="train all parameters on the task")
+    distillation: Distillation | None = Field(
+        None,
+        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+    )
 
     @property
     def pairs(self) -> bool:

@@ -28,15 +28,7 @@ from eckart.training.rules import Rule
 
 
 class MixedRank(Optimization, Method):
-    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree.
-
-    Attributes:
-        initial: p at first.
-        until: share of the steps after which p is 0.
-        consistency: weight of the disagreement of two passes.
-        consistency_after: whether there are two passes once p is 0.
-        distillation: what a teacher adds to the loss; None: nothing.
-    """
+    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree."""
 
     alone = True
     captions: ClassVar = {
@@ -45,12 +37,17 @@ class MixedRank(Optimization, Method):
         **Distillation.captions,
     }
 
-    kind: Literal["mixed_rank"]
-    initial: float = Field(ge=0, le=1)
-    until: float = Field(ge=0, le=1)
-    consistency: float = Field(ge=0)
-    consistency_after: bool
-    distillation: Distillation | None
+    kind: Literal["mixed_rank"] = Field(
+        "mixed_rank", description="run each target at random as its factors or as the weight they came from (LPAF)"
+    )
+    initial: float = Field(0.5, ge=0, le=1, description="probability p of the dense weight at first")
+    until: float = Field(0.5, ge=0, le=1, description="share of the steps after which p is 0")
+    consistency: float = Field(1.0, ge=0, description="weight in the loss of how far two passes disagree")
+    consistency_after: bool = Field(False, description="whether there are two passes after p is 0, too")
+    distillation: Distillation | None = Field(
+        None,
+        description="what the original model teaches: {layers: 1.0, logits: 1.0, temperature: 2.0}; null: nothing",
+    )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:

@@ -8,24 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.recovery.finetune import Finetune
 from eckart.training.optimizer_settings import Optimization
 
 
 class InTurn(Method):
-    """A residual is pruned in the first training; each has an optimizer and a schedule of its own.
-
-    Attributes:
-        first: the training that prunes; one step at least.
-        then: the other; one step at least.
-    """
+    """A residual is pruned in the first training; each has an optimizer and a schedule of its own."""
 
     captions: ClassVar = Finetune.captions
 
-    kind: Literal["in_turn"]
-    first: Finetune
-    then: Finetune
+    kind: Literal["in_turn"] = Field("in_turn", description="two trainings, one after the other (LoSparse)")
+    first: Finetune = Field(Finetune(), description="the training in which a residual is pruned")
+    then: Finetune = Field(Finetune(), description="the training after it, as a rule with distillation")
 
     @property
     def trainings(self) -> Mapping[str, Optimization]:

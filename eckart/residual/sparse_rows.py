@@ -33,26 +33,26 @@ _MEAN = ".mean"  # of a target in a rule's state
 class SparseRows(Method):
     """S = W − left right at first, pruned by whole rows while recovery trains.
 
-    Attributes:
-        low_rank: share of the budget that the factors get. 0 is iterative structured pruning (the paper's baseline
-            ITP), 1 prunes S to nothing (the paper's ablation Low-rank 2).
-        smoothing: β of eq. 3.
-        start: share of the steps before pruning starts.
-        end: share of the steps after it has ended.
-        window: None is algorithm 1 as printed: scores are taken before the update, smoothed and obeyed at every step.
-            A number is the authors' code: scores are taken after the update, averaged over so many steps, then
-            smoothed, and rows go after each window, and at every step once the schedule has ended. Between, rows that
-            went train like others, so they have scores and may come back.
+    Without a `window` this is algorithm 1 as printed: scores are taken before the update, smoothed and obeyed at every
+    step. With one it is the authors' code: scores are taken after the update, averaged over so many steps, then
+    smoothed, and rows go after each window, and at every step once the schedule has ended. In between, rows that went
+    train like others, so they have scores and may come back.
     """
 
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
 
-    kind: Literal["sparse_rows"]
-    low_rank: float = Field(ge=0, le=1)
-    smoothing: float = Field(ge=0, lt=1)
-    start: float = Field(ge=0, le=1)
-    end: float = Field(ge=0, le=1)
-    window: int | None = Field(ge=1)
+    kind: Literal["sparse_rows"] = Field("sparse_rows", description="rows of W beside the factors (LoSparse)")
+    low_rank: float = Field(
+        0.1, ge=0, le=1, description="share of the budget that the factors get; 0 is pruning alone, 1 factors alone"
+    )
+    smoothing: float = Field(0.85, ge=0, lt=1, description="smoothing β of the rows' importance (eq. 3)")
+    start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
+    end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")
+    window: int | None = Field(
+        None,
+        ge=1,
+        description="steps between two prunings, as in the authors' code, where rows may come back; null: every step",
+    )
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         if recipe.ranks.leaves_low_rank:

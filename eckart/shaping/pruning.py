@@ -31,24 +31,25 @@ _FLOOR = 0.01  # least score of a row, relative to the mean row
 
 
 class Pruning(Optimization, Method):
-    """Zero all but a share of every target's weights while the model trains.
-
-    Attributes:
-        score: of a weight w with gradient g, summed over steps: first_order −g w, sensitivity its absolute value;
-            zero_order: the magnitude of w as it is.
-        remaining: shares; each keep takes the least that is not below it, or where all are, the largest.
-        start: share of the steps before pruning sets in.
-        end: share of the steps after it is done.
-    """
+    """Zero all but a share of every target's weights while the model trains."""
 
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
 
-    kind: Literal["pruning"]
-    steps: int = Field(ge=1)
-    score: Literal["first_order", "sensitivity", "zero_order"]
-    remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)]
-    start: float = Field(ge=0, le=1)
-    end: float = Field(ge=0, le=1)
+    kind: Literal["pruning"] = Field(
+        "pruning", description="zero weights of every target while the model trains (LPAF)"
+    )
+    steps: int = Field(60, ge=1, description="optimizer steps")
+    score: Literal["first_order", "sensitivity", "zero_order"] = Field(
+        "sensitivity",
+        description="score of a weight w with gradient g, summed over steps: first_order −g w, as in the paper; "
+        "sensitivity |g w|; zero_order |w|, not summed",
+    )
+    remaining: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = Field(
+        (0.5, 0.25, 0.1),
+        description="shares of each target's weights that are left: each keep takes the least that is not below it",
+    )
+    start: float = Field(0.1, ge=0, le=1, description="share of the steps before pruning begins")
+    end: float = Field(0.3, ge=0, le=1, description="share of the steps after pruning has ended")
 
     def contradictions(self, recipe: RecipeParts) -> Iterator[Contradiction]:
         yield from exceeding("shaping", self.start, self.end)

@@ -1,7 +1,7 @@
-"""Answers that are parts of a context: its windows, and the best span of tokens over them.
+"""Extractive question answering: contexts cut into windows, and the best answer over a question's windows.
 
-A context that is too long is cut into windows, of which neighbours share some tokens. Each is a row for a model that
-points at the tokens where the answer starts and ends. The answer to a question is the best over its windows.
+A context that is too long is cut into windows that overlap by some tokens. Each window is one input of a model that
+predicts where the answer starts and ends. The answer to a question is the best over its windows.
 
 Source: windows as in Devlin et al., NAACL 2019.
 """
@@ -16,37 +16,37 @@ from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 LONGEST = 30
-"""Tokens of an answer at most, as in BERT's script for SQuAD."""
+"""The most tokens of an answer, as in BERT's script for SQuAD."""
 NOT_CONTEXT = -1
 
-_CHUNK = 1000  # rows that are tokenized at once: the tokenizer's own lists take much memory
+_CHUNK = 1000  # questions that are tokenized at once: the tokenizer's own lists take much memory
 
 
 class NoRoom(ValueError):
-    """A question leaves too little of a window to its context; the message says how much."""
+    """A question is so long that its windows have too little room for the context; the message says how much."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A part of the context with its question before it."""
+    """A question and a part of its context."""
 
     row: int
-    """Of the question."""
+    """The number of the question."""
     inputs: Mapping[str, np.ndarray]
-    """What the model reads, `(tokens,)` each."""
+    """The model's inputs, `(tokens,)` each."""
     offsets: np.ndarray
-    """The characters of the context that each token covers, `(tokens, 2)`; NOT_CONTEXT where it is not of it."""
+    """The characters of the context that each token covers, `(tokens, 2)`; NOT_CONTEXT for other tokens."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best of a question; an empty one where its context has no token."""
+    """The best answer to a question; empty if its context has no token."""
 
     text: str = ""
     sum_of_logits: float = -np.inf
-    """Of the start's and the end's."""
+    """The logit of its start plus that of its end."""
     probability: float = 0.0
-    """Of that start times that of that end, among all tokens of their window."""
+    """The probability of its start times that of its end, among all tokens of their window."""
 
 
 def windows(
@@ -56,21 +56,21 @@ def windows(
     max_length: int,
     stride: int,
 ) -> Iterator[Window]:
-    """All windows of all questions, in their order.
+    """Yield all windows of all questions, in order.
 
     Args:
-        tokenizer: a fast one, which says where its tokens stand.
-        max_length: tokens of a window.
+        tokenizer: a fast one, which gives offsets of its tokens.
+        max_length: the most tokens of a window.
         stride: tokens of the context that neighbouring windows share.
 
     Raises:
         NoRoom: a question is too long.
     """
     for begin in range(0, len(questions), _CHUNK):
-        some = [question.strip() for question in questions[begin : begin + _CHUNK]]
-        _check_room(some, tokenizer, max_length, stride)
+        chunk = [question.strip() for question in questions[begin : begin + _CHUNK]]
+        _check_room(chunk, tokenizer, max_length, stride)
         batch = tokenizer(
-            some,
+            chunk,
             list(contexts[begin : begin + _CHUNK]),
             truncation="only_second",
             max_length=max_length,
@@ -94,21 +94,21 @@ def _check_room(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, ma
     room = max_length - longest - tokenizer.num_special_tokens_to_add(pair=True)
     if room <= stride:
         raise NoRoom(
-            f"a question of {longest} tokens leaves {max(room, 0)} of max_length={max_length} to its context, and "
-            f"windows of it share stride={stride}: raise max_length, lower stride, or shorten the question"
+            f"a question of {longest} tokens leaves {max(room, 0)} of max_length={max_length} tokens for its context, "
+            f"and its windows share stride={stride}: raise max_length, lower stride, or shorten the question"
         )
 
 
 def best_answers(
-    every: Sequence[Window], starts: Iterable[np.ndarray], ends: Iterable[np.ndarray], contexts: Sequence[str]
+    windows: Sequence[Window], starts: Iterable[np.ndarray], ends: Iterable[np.ndarray], contexts: Sequence[str]
 ) -> list[Answer]:
-    """The best answer to each question: of windows, the one with the larger sum of logits.
+    """Return the best answer to each question: the span with the largest sum of logits over its windows.
 
     Args:
-        starts, ends: of each window the logits `(tokens or more,)`; what is more is padding.
+        starts, ends: the logits of each window, `(tokens or more,)`; the rest is padding.
     """
     best = [Answer()] * len(contexts)
-    for window, start, end in zip(every, starts, ends, strict=True):
+    for window, start, end in zip(windows, starts, ends, strict=True):
         tokens = len(window.offsets)
         start, end = start[:tokens], end[:tokens]
         sum_of_logits, (first, last) = best_span(start, end, window.offsets)
@@ -119,12 +119,12 @@ def best_answers(
 
 
 def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[float, tuple[int, int]]:
-    """The largest sum of a start's and an end's logit within the context, and the characters that it spans.
+    """Return the largest sum of a start's and an end's logit within the context, and the characters of that span.
 
-    All pairs of up to LONGEST tokens are looked at, where BERT's script takes those of the 20 best starts and ends.
+    It compares all spans of up to LONGEST tokens, where BERT's script only takes the 20 best starts and ends.
 
     Args:
-        start, end: `(tokens or more,)`; what is more is padding.
+        start, end: `(tokens or more,)`; the rest is padding.
         offsets: `(tokens, 2)`, as in `Window`.
     """
     context = offsets[:, 0] != NOT_CONTEXT

@@ -8,27 +8,21 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Optimization(BaseModel):
-    """AdamW with a linear warm-up.
-
-    Attributes:
-        steps: optimizer steps.
-        batch_size: rows of a step.
-        learning_rate: after the warm-up.
-        warmup: share of the steps, in [0, 1).
-        weight_decay: decoupled, as AdamW has it.
-    """
+    """AdamW with a linear warm-up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     schedule: ClassVar[Literal["linear", "constant"]] = "linear"
-    """Of the learning rate after its warm-up: down to 0, or constant."""
+    """The learning rate after its warm-up: linearly down to 0, or constant."""
 
-    steps: int = Field(ge=0)
-    batch_size: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
-    warmup: float = Field(ge=0, lt=1)
-    weight_decay: float = Field(ge=0)
+    steps: int = Field(60, ge=0, description="optimizer steps")
+    batch_size: int = Field(16, ge=1, description="examples of a step")
+    learning_rate: float = Field(
+        5e-5, gt=0, description="peak, after the warm-up; falls linearly to 0, and is constant in a search of ranks"
+    )
+    warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps in which the rate rises")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled, as in AdamW")
 
     def options(self) -> dict[str, Any]:
-        """These settings alone, as keyword arguments."""
+        """Return these settings alone, as keyword arguments."""
         return {"schedule": self.schedule, **{name: getattr(self, name) for name in Optimization.model_fields}}

@@ -1,1 +1,1 @@
-"""What a user sees while a study runs and after it ended."""
+"""Display of a study, while it runs and after it has ended."""

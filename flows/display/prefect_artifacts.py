@@ -1,4 +1,4 @@
-"""What a run's page in Prefect's UI shows of the study, and of a promotion."""
+"""Artifacts on a run's page in Prefect: the comparison, changes since the last run, failures, and promotion gates."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from tasks.config.promotion_limits import Gate
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
-_LINES = 20  # of a stage that failed
-_ROWS = 100  # of each kind of change
+_LINES = 20  # shown of a stage that failed
+_ROWS = 100  # shown of each kind of change
 
 
 class LastLines:
-    """The last lines that each stage printed."""
+    """The last lines that each stage printed, by stage."""
 
     def __init__(self) -> None:
-        self.of: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
+        self.by_stage: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
 
     def listening(self, execute: Execute) -> Execute:
-        """The same execution, whose lines are kept here, too."""
+        """Wrap a function that executes stages so that the lines it logs are kept here, too."""
 
-        def followed(planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
+        def executed(planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
             def keep(line: str) -> None:
-                self.of[planned.name].append(line)
+                self.by_stage[planned.name].append(line)
                 log(line)
 
             return execute(planned, command, keep)
 
-        return followed
+        return executed
 
 
 def comparison(study: str, mirror: Mirror) -> None:
-    """The comparison as a table artifact, each candidate linked with its run in MLflow."""
+    """Show the comparison as a table, each candidate linked with its run in MLflow."""
     with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
     table = []
@@ -64,10 +64,10 @@ def comparison(study: str, mirror: Mirror) -> None:
 
 
 def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
-    """What is not as it was in the last complete run, as a Markdown artifact; then `run` is the last, if it is one.
+    """Show what changed since the last complete run; a complete run is then kept as the last one.
 
     Args:
-        outcomes: of all stages; None if the run is not complete.
+        outcomes: those of all stages; None if the run is not complete.
     """
     from flows.display import run_diff  # a slow import
 
@@ -75,10 +75,10 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
     if not (before or complete):
         return
     name = f"{run}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    now = run_diff.of(name, stages.read_now() if outcomes is None else outcomes, complete)
+    now = run_diff.current(name, stages.read_now() if outcomes is None else outcomes, complete)
     if before:
-        found = run_diff.changes(before, now)
-        parts = [f"### {kind}\n\n{_changes(rows)}" for kind, rows in found.items()]
+        differences = run_diff.changes(before, now)
+        parts = [f"### {kind}\n\n{_changes(rows)}" for kind, rows in differences.items()]
         same = "parameters, data, code and metrics" if complete else "parameters, data and code"
         text = "\n\n".join(parts) or f"Nothing: the same {same}."
         _markdown(f"## Since {before.name}\n\n{text}", f"changes-{_slug(study)}")
@@ -87,32 +87,34 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
 
 
 def failure(study: str, causes: Mapping[str, str], lines: LastLines) -> None:
-    """Each stage that failed with its cause and its last lines, as a Markdown artifact."""
-    parts = [f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.of[name]) + "\n~~~~" for name, cause in causes.items()]
+    """Show each stage that failed, with its cause and its last lines."""
+    parts = [
+        f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.by_stage[name]) + "\n~~~~" for name, cause in causes.items()
+    ]
     _markdown("\n\n".join(parts), f"failure-{_slug(study)}")
 
 
-def gates(model: str, decision: str, found: Sequence[Gate]) -> None:
-    """The gates of a promotion and what came of it, as a Markdown artifact."""
-    rows = pd.DataFrame([gate.row for gate in found], columns=["gate", "value", "limit", ""])
+def gates(model: str, decision: str, checked: Sequence[Gate]) -> None:
+    """Show the gates of a promotion and the decision."""
+    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
     _markdown(f"{decision}\n\n{_table(rows)}", f"promotion-{_slug(model)}")
 
 
 def _changes(rows: Sequence[tuple[str, Any, Any]]) -> str:
-    cells = [(name, _said(before), _said(now), _difference(before, now)) for name, before, now in rows[:_ROWS]]
+    cells = [(name, _cell(before), _cell(now), _difference(before, now)) for name, before, now in rows[:_ROWS]]
     table = _table(pd.DataFrame(cells, columns=["", "before", "now", "difference"]))
     return table if len(rows) <= _ROWS else f"{table}\n\nand {len(rows) - _ROWS} more"
 
 
-def _said(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _difference(before: Any, now: Any) -> str:
-    both = isinstance(before, float) and isinstance(now, float)
-    return f"{now - before:+.3g}" if both else ""
+    numbers = isinstance(before, float) and isinstance(now, float)
+    return f"{now - before:+.3g}" if numbers else ""
 
 
 def _table(rows: pd.DataFrame) -> str:
@@ -124,10 +126,10 @@ def _markdown(text: str, key: str) -> None:
 
 
 def _short(number: str) -> str:
-    """Four digits of a fraction, all of a count; an empty cell stays empty."""
+    """Return a count as it is, any other number with four digits, and an empty cell as it is."""
     return number if number.isdigit() or not number else f"{float(number):.4g}"
 
 
 def _slug(name: str) -> str:
-    """Keys of artifacts are lower-case letters, digits and dashes."""
+    """Return a name as a key of an artifact: lower-case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

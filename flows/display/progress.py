@@ -1,224 +1,204 @@
-"""How far a study is: what runs, how long it has run, how long the rest may take."""
+"""The progress of a study: which stages run, how far each is, and how long the rest may take."""
 
 from __future__ import annotations
 
 import re
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+
+import rich.progress
+from rich.console import Console
+from rich.table import Column
+from rich.text import Text
 
 from flows.engine.stages import Outcome, Planned
-from tasks.artifacts.names import candidate_of, recipe_and_keep
 
 _STEPS = re.compile(r"(?<!\S)(\d+)/([1-9]\d*)(?!\S)")
 _TRACEBACK = "Traceback (most recent call last):"
-_LONGEST = 200  # lines of a traceback
-
-Steps = tuple[int, int]
-"""Done, and in all."""
+_PER_SECOND = 2  # drawings
+_PERIOD = 600  # seconds of a training's steps that its time left is estimated from
 
 
-@dataclass
-class Running:
-    """A stage that runs, and what it has said."""
+class _Elapsed(rich.progress.ProgressColumn):
+    """The time since a row was added, whatever became of its steps."""
 
-    name: str
-    since: float
-    steps: Steps | None = None
-    heard: list[tuple[int, float]] = field(default_factory=list)
-    """Steps done, and when it said so: first and last of its present training."""
-    said: str = ""
-    """Its last line, without the steps."""
-    at: float | None = None
-    """When it said it."""
-    trace: list[str] = field(default_factory=list)
-    """The lines of a traceback."""
-    shown: int = -1
-    """Quarter of its steps that a plain line has told."""
+    def render(self, task: rich.progress.Task) -> Text:
+        return Text(duration(task.get_time() - task.fields["begun"]))
 
 
-@dataclass(frozen=True)
-class TimeLeft:
-    """Of the whole study: `seconds` at least; about so many where all stages were timed before."""
-
-    seconds: float
-    known: bool
+def new_bars(console: Console, get_time: Callable[[], float] | None = None) -> rich.progress.Progress:
+    """Return a display, not started, with a row for the study and one for each stage that runs."""
+    text = Column(no_wrap=True)
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}", markup=False, table_column=text),
+        rich.progress.BarColumn(12),
+        rich.progress.MofNCompleteColumn(table_column=text),
+        rich.progress.TextColumn(
+            "{task.fields[line]}", style="dim", markup=False, table_column=Column(no_wrap=True, ratio=1)
+        ),
+        _Elapsed(table_column=text),
+        console=console,
+        get_time=get_time,
+        transient=True,
+        expand=True,
+        speed_estimate_period=_PERIOD,
+        refresh_per_second=_PER_SECOND,
+    )
 
 
 class Progress:
-    """How far a study is. Its methods are called from many threads, one for each stage.
+    """The progress of a study, drawn in a rich display. Its methods may be called from many threads.
 
     Args:
-        order: the stages in the order in which they are begun.
-        workers: stages side by side.
+        stages: all stages of the study.
+        workers: how many of them run side by side.
         before: stage → seconds that it took in an earlier run, maybe with other parameters.
+        bars: the display; without one nothing is drawn.
         note: takes a line about what has just happened, such as the end of a stage.
     """
 
     def __init__(
         self,
-        order: Sequence[Planned],
+        stages: Sequence[Planned],
         workers: int,
         before: Mapping[str, float],
+        bars: rich.progress.Progress | None = None,
         note: Callable[[str], None] = lambda line: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.order, self.note = order, note
-        self.start = clock()
-        self._workers, self._before, self._clock = workers, before, clock
+        self.note = note
+        self._stages, self._workers, self._before = stages, workers, before
+        self._bars = bars or new_bars(Console(quiet=True))
+        self._rows: dict[str, rich.progress.TaskID] = {}
         self._took: dict[str, float] = {}
-        self._last: dict[str, str] = {}
-        """What stages said last."""
-        self._running: dict[str, Running] = {}
+        self._last_lines: dict[str, str] = {}
+        self._tracebacks: dict[str, list[str]] = defaultdict(list)
+        self._quarters: dict[str, int] = {}  # of a training's steps, as logged last
         self._done: set[str] = set()
         self._failed: set[str] = set()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        self._study = self._add("study", len(stages))
+
+    def _add(self, name: str, total: int | None) -> rich.progress.TaskID:
+        return self._bars.add_task(name, total=total, line="", begun=self._bars.get_time())
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """While a stage's command runs."""
+        """Show a row for a stage while its command runs."""
         with self._guard:
-            one = self._running[name] = Running(name, self._clock())
+            row = self._rows[name] = self._add(name, None)
         try:
             yield
         finally:
             with self._guard:
-                del self._running[name]
-                self._last[name] = one.said
-            for line in one.trace:
-                self.note(line)
+                del self._rows[name]
+                self._bars.remove_task(row)
 
     def heard(self, name: str, line: str) -> bool:
-        """Note a line that a stage prints; whether it is worth one in a log: of a training each quarter is."""
+        """Show a line that a stage printed, and return whether it is worth a line in a log.
+
+        Of a training's steps one line a quarter is.
+        """
         with self._guard:
-            one = self._running[name]
-            one.at = self._clock()
-            if (line == _TRACEBACK or one.trace) and len(one.trace) < _LONGEST:
-                one.trace.append(line)
-            steps = steps_of(line)
-            if not steps:
-                one.said = line
-                return True
-            again = bool(one.steps) and steps[0] <= one.heard[-1][0]  # a second training begins
-            one.heard = [*([] if again else one.heard[:1]), (steps[0], one.at)]
-            one.steps = steps
-            one.said = line.removeprefix(f"step {steps[0]}/{steps[1]}").strip()
-            quarter, last = 4 * steps[0] // steps[1], one.shown
-            one.shown = quarter
-            return quarter != last
+            if line == _TRACEBACK or name in self._tracebacks:
+                self._tracebacks[name].append(line)
+            row, steps = self._rows[name], steps_of(line)
+            if steps:
+                done, total = steps
+                if done < self._task(name).completed:  # a second training begins
+                    self._bars.reset(row)
+                self._bars.update(row, completed=done, total=total)
+                line = line.removeprefix(f"step {done}/{total}").strip()
+            self._last_lines[name] = Text.from_ansi(line).plain
+            self._bars.update(row, line=self._last_lines[name])
+            self._draw_study()
+            before, now = self._quarters.get(name), 4 * steps[0] // steps[1] if steps else -1
+            self._quarters[name] = now if steps else -1
+            return not steps or now != before
 
     def done(self, outcome: Outcome) -> None:
-        """A stage is up to date."""
+        """Count a stage that is up to date."""
         with self._guard:
             self._done.add(outcome.stage)
             if outcome.seconds is not None:
                 self._took[outcome.stage] = outcome.seconds
+            self._draw_study()
         if outcome.status == "Executed":
             place = f" in {outcome.place}" if outcome.place else ""
-            took, last = duration(outcome.seconds or 0), self._last.get(outcome.stage)
-            self.note(f"{outcome.stage} took {took}{place}{f': {last}' if last else ''}")
+            line = self._last_lines.get(outcome.stage)
+            self.note(f"{outcome.stage} took {duration(outcome.seconds or 0)}{place}{f': {line}' if line else ''}")
 
     def failed(self, name: str, cause: str) -> None:
-        """A stage failed, and none that follows from it will run."""
+        """Count a stage that failed, and all that need it, which will not run."""
         with self._guard:
             self._failed.add(name)
-            for one in self.order:
-                if self._failed.intersection(one.upstream):
-                    self._failed.add(one.name)
-        self.note(f"{name} failed: {cause.removeprefix(f'{name}: ')}")
+            for stage in self._stages:
+                if self._failed.intersection(stage.upstream):
+                    self._failed.add(stage.name)
+            self._draw_study()
+        for line in (*self._tracebacks[name], f"{name} failed: {cause.removeprefix(f'{name}: ')}"):
+            self.note(line)
 
-    def now(self) -> tuple[list[Running], int, int, float]:
-        """What runs, how many stages are done, how many failed or wait for one that did, and the seconds so far."""
+    def _draw_study(self) -> None:
+        seconds, known = self.time_left()
+        parts = [f"{'about' if known else 'at least'} {roughly(seconds)} left"] if seconds else []
+        parts += [f"{len(self._failed)} failed or wait for one that did"] if self._failed else []
+        self._bars.update(self._study, completed=len(self._done), line=", ".join(parts))
+
+    def time_left(self) -> tuple[float, bool]:
+        """Estimate the seconds until all stages are done, and whether all stages are known by their like.
+
+        The work that is left, shared by the workers; a stage that must run alone adds all of its time.
+        """
         with self._guard:
-            return list(self._running.values()), len(self._done), len(self._failed), self._clock() - self.start
+            waiting = [stage for stage in self._stages if stage.name not in self._done | self._failed]
+            left = {stage.name: self._left(stage) for stage in waiting}
+        alone = sum(left[stage.name] or 0.0 for stage in waiting if stage.alone)
+        beside = [left[stage.name] or 0.0 for stage in waiting if not stage.alone]
+        seconds = alone + max(sum(beside) / self._workers, max(beside, default=0.0))
+        return seconds, None not in left.values()
 
-    def time_left(self) -> TimeLeft:
-        """An estimate: by a stage's own steps, else by the times of this run and an earlier one."""
-        with self._guard:
-            over = self._done | self._failed
-            waiting = sorted((one for one in self.order if one.name not in over), key=self._waits)
-            guesses = {one.name: self._left(one) for one in waiting}
-        seconds = finish(waiting, {name: guess or 0.0 for name, guess in guesses.items()}, self._workers)
-        return TimeLeft(seconds, None not in guesses.values())
-
-    def _waits(self, one: Planned) -> bool:
-        return one.name not in self._running
-
-    def _left(self, one: Planned) -> float | None:
-        """Seconds that a stage still takes; None where nothing is known of its like."""
-        running = self._running.get(one.name)
-        elapsed = self._clock() - running.since if running else 0.0
-        if running and running.steps and len(running.heard) > 1:
-            (first, begin), (last, end) = running.heard
-            return max(0.0, end + (end - begin) / (last - first) * (running.steps[1] - last) - self._clock())
-        if (one.twin or one.cached) and not running:  # the result of another is taken
+    def _left(self, stage: Planned) -> float | None:
+        """Return the seconds that a stage still takes, or None if none like it was ever timed."""
+        running = stage.name in self._rows
+        if running and (by_steps := self._task(stage.name).time_remaining) is not None:
+            return by_steps
+        if (stage.twin or stage.cached) and not running:  # another's result is taken
             return 0.0
-        expected = expectation(one.name, self._took, self._before)
-        return None if expected is None else max(0.0, expected - elapsed)
+        expected = expected_seconds(stage.name, self._took, self._before)
+        if expected is None or not running:
+            return expected
+        return max(0.0, expected - (self._bars.get_time() - self._task(stage.name).fields["begun"]))
+
+    def _task(self, name: str) -> rich.progress.Task:
+        return next(task for task in self._bars.tasks if task.id == self._rows[name])
 
 
-def steps_of(line: str) -> Steps | None:
-    """The steps that a line tells: 114 of 375 in `step 114/375  loss 0.42`."""
-    found = _STEPS.search(line)
-    return (int(found[1]), int(found[2])) if found and int(found[1]) <= int(found[2]) else None
+def steps_of(line: str) -> tuple[int, int] | None:
+    """Return the steps done and in all that a line names: 114 and 375 in `step 114/375  loss 0.42`."""
+    match = _STEPS.search(line)
+    return (int(match[1]), int(match[2])) if match and int(match[1]) <= int(match[2]) else None
 
 
-def expectation(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
-    """Seconds that a stage may take: as before, times what its like took now ÷ before; else as long as its like.
-
-    Its like is the same stage of the same recipe at another keep; where none of those is timed, of any recipe.
+def expected_seconds(name: str, took: Mapping[str, float], before: Mapping[str, float]) -> float | None:
+    """Return how long a stage took before, else the mean of the same stage of other candidates, else None.
 
     Args:
         took: stage → seconds, in this run.
-        before: the same of an earlier run.
-
-    Returns:
-        None where none of its like was ever timed.
+        before: stage → seconds, in an earlier run.
     """
     if name in before:
-        both = _like(name, {one: took[one] for one in took.keys() & before.keys()})
-        then = sum(before[one] for one in both)
-        return before[name] * (sum(both.values()) / then if then else 1.0)
-    times = _like(name, took) or _like(name, before)
-    return sum(times.values()) / len(times) if times else None
-
-
-def _like(name: str, times: Mapping[str, float]) -> dict[str, float]:
-    stage, recipe = _stage_and_recipe(name)
-    of_stage = {one: seconds for one, seconds in times.items() if _stage_and_recipe(one)[0] == stage}
-    return {one: seconds for one, seconds in of_stage.items() if _stage_and_recipe(one)[1] == recipe} or of_stage
-
-
-def _stage_and_recipe(name: str) -> tuple[str, str]:
-    return name.partition("@")[0], recipe_and_keep(candidate_of(name))[0]
-
-
-def finish(order: Sequence[Planned], left: Mapping[str, float], workers: int) -> float:
-    """Seconds until all stages are done, if each begins as soon as it can, in this order.
-
-    Args:
-        order: the stages that are not over; a stage's upstream stages before it.
-        left: stage → seconds that it still takes.
-        workers: stages side by side.
-    """
-    free = [0.0] * workers  # when each of them can begin another stage
-    ends: dict[str, float] = {}
-    for one in order:
-        ready = max((ends[name] for name in (*one.upstream, one.twin) if name in ends), default=0.0)
-        begin = max(ready, *ends.values()) if one.alone and ends else max(ready, heappop(free))
-        ends[one.name] = begin + left[one.name]
-        if one.alone:
-            free = [ends[one.name]] * workers
-        else:
-            heappush(free, ends[one.name])
-    return max(ends.values(), default=0.0)
+        return before[name]
+    stage = name.partition("@")[0]
+    for times in (took, before):
+        if alike := [seconds for other, seconds in times.items() if other.partition("@")[0] == stage]:
+            return sum(alike) / len(alike)
+    return None
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 8 s, 4 min 12 s, 2 h 5 min."""
+    """Return a duration as a person says it: 8 s, 4 min 12 s, 2 h 5 min."""
     minutes, rest = divmod(round(seconds), 60)
     if not minutes:
         return f"{rest} s"
@@ -227,6 +207,6 @@ def duration(seconds: float) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """The same of an estimate: to ten seconds below a minute, to a minute below an hour, else to ten minutes."""
+    """Return an estimated duration: to ten seconds below a minute, to a minute below an hour, else to ten minutes."""
     unit = 10 if seconds < 55 else 60 if seconds < 3570 else 600
     return duration(unit * max(1, round(seconds / unit))).removesuffix(" 0 s").removesuffix(" 0 min")

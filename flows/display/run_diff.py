@@ -1,6 +1,7 @@
-"""What changed since the last complete run of the study here, as `dvc diff` says it of two commits.
+"""Changes since the last complete run of the study: of parameters, data, code and metrics.
 
-The runs of many nights may lie between two commits, so what a run read and found is kept in the workspace.
+`dvc diff` compares commits, but many nightly runs may lie between two of those. So the inputs and metrics of the last
+complete run are kept in the workspace.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from flows.engine.stages import Outcome, Reads
 
 LAST = Path(".eckart/last_run.json")
-"""No stage reads or writes it."""
+"""The last complete run. No stage reads or writes this file."""
 _CODE = "code."  # in resolved.yaml: digests of code, by stage
 _RESOLVED = (str(PARAMS), str(CODE), *PACKAGES)  # named by the values and digests that follow from them
 _DIGITS = 10
@@ -34,22 +35,22 @@ _METRICS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_t
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the study."""
+    """The inputs and metrics of a run of the study."""
 
     name: str
-    """In Prefect, and when it was over."""
+    """Its name in Prefect, and when it ended."""
     params: dict[str, Any]
-    """Dotted name → value, of those that stages read."""
+    """Dotted name → value, of all parameters that stages read."""
     data: dict[str, str]
-    """Path → the beginning of DVC's digest, of what stages read and none wrote."""
+    """Path → start of DVC's digest, of all files that stages read and none wrote."""
     code: dict[str, str]
     """Stage → the beginning of the digest of its code; and the git revision."""
     metrics: dict[str, float]
-    """Candidate and column of the comparison → number; none of a run that is not complete."""
+    """Candidate and column of the comparison → number; empty if the run is not complete."""
 
 
-def of(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = True) -> Run:
-    """The run that is just over in the working directory, of which `stages` are all."""
+def current(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = True) -> Run:
+    """Return the run that has just ended in the working directory, with all its stages."""
     params = flatten({key: value for stage in stages for key, value in stage.params.items()})
     written = {path for stage in stages for path in stage.outs}
     read = {path: md5 for stage in stages for path, md5 in stage.deps.items()}
@@ -65,7 +66,7 @@ def of(name: str, stages: Sequence[Outcome] | Sequence[Reads], complete: bool = 
 
 
 def load() -> Run | None:
-    """The last one that was kept; None if there is none that can be read."""
+    """Return the run that was kept last; None if there is none that can be read."""
     try:
         return TypeAdapter(Run).validate_json(LAST.read_bytes())
     except (OSError, ValueError):
@@ -73,17 +74,17 @@ def load() -> Run | None:
 
 
 def keep(run: Run) -> None:
-    """Keep it for the next; nothing if the disk is full."""
-    with suppress(OSError):  # the study is complete all the same
+    """Keep a run for the next one to compare with; do nothing if the disk is full."""
+    with suppress(OSError):
         LAST.parent.mkdir(exist_ok=True)
         LAST.write_text(json.dumps(asdict(run)))
 
 
 def changes(before: Run, now: Run) -> dict[str, list[tuple[str, Any, Any]]]:
-    """Kind → name, value before and value now of all that is not the same; None is what is not there."""
-    named = ("params", "data", "code", *(["metrics"] if now.metrics else []))
-    kinds = {kind: _differing(getattr(before, kind), getattr(now, kind)) for kind in named}
-    return {kind: found for kind, found in kinds.items() if found}
+    """Return kind → (name, value before, value now) of all that differs; None stands for what is missing."""
+    names = ("params", "data", "code", *(["metrics"] if now.metrics else []))
+    kinds = {kind: _differing(getattr(before, kind), getattr(now, kind)) for kind in names}
+    return {kind: rows for kind, rows in kinds.items() if rows}
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -92,15 +93,15 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether one is the other, or a folder that it lies in: a stage may read the folder of what others write."""
+    """Whether one path is the other or contains it: a stage may read a folder that others write into."""
     return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
 
 
 def _metrics() -> dict[str, float]:
     with Path("reports/comparison.csv").open() as file:
         rows = list(csv.DictReader(file))
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for row in rows:
         name = CONTROL_NAME if row["recipe"] == CONTROL_NAME else candidate_name(row["recipe"], row["keep"])
-        found |= {f"{name} {column}": float(row[column]) for column in _METRICS if row.get(column)}
-    return found
+        metrics |= {f"{name} {column}": float(row[column]) for column in _METRICS if row.get(column)}
+    return metrics

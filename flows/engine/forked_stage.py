@@ -1,7 +1,7 @@
-"""What a process that stage_processes.py forks does to become a stage.
+"""Become a stage: what a process does that stage_processes.py has forked from the warm server.
 
-It imports nothing that a stage may import: `tasks` and `eckart` are to be those of the workspace that it runs in, as
-they are by then, and DVC belongs into no stage.
+It imports nothing that a stage imports: `tasks` and `eckart` must be those of the stage's workspace, as they are when
+it starts, and no stage needs DVC.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from flows.engine import supervisor
 
 
 def become(command: str, words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
-    """Be the supervisor of a child that is `command`, `python -m MODULE ARGUMENTS`, in `root`, and prints to `writer`.
+    """Become the supervisor of a child that runs a module in `root` and prints to `writer`.
 
-    It ends with the process that asked for it.
+    Both end with the process that asked for them.
+
+    Args:
+        command: the stage's command, to be seen in lists of processes.
+        words: the module and its arguments.
     """
     os.setsid()
     for stream in (1, 2):
@@ -31,7 +35,7 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
 
 
 def _supervise(command: str, child: int) -> None:
-    """As a program of its own, which is small, and whose environment other processes can read."""
+    """Become supervisor.py, a small program whose environment other processes can read."""
     flow = multiprocessing.parent_process()
     assert flow
     os.set_inheritable(flow.sentinel, True)
@@ -39,9 +43,9 @@ def _supervise(command: str, child: int) -> None:
 
 
 def be_module(words: list[str], root: str) -> None:
-    """Run a module as the main one, in `root`."""
+    """Run a module in `root` as `python -m` does."""
     os.chdir(root)
-    if not sys.flags.safe_path:  # else the code is installed, and its folder is on the path
+    if not sys.flags.safe_path:  # otherwise the code is installed, and its folder is on the path
         sys.path[0] = root
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

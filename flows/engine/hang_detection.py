@@ -1,4 +1,4 @@
-"""A stage that prints nothing for long may hang: whoever watches the run is told."""
+"""Notice a stage that prints nothing for long and may hang."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PATIENCE = 600.0  # seconds
 
 @contextmanager
 def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
-    """Call `tell`, in a thread, with the seconds of a silence: when they reach `patience`, and each time they double.
+    """Call `tell`, in a thread, with the seconds of silence when they reach `patience` and each time they double.
 
     Yields:
-        What to call when something is heard.
+        A function to call whenever the stage prints.
     """
     heard: SimpleQueue[bool] = SimpleQueue()
     thread = threading.Thread(target=_listen, args=(heard, tell, patience), daemon=True)

@@ -1,7 +1,7 @@
-"""Processes of a stage that outlived what ran it, and still write what it writes.
+"""Find and end processes of a stage that outlived its run and still write its outputs.
 
-A stage ends with its flow (supervisor.py), but not with a `dvc repro` that is killed. DVC and the engine tell every
-command of a stage which one it is, by its environment, which all that it starts inherits.
+A stage ends with its flow (supervisor.py), but not with a `dvc repro` that is killed. DVC and the engine name the stage
+in the environment of its command, which all that it starts inherits.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ import psutil
 
 from tasks.artifacts.errors import EckartError
 
-_PATIENCE = 5.0  # seconds for what is about to end, as its flow was just killed, or it itself
+_PATIENCE = 5.0  # seconds for processes that are about to end, as they or their flow were just killed
 _POLL = 0.1
 
 
 class StillRuns(EckartError):
-    """Processes of an earlier run still write; the message names them and says what to do."""
+    """Processes of an earlier run still write. The message names them and says what to do."""
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Refuse to begin while processes of an earlier run of a stage, or of any, work in the workspace `root`.
+    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended.
 
     Raises:
-        StillRuns: some do, and do not end by themselves at once.
+        StillRuns: some still run, and do not end within seconds.
     """
-    if found := _outlast(root, stage, lambda process: None):
-        numbers = " ".join(map(str, found))
+    if left := _outlast(root, stage, lambda process: None):
+        numbers = " ".join(map(str, left))
         raise StillRuns(
-            f"an earlier run of {stage or 'a stage'} was cut off and left processes that still write in {root}: "
-            f"wait for their end, or `kill {numbers}`; then run again"
+            f"an earlier run of {stage or 'a stage'} was cut off, and its processes still write in {root}: "
+            f"wait until they end, or `kill {numbers}`; then run again"
         )
 
 
 def kill(root: Path, stage: str) -> None:
-    """Kill all processes of a stage but those that show other variables: such as are forked from the warm server."""
+    """Kill all processes of a stage. A fork of the warm server is not seen: it shows the server's environment."""
     _outlast(root, stage, psutil.Process.kill)
 
 
 def _outlast(root: Path, stage: str | None, act: Callable[[psutil.Process], None]) -> list[int]:
-    """Which processes of a stage, or of any, are there for longer than our patience; `act` on each meanwhile."""
+    """Return the processes of a stage, or of any, that outlast our patience; call `act` on each meanwhile."""
     end = time.monotonic() + _PATIENCE
-    while found := list(_running(root, stage)):
+    while left := list(_running(root, stage)):
         if time.monotonic() > end:
             break
-        for process in found:
+        for process in left:
             with suppress(psutil.Error):
                 act(process)
         time.sleep(_POLL)
-    return sorted(process.pid for process in found)
+    return sorted(process.pid for process in left)
 
 
 def _running(root: Path, stage: str | None) -> Iterator[psutil.Process]:
     me = psutil.Process()
     for pid in psutil.pids():
-        with suppress(psutil.Error):  # it has ended, or is another user's
+        with suppress(psutil.Error):  # ended, or another user's
             process = psutil.Process(pid)
-            # a user's shell may have these variables, too
+            # the shell that called us may have these variables, too
             if _is_of(process.environ(), root, stage) and process not in (me, *me.parents()):
                 yield process
 

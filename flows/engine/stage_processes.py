@@ -1,7 +1,7 @@
-"""Stage processes: each below a supervisor of its own, forked from a warm server, killed with all it started.
+"""Run the command of a stage in a process of its own, and kill it with all that it started.
 
-A fresh interpreter takes seconds to import torch and transformers; a fork from a server that has them takes
-hundredths of one. The process runs the very module that `python -m tasks.STAGE` runs.
+A fresh interpreter takes seconds to import torch and transformers; a fork of a warm server that has them takes
+hundredths of one. The fork runs the very module that `python -m tasks.STAGE` runs, below a supervisor (supervisor.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +25,7 @@ from flows.engine import forked_stage, orphaned_processes, supervisor
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
-# Slow imports only, and none of our own: the server must not hold code that is edited later.
+# Only slow imports, and none of our own: the server must not hold code that is edited later.
 _PRELOAD = [
     "grimp",
     "torch",
@@ -37,27 +38,27 @@ _PRELOAD = [
 ]
 
 _BEGINNINGS = ("python -m tasks.", "eckart stage ")
-"""Of the commands of stages, in a clone of the repository and in a workspace without code."""
+"""How the commands of stages begin, in a clone of the repository and in a workspace without code."""
 
 _LONGEST = 60
-"""Bytes of a folder for sockets: the name of one in it takes up to 40, and all may have 107."""
+"""Bytes of the path of a folder for sockets: the system allows a socket's path 107, and its name takes up to 40."""
 
 _SHORT_OF_MEMORY = ", as the system does where memory is short: run fewer stages at a time, or with smaller batches"
 
 _PATIENCE = 10  # seconds for the last lines of a stage that has ended
 
 _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
-"""What ends a process with all it started, what it prints, which who reads it closes, and its exit code once it has
-ended."""
+"""A process: a function that ends it with all it started, its output, and a function that waits for its exit code."""
 
 _context = multiprocessing.get_context("forkserver")
-_running: set[Callable[[], None]] = set()  # each ends a supervisor
+_running: set[Callable[[], None]] = set()  # functions that each end a supervisor
 _stopping = threading.Event()
 _turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
+_reading = threading.Lock()  # multiprocessing reads the exit codes of all processes when it starts one: one at a time
 
 
 class CommandFailed(EckartError):
-    """A command ended with another code than 0, or ran out of time. Who catches it knows which command that was."""
+    """A command ended with another code than 0, or ran out of time. The message does not name the command."""
 
 
 def run(
@@ -75,7 +76,7 @@ def run(
     with ExitStack() as process:
         with _turn:
             if _stopping.is_set():  # the flow ended while this stage waited for its turn
-                raise CommandFailed("not begun, since the flow has ended")
+                raise CommandFailed("not started, because the flow has ended")
             end, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(end)
         lines = _Lines(output, log, end)
@@ -110,7 +111,7 @@ def run(
 
 
 class _Lines(threading.Thread):
-    """Hands on the lines that a stage prints, and ends it where that fails."""
+    """Hand on the lines that a stage prints, and end the stage if that fails."""
 
     def __init__(self, output: IO[str], log: Callable[[str], None], end: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -126,18 +127,18 @@ class _Lines(threading.Thread):
                     self._count += 1
                     self.last = line.rstrip() or self.last
                     self._log(line.rstrip())
-        except Exception as error:  # of whoever is told
+        except Exception as error:  # of `log`
             self.failure = error
             self._end()
 
     def goes_on(self) -> bool:
-        """Whether a line was handed on since this was asked: what could not be killed may hold the output open."""
+        """Whether a line was handed on since the last call: a process that could not be killed may keep it open."""
         before, self._seen = self._seen, self._count
         return before < self._count
 
 
 def flow_has_ended() -> bool:
-    """Whether no stage may begin any more."""
+    """Whether the flow has ended, so that no stage may begin."""
     return _stopping.is_set()
 
 
@@ -151,7 +152,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def reaping() -> Iterator[None]:
-    """When the flow ends, for whatever reason, its stages are killed and none begins."""
+    """Kill the stages that run when the block ends, for whatever reason, and let none begin after it."""
     _stopping.clear()
     try:
         yield
@@ -164,7 +165,7 @@ def reaping() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """A SIGTERM, or a terminal that is closed, ends this process as an exception does: what it started can be ended."""
+    """Turn SIGTERM and a closed terminal into SystemExit, so that the process can end what it started."""
     ending = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
         ending.append(signal.SIGHUP)
@@ -177,7 +178,7 @@ def terminable() -> Iterator[None]:
 
 
 def _module(command: str) -> list[str] | None:
-    """`[module, *arguments]` if the command is one of `_BEGINNINGS` and nothing that takes a shell."""
+    """Return `[module, *arguments]` of a stage's command, or None if the command needs a shell."""
     if set(command) & set("&|;<>$`*?~\n") or not command.startswith(_BEGINNINGS):
         return None
     words = shlex.split(command)[2:]
@@ -189,33 +190,33 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
     _keep_sockets_short()
     _context.set_forkserver_preload(_PRELOAD)  # heeded when the server starts, with the first stage
     reader, writer = _context.Pipe(duplex=False)
-    told = (command, _module(command), str(root), dict(env), writer)
-    process = _context.Process(target=forked_stage.become, args=told)
-    process.start()
-    # Otherwise the start of another stage would wait for this one, too, and whoever waits second gets exit code 255.
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    arguments = (command, _module(command), str(root), dict(env), writer)
+    process = _context.Process(target=forked_stage.become, args=arguments)
+    with _reading:
+        process.start()
     writer.close()
 
     def exit_code() -> int:
-        process.join()
+        wait([process.sentinel])
+        with _reading:
+            process.join()
         return process.exitcode or 0
 
     output = os.fdopen(os.dup(reader.fileno()), errors="replace")
     reader.close()
     yield process.terminate, output, exit_code
-    process.join()
+    exit_code()
 
 
 def _keep_sockets_short() -> None:
-    """Have multiprocessing make its folder, which it makes once, where the path of a socket is not too long."""
-    if multiprocessing.process.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
-        return
+    """Have multiprocessing make its folder for sockets in /tmp if their paths would be too long elsewhere.
+
+    It makes that folder once, where `tempfile` says; there is no option of its own before Python 3.14.
+    """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > _LONGEST:
         tempfile.tempdir = "/tmp"
-    try:
         multiprocessing.util.get_temp_dir()
-    finally:
         tempfile.tempdir = usual
 
 

@@ -1,8 +1,9 @@
-"""The process above a stage: when the stage ends, or the flow, or it is told to, it kills all that the stage started.
+"""The process above a stage. It kills all that the stage started when the stage ends, the flow ends, or it is told to.
 
 `python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that ends with the flow; COMMAND is run by a
-shell, unless its process STAGE is a child already. What a stage starts may leave its session, and lose its parent: on
-Linux it then becomes a child of this process, which is a "child subreaper". It imports nothing of ours.
+shell, unless its process STAGE is a child already. What a stage starts may leave its session and lose its parent: on
+Linux it then becomes a child of this process, a "child subreaper". Python offers neither that nor the death signal of a
+parent, so `prctl` is called by ctypes. This module imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ _LOOKS = 1000  # then it is left: what another user runs cannot be killed
 
 
 def fork() -> int:
-    """Fork a stage in a session of its own, in a process that then becomes its supervisor; as `os.fork`."""
+    """Fork a stage in a session of its own, as `os.fork` does; the calling process then becomes its supervisor."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until `_watch` can heed it
     supervisor = os.getpid()
     if stage := os.fork():
         return stage
     os.setsid()
-    end_with_parent()
-    if os.getppid() != supervisor:  # it was killed before it could be heard of
+    die_with_parent()
+    if os.getppid() != supervisor:  # it was killed before the line above
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     return 0
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when the thread ends that started it, which its process takes along."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have Linux send this process a signal when the thread that started it ends, be it with its whole process."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -51,8 +52,8 @@ def _prctl(option: int, value: int) -> None:
 
 def _watch(stage: int, flow: int) -> NoReturn:
     """End when the stage does, with its code, or when the flow does."""
-    signals = {signal.SIGTERM, signal.SIGCHLD}  # one after the other: no second one interrupts the end
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # one that is ignored may not be waited for
+    signals = {signal.SIGTERM, signal.SIGCHLD}  # taken one after the other: none interrupts `_end`
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait does not see ignored signals
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     threading.Thread(target=_follow, args=(flow,), daemon=True).start()
     while (status := _status(stage)) is None:
@@ -63,7 +64,7 @@ def _watch(stage: int, flow: int) -> NoReturn:
 
 
 def _status(stage: int) -> int | None:
-    """How the stage ended, if it has; orphans that were taken in and have ended are forgotten."""
+    """Return how the stage ended, or None while it runs. Orphans that have ended are forgotten."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, stage):
@@ -81,17 +82,17 @@ def _end(code: int) -> NoReturn:
     for _ in range(_LOOKS):
         if not _has_children():
             break
-        import psutil  # slow, and of no use to most stages
+        import psutil  # slow, and most stages leave nothing behind
 
-        for one in psutil.Process().children(recursive=True):
+        for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
-                one.kill()
+                child.kill()
         time.sleep(_PAUSE)
     os._exit(code)
 
 
 def _has_children() -> bool:
-    """Whether any is left, after those that have ended are forgotten."""
+    """Whether a child still runs; those that have ended are forgotten."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

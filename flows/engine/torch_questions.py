@@ -1,4 +1,4 @@
-"""Questions that need torch, asked of a fork of the warm server: a flow itself imports none, which takes seconds."""
+"""Questions that need torch, answered by a fork of the warm server, so that a flow never waits for the import."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
-    """What `check_params.check` gives.
+    """Check params.yaml and return its typed sections, as `validation.check` does.
 
     Raises:
-        ParamsError: with all mistakes, each with its path and what to write instead.
+        ParamsError: params.yaml has mistakes; the message lists all, each with its path and what to write instead.
     """
     if not validation.found_good(schema.read()):
-        said: list[str] = []
+        lines: list[str] = []
         try:
-            _ask("python -m tasks.config.validation", said)
+            _ask("python -m tasks.config.validation", lines)
         except stage_processes.CommandFailed as failure:
-            raise schema.ParamsError("\n".join(said) or str(failure)) from None
+            raise schema.ParamsError("\n".join(lines) or str(failure)) from None
     return validation.check()
 
 
 def gpus() -> int:
-    """How many GPUs stages find here."""
-    said: list[str] = []
-    _ask("python -m tasks.runtime.gpu_count", said)
-    return int(said[-1])
+    """Return the number of GPUs that stages can use here."""
+    lines: list[str] = []
+    _ask("python -m tasks.runtime.gpu_count", lines)
+    return int(lines[-1])
 
 
-def _ask(command: str, said: list[str]) -> None:
+def _ask(command: str, lines: list[str]) -> None:
     with stage_processes.reaping():
-        stage_processes.run(command, Path.cwd(), said.append, {})
+        stage_processes.run(command, Path.cwd(), lines.append, {})

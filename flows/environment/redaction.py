@@ -1,4 +1,4 @@
-"""Secrets, which stay out of logs, messages and tracebacks: what holds one, and text without it."""
+"""Keep passwords and tokens out of logs, messages and tracebacks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from types import TracebackType
 from typing import Any
 
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
-"""How the name of an environment variable ends that holds a secret: AWS_SECRET_ACCESS_KEY, HF_TOKEN."""
-_LEAST = 8  # characters of a secret; what is shorter would hide innocent words
+"""Ends of the names of environment variables that hold secrets, such as HF_TOKEN."""
+_SHORTEST = 8  # characters of a secret; hiding shorter ones would hide ordinary words
 
 
 def keep_out() -> None:
-    """Keep secrets out of all that this process logs, and of the traceback that ends it."""
-    if not isinstance(make := logging.getLogRecordFactory(), _Discreet):
-        logging.setLogRecordFactory(_Discreet(make))
-    sys.excepthook = _say_end
+    """Keep secrets out of all that this process logs, and out of the traceback that ends it."""
+    if not isinstance(make := logging.getLogRecordFactory(), _RedactingFactory):
+        logging.setLogRecordFactory(_RedactingFactory(make))
+    sys.excepthook = _print_redacted
 
 
 def shown(text: str) -> str:
-    """An address, or any text, without the user names, passwords and tokens that it may hold."""
+    """Return an address or any text without the user names, passwords and tokens in it."""
     text = re.sub(r'://[^\s/"<>]*@', "://", text)
     for name, value in os.environ.items():
-        if name.endswith(_SECRETS) and len(value) >= _LEAST:
+        if name.endswith(_SECRETS) and len(value) >= _SHORTEST:
             text = text.replace(value, "***")
     return text
 
 
-class _Discreet:
-    """Makes log records that hold no secret, whichever library writes them and whatever handles them."""
+class _RedactingFactory:
+    """Make log records without secrets, whichever library logs them and whatever handles them."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self.make = make
@@ -42,16 +42,16 @@ class _Discreet:
         record = self.make(*args, **kwargs)
         try:
             message = record.getMessage()
-        except Exception:  # arguments that do not fit, in whatever way: the handler says so
+        except Exception:  # arguments that do not fit the message: the handler reports it
             return record
-        if (said := shown(message)) != message:
-            record.msg, record.args = said, None
+        if (redacted := shown(message)) != message:
+            record.msg, record.args = redacted, None
         if record.exc_info and record.exc_info[1]:
             trace = "".join(traceback.format_exception(record.exc_info[1])).rstrip("\n")
-            if (said := shown(trace)) != trace:
-                record.exc_text, record.exc_info = said, None
+            if (redacted := shown(trace)) != trace:
+                record.exc_text, record.exc_info = redacted, None
         return record
 
 
-def _say_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_redacted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))

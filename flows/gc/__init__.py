@@ -1,1 +1,1 @@
-"""What nights leave behind: which of it stays, and the rest removed."""
+"""Removal of files and records that are no longer used."""

@@ -1,8 +1,8 @@
-"""What fills the disk night after night: what of it stays, how much would go, and an end of it.
+"""Free disk space: find what is no longer used, and remove it.
 
-Kept of DVC's cache is all that something names: dvc.lock and .dvc files, in every workspace and in the history of git;
-the versions of the registry, with all that led to them; the last runs of each study. Runs that nobody committed are
-what goes. Only the cache is touched and no remote.
+An object of DVC's cache is kept if something names it: dvc.lock and .dvc files, in every workspace and in git's
+history; a registered version, with all stages that led to it; the last runs of each study. What goes are runs that
+nobody committed. No remote is touched.
 """
 
 from __future__ import annotations
@@ -23,47 +23,49 @@ from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
 _SCRATCH = re.compile(r"reproduce-[0-9a-f]{10}|worker-\d+")
-"""Workspaces that hold nothing of their own: they are made anew where they are needed."""
+"""Workspaces without content of their own, which are made again when needed."""
 
 
 @contextmanager
-def found(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
-    """What fills the disk, by kind; meanwhile no stage runs in this workspace or one that shares its cache.
+def kinds(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
+    """Yield what fills the disk, by kind. In the block no stage runs in a workspace that shares this cache.
 
     Args:
-        runs: how many finished runs of each study stay.
-        commits: how many commits that changed dvc.lock keep what it names; None for all.
-        days: after how many a flow run in Prefect goes.
+        runs: finished runs of each study to keep.
+        commits: commits that changed dvc.lock to keep the objects of; None for all.
+        days: age after which flow runs in Prefect go.
 
     Raises:
-        CannotCollect: a study runs, or what must stay cannot be told.
-        WorkspaceUnusable, WorkspaceError: this is no workspace, or a part of git fails.
-        RegistryError, ServerError: MLflow or Prefect fail.
+        CannotCollect: a study runs, or it is unknown what must be kept.
+        WorkspaceUnusable, WorkspaceError: this is no workspace, or git fails.
+        RegistryError, ServerError: MLflow or Prefect fails.
     """
     stages.check_workspace()
     worktrees.check_root()
     cache_dir = stages.cache_dir()
     if not cache_dir.resolve().is_relative_to(Path.cwd()):
-        raise CannotCollect(f"the cache is {cache_dir}, and what other workspaces need of it is not known here")
+        raise CannotCollect(
+            f"the cache {cache_dir} is outside this workspace, and other workspaces may need it: use `dvc gc`"
+        )
     with ExitStack() as stack:
         scratch = [folder for folder in _scratch() if _is_free(stack, folder)]
         others = [folder for folder in _worktrees() if folder not in scratch]
         for folder in (Path.cwd(), *others):
-            stack.enter_context(_still(folder))
-        known = stack.enter_context(mlflow_records.look(runs))
-        digests = known.digests.union(
+            stack.enter_context(_no_stage_runs(folder))
+        tracked = stack.enter_context(mlflow_records.look(runs))
+        digests = tracked.digests.union(
             referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
         )
         yield [
             _workspaces([folder for folder in others if folder.parent == WORKSPACES.resolve()], scratch),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
-            *known.kinds,
+            *tracked.kinds,
             *prefect_records.kinds(days),
         ]
 
 
 def _worktrees() -> list[Path]:
-    """All that git knows of this repository but the working directory."""
+    """Return the worktrees of this repository other than the working directory."""
     lines = worktrees.git(Path(), "worktree", "list", "--porcelain").splitlines()
     folders = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
     return [folder.resolve() for folder in folders if folder.exists() and folder.resolve() != Path.cwd().resolve()]
@@ -74,7 +76,7 @@ def _scratch() -> list[Path]:
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:
-    """Whether nobody uses a workspace; nobody does before the stack ends."""
+    """Lock a workspace until the stack ends, and return whether that succeeded."""
     try:
         stack.enter_context(worktrees.held(folder))
     except WorkspaceError:
@@ -83,8 +85,8 @@ def _is_free(stack: ExitStack, folder: Path) -> bool:
 
 
 @contextmanager
-def _still(folder: Path) -> Iterator[None]:
-    """No stage runs in a workspace."""
+def _no_stage_runs(folder: Path) -> Iterator[None]:
+    """Let no stage run in a workspace while the block does; raise if one runs already."""
     if not (folder / ".dvc").is_dir():  # a worktree at a commit before DVC
         yield
         return
@@ -92,7 +94,7 @@ def _still(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(locks.workspace(stack.enter_context(Repo(str(folder), _wait_for_lock=True))))
         except DvcException as error:
-            raise CannotCollect(f"a study runs in {folder}: wait for its end: {error}") from error
+            raise CannotCollect(f"a study runs in {folder}: wait until it ends ({error})") from error
         yield
 
 
@@ -101,6 +103,6 @@ def _workspaces(stay: Iterable[Path], go: Iterable[Path]) -> Kind:
 
 
 def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:  # not by git, which knows none that was killed half-way
+    for folder in folders:  # not by git, which does not know a folder whose making was interrupted
         cached_objects.remove(folder)
     worktrees.git(Path(), "worktree", "prune")

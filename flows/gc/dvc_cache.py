@@ -1,4 +1,4 @@
-"""DVC's cache: objects, the run cache, and what was computed beside them."""
+"""Sort DVC's cache into what stays and what goes: objects, the run cache, and times of stages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flows.gc import referenced_digests
 from flows.gc.kind import Kind, size_of
 
 _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
-_ASIDE = "going"  # folder of the cache
+_ASIDE = "going"  # a folder in the cache
 
 
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
-    """What of the cache stays.
+    """Return the kinds of files in the cache.
 
     Args:
         cache_dir: as `dvc cache dir` names it.
-        kept: digests of files and folders, and of the folders' files.
+        kept: digests of files and folders to keep, and of the folders' files.
     """
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
@@ -52,14 +52,14 @@ def _kind(
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    # Lists of files first: one that is there while its files are not would look like a loss.
+    # Lists of files first: a list without its files would look like a loss.
     for path in sorted(paths, key=lambda path: path.suffix != ".dir"):
         path.unlink(missing_ok=True)
 
 
 def _remove_runs(aside: Path, entries: Sequence[Path]) -> None:
-    """Remove entries of the run cache, and at once with its folder the last of a stage: DVC fails on an empty one."""
-    cached_objects.remove(aside)  # of one that was killed
+    """Remove entries of the run cache. The last of a stage goes at once with its folder: DVC fails on an empty one."""
+    cached_objects.remove(aside)  # left by a killed process
     going = set(entries)
     for folder in {path.parent for path in entries}:
         if going.issuperset(folder.iterdir()):
@@ -75,7 +75,7 @@ def _digest(path: Path) -> str:
 
 
 def _outs(entry: Path) -> set[str]:
-    """What an entry of the run cache would restore; for one that cannot be read, what nobody has."""
+    """Return the digests of an entry of the run cache; for an unreadable one, a digest that nothing has."""
     try:
         return {out["md5"] for out in YAML(typ="safe").load(entry)["outs"]}
     except (YAMLError, UnicodeDecodeError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""A kind of what fills the disk: what of it stays and what goes."""
+"""Kinds of things that fill the disk, with what stays and what goes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tasks.artifacts.errors import EckartError
 
 
 class CannotCollect(EckartError):
-    """It cannot be told what must stay; the message says why. Nothing was removed."""
+    """The objects to keep are unknown. The message says why. Nothing was removed."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many, and how many bytes; None where bytes are not known."""
+    """A count, and bytes if they are known."""
 
     count: int
     bytes: int | None
@@ -23,7 +23,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Kind:
-    """All of one kind; `remove` removes what goes, and may be killed at any moment and begun again."""
+    """All things of one kind. `remove` removes those that go; if it is killed, it can be called again."""
 
     name: str
     stays: Size
@@ -32,7 +32,7 @@ class Kind:
 
 
 def size_of(paths: Iterable[Path]) -> Size:
-    """The size of files and folders, without files that have other names: those keep their bytes on the disk."""
+    """Return the size of files and folders, without hard-linked files, whose bytes would stay on the disk."""
     sizes = [_bytes(path) for path in paths]
     return Size(len(sizes), sum(sizes))
 

@@ -1,4 +1,4 @@
-"""MLflow's runs and models: which stay, and what they and the registered versions name of DVC's cache."""
+"""Sort MLflow's runs and models into what stays and what goes, and find the objects of DVC's cache that they name."""
 
 from __future__ import annotations
 
@@ -27,59 +27,60 @@ from flows.tracking import candidate_models, database, mirror
 from tasks.artifacts.names import candidate_of
 from tasks.config import validation
 
-_DELETED = "deleted"  # MLflow's word for what was thrown away and is still there
-_MODEL = "models:/"  # where a version's files are, before the id of the model
+_DELETED = "deleted"  # MLflow's word for runs in its trash
+_MODEL = "models:/"  # start of a version's source; the id of the model follows
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """What MLflow and its registry know.
-
-    digests: what registered versions and the runs that stay name in DVC's cache.
-    """
+    """The contents of MLflow and its registry."""
 
     digests: set[str]
+    """Objects of DVC's cache that registered versions and the kept runs name."""
     kinds: list[Kind]
 
 
 @contextmanager
 def look(recent: int) -> Iterator[Tracked]:
-    """What MLflow says, as long as nobody promotes; runs and models of a server of the user's all stay.
+    """Yield the contents of MLflow, while nobody can promote. All runs and models of a server of the user's stay.
 
     Args:
-        recent: how many finished runs of each study stay; besides those that made a registered version.
+        recent: finished runs of each study to keep, besides those that made a registered version.
 
     Raises:
-        RegistryError: it fails.
+        RegistryError: MLflow fails.
         CannotCollect: a registered version has no files, or a damaged database may name some.
     """
-    users = os.environ.get("MLFLOW_TRACKING_URI")
+    server = os.environ.get("MLFLOW_TRACKING_URI")
     model = validation.typed_section("promotion").model
     database.set_aside_damaged()
     if damaged := database.damaged():
-        raise CannotCollect(f"what the versions in {damaged[0]} name is not known: repair it, or move it elsewhere")
-    if not (users or os.environ.get("MLFLOW_REGISTRY_URI") or database.FILE.exists() or last_champion.last(model)):
+        raise CannotCollect(
+            f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"
+        )
+    if not (server or os.environ.get("MLFLOW_REGISTRY_URI") or database.FILE.exists() or last_champion.last(model)):
         yield Tracked(set(), [_registered(0)])
         return
     with versions.connected(model) as registry:
-        yield _tracked(registry.client, recent, local=not users)
+        yield _tracked(registry.client, recent, local=not server)
 
 
 def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
     registered = list(_all(client.search_model_versions))
-    experiments = [one.experiment_id for one in _all(partial(client.search_experiments, view_type=ViewType.ALL))]
-    ours = "" if local else "tags.`eckart.study` LIKE '%'"  # of a server that others use, too
+    experiments = [
+        experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
+    ]
+    ours = "" if local else "tags.`eckart.study` LIKE '%'"  # others may use the server, too
     search = partial(client.search_runs, experiments, ours, run_view_type=ViewType.ALL)
-    found = list(_all(search)) if experiments else []
-    runs = {one.info.run_id: one for one in found}
+    runs = {run.info.run_id: run for run in (_all(search) if experiments else ())}
     latest = _latest(_studies(runs.values()), recent)
     lineages = {run: _lineage(client, run) for run in latest}
-    children = [one for one in runs.values() if one.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
+    children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
     digests = referenced_digests.in_text(json.dumps(list(lineages.values())))
-    digests |= referenced_digests.in_text(json.dumps([dict(one.data.tags) for one in children]))
+    digests |= referenced_digests.in_text(json.dumps([dict(run.data.tags) for run in children]))
     for version in registered:
-        digests |= referenced_digests.in_text(json.dumps(dict(version.tags))) | _behind(client, runs, version)
-    stay = latest | {one.info.run_id for one in children} | {str(one.run_id) for one in registered}
+        digests |= referenced_digests.in_text(json.dumps(dict(version.tags))) | _digests_of(client, runs, version)
+    stay = latest | {run.info.run_id for run in children} | {str(version.run_id) for version in registered}
     stay |= {str(run) for lineage in lineages.values() for run in lineage.get("candidates", {}).values()}
     stay |= {str(runs[run].data.tags.get(MLFLOW_PARENT_RUN_ID)) for run in stay & runs.keys()}
     own = _kinds(client, experiments, runs, stay, registered) if local else []
@@ -87,12 +88,12 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
 
 
 def _registered(count: int) -> Kind:
-    """All stay: shown, so that one sees whether the right registry was asked."""
+    """Return the registered versions, which all stay; the count shows whether the right registry was asked."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
 def _all(search: Callable[..., Any]) -> Iterator[Any]:
-    """What a search of MLflow's finds, page by page."""
+    """Yield all results of an MLflow search, page by page."""
     token = None
     while True:
         page = search(page_token=token)
@@ -102,30 +103,30 @@ def _all(search: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Experiment → the runs of its study, the latest first, without those that were deleted."""
-    found: dict[str, list[Run]] = {}
+    """Return experiment → runs of its study, latest first, without deleted ones."""
+    studies: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: -run.info.start_time):
         tags = run.data.tags
         if "eckart.study" in tags and MLFLOW_PARENT_RUN_ID not in tags and run.info.lifecycle_stage != _DELETED:
-            found.setdefault(run.info.experiment_id, []).append(run)
-    return found
+            studies.setdefault(run.info.experiment_id, []).append(run)
+    return studies
 
 
 def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
-    """The last runs that finished, of each study, and all that began since."""
-    found: set[str] = set()
+    """Return the `recent` last finished runs of each study, and all runs that started since."""
+    latest: set[str] = set()
     for runs in studies.values():
         finished = 0
         for run in runs:
             if finished == recent:
                 break
             finished += run.info.status == RunStatus.to_string(RunStatus.FINISHED)
-            found.add(run.info.run_id)
-    return found
+            latest.add(run.info.run_id)
+    return latest
 
 
 def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
-    """What a study's run wrote of its stages when it ended."""
+    """Return what a study's run recorded of its stages when it ended."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -133,10 +134,10 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     return content
 
 
-def _behind(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> set[str]:
-    """Digests of all that the stages of a version's candidate, and those that all candidates share, wrote."""
-    made = runs.get(version.run_id or "")
-    parent = made.data.tags.get(MLFLOW_PARENT_RUN_ID) if made else None
+def _digests_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> set[str]:
+    """Return the digests of all outputs that led to a version: of its candidate's stages and of the shared ones."""
+    run = runs.get(version.run_id or "")
+    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID) if run else None
     if not parent or parent not in runs:
         return set()
     stages = _lineage(client, parent).get("stages", {})
@@ -153,15 +154,16 @@ def _kinds(
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
-    """The runs and models of the workspace's own store."""
-    used = {(one.source or "").removeprefix(_MODEL): one for one in registered if (one.source or "").startswith(_MODEL)}
-    found: list[LoggedModel] = list(_all(partial(client.search_logged_models, experiments))) if experiments else []
-    models = {one.model_id: one for one in found}
+    """Return the kinds of runs and models in the workspace's own store."""
+    sources = {version.source or "": version for version in registered}
+    used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
+    search = partial(client.search_logged_models, experiments)
+    models: dict[str, LoggedModel] = {model.model_id: model for model in (_all(search) if experiments else ())}
     for name, version in used.items():
-        if name not in models:  # MLflow's own gc would remove its files
+        if name not in models:  # MLflow's gc would remove its files
             raise CannotCollect(
                 f"{name}, the model of version {version.version} of {version.name}, was deleted in MLflow: "
-                "delete that version, too"
+                "delete the version, too"
             )
     ending = {name for name, run in runs.items() if _ends(run, name in stay)}
     unused = {name for name, model in models.items() if name not in used and _is_unused(model, runs.keys() - ending)}
@@ -178,29 +180,24 @@ def _kinds(
 
 
 def _ends(run: Run, stays: bool) -> bool:
-    """What was deleted in MLflow goes in any case: its own gc makes an end of all that."""
+    """Whether a run goes: a deleted one does in any case, since MLflow's gc removes all of those."""
     return run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and not stays)
 
 
 def _is_unused(model: LoggedModel, staying: set[str]) -> bool:
-    """Of one without a version: a candidate's goes with its run, a version's had one."""
+    """Whether a model without a version goes: a candidate's goes with its run, a deleted version's goes."""
     return model.source_run_id not in staying if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Of runs or models, by where their files are."""
-    stay_in, go_from = (
-        [_folder(place) for one, place in places.items() if (one in go) == goes] for goes in (False, True)
-    )
-    return Kind(name, size_of(stay_in), size_of(go_from), remove)
-
-
-def _folder(address: str) -> Path:
-    return Path(local_file_uri_to_path(address))
+    """Return the runs or models of `places` (id → address of its files) as a kind."""
+    folders = {id_: Path(local_file_uri_to_path(address)) for id_, address in places.items()}
+    stay, goes = ([folder for id_, folder in folders.items() if (id_ in go) == gone] for gone in (False, True))
+    return Kind(name, size_of(stay), size_of(goes), remove)
 
 
 def _remove(client: MlflowClient, runs: Iterable[Run], models: Iterable[str]) -> None:
-    """Delete runs and models, as in MLflow's pages, and then for good."""
+    """Delete runs and models, first into MLflow's trash and then for good."""
     for run in runs:
         if run.info.lifecycle_stage != _DELETED:
             client.delete_run(run.info.run_id)

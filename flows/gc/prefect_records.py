@@ -1,4 +1,4 @@
-"""Prefect's records of old flow runs."""
+"""Sort Prefect's records of flow runs into what stays and what goes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from flows.gc.kind import Kind, Size
 from flows.servers import prefect_server
 
 _FLOWS = FlowFilter.model_validate({"name": {"any_": ["study", "promotion"]}})
-_PAGE = 200  # that the server tells of at once
+_PAGE = 200  # runs that the server lists at once
 
 
 def kinds(days: float) -> list[Kind]:
-    """Runs of Eckart's flows by whether they ended that long ago; none if the server is not on this machine.
+    """Return the runs of Eckart's flows; those that ended so many days ago go. Empty for a server elsewhere.
 
     Raises:
-        ServerError: Prefect was told of a server that does not answer, or none can be started.
+        ServerError: the named server does not answer, or none can be started.
     """
     address = prefect_server.require()
     if address and urlsplit(address).hostname not in (settings.LOOPBACK, "localhost"):
-        return []  # it serves others, too
+        return []  # others may use it, too
     prefect_server.use_temporary()
     before = datetime.now(UTC) - timedelta(days=days)
     old = FlowRunFilter.model_validate({"end_time": {"before_": before}})
     with get_client(sync_client=True) as client:
-        all_of_them = client.count_flow_runs(flow_filter=_FLOWS)
-        found = list(_ended(client, old))
-    goes, stays = (Size(count, None) for count in (len(found), all_of_them - len(found)))
-    return [Kind("flow runs in Prefect", stays, goes, lambda: _remove(found))]
+        total = client.count_flow_runs(flow_filter=_FLOWS)
+        ended = list(_ended(client, old))
+    sizes = Size(total - len(ended), None), Size(len(ended), None)
+    return [Kind("flow runs in Prefect", *sizes, lambda: _remove(ended))]
 
 
 def _ended(client: SyncPrefectClient, old: FlowRunFilter) -> Iterator[FlowRun]:

@@ -1,8 +1,8 @@
-"""The digests that workspaces and the history of git name.
+"""Find the digests that workspaces and git's history name.
 
-Read as text: dvc.lock decides and not dvc.yaml, since it may record stages that the parameters of its revision do not
-name, which DVC's own `gc` would forget; and a revision whose dvc.yaml DVC cannot read any more names results, too. That
-digests of code are among them does no harm.
+All files are read as text. dvc.lock counts and not dvc.yaml: it may record stages that the parameters of its revision
+do not name, which `dvc gc` would forget, and DVC may no longer be able to read an old dvc.yaml. Digests of code are
+found, too, which does no harm.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32}\b(?:\.dir\b)?")
 
 
 def in_text(text: str) -> set[str]:
-    """All that looks like a digest of DVC's; that of a folder ends with `.dir`."""
+    """Return all that looks like a digest of DVC's; that of a folder ends with `.dir`."""
     return set(_DIGEST.findall(text))
 
 
 def in_workspace(folder: Path) -> set[str]:
-    """What dvc.lock, one that was cut off and set aside, and .dvc files name in a workspace, committed or not."""
-    found = worktrees.git(folder, "ls-files", "-z", "--cached", "--others", "--", f"{LOCK}*", "*.dvc")
-    texts = [(folder / name).read_text(errors="replace") for name in found.split("\0") if (folder / name).is_file()]
+    """Return the digests in a workspace's dvc.lock, damaged copies of it, and .dvc files, committed or not."""
+    names = worktrees.git(folder, "ls-files", "-z", "--cached", "--others", "--", f"{LOCK}*", "*.dvc")
+    texts = [(folder / name).read_text(errors="replace") for name in names.split("\0") if (folder / name).is_file()]
     return set().union(*map(in_text, texts))
 
 
 def in_history(commits: int | None) -> set[str]:
-    """What dvc.lock and .dvc files name in all commits, of all branches, tags and worktrees.
+    """Return the digests in dvc.lock and .dvc files of all commits of all branches, tags and worktrees.
 
     Args:
-        commits: how many of those that changed these files, the latest; besides the tips of branches, and all tags.
+        commits: only this many latest commits that changed these files, besides all tags and tips of branches.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")
@@ -50,6 +50,6 @@ def _blobs(commit: str) -> set[str]:
 
 
 def with_files(cache_dir: Path, digests: Iterable[str]) -> set[str]:
-    """The digests, and of each folder those of its files. A list that is corrupt still names most of them."""
-    lists = [cached_objects.object_path(cache_dir, each) for each in digests if each.endswith(".dir")]
+    """Return the digests and those of all files in their folders. A corrupt list still names most of its files."""
+    lists = [cached_objects.object_path(cache_dir, digest) for digest in digests if digest.endswith(".dir")]
     return set(digests).union(*(in_text(path.read_text(errors="replace")) for path in lists if path.exists()))

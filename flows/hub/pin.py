@@ -1,4 +1,4 @@
-"""What a study takes from the Hugging Face hub, pinned in params.yaml to its newest commit."""
+"""Pin base model and data of a study to their newest commits on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class CannotPin(EckartError):
-    """The hub does not say which commit is the newest; params.yaml is as it was."""
+    """The hub does not name the newest commit. params.yaml is unchanged."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A revision in params.yaml."""
+    """A pinned revision in params.yaml."""
 
     section: str
     name: str
-    """On the hub."""
+    """The repository on the hub."""
     before: str | None
     now: str
 
 
 def pin() -> list[Pin]:
-    """Write the newest commits of base model and data set into params.yaml, where these are of the hub.
+    """Write the newest commits of base model and data set into params.yaml if they are on the hub.
 
-    A branch or tag stays: whoever wrote it wants that one.
+    A branch or tag stays, since somebody chose it.
 
     Returns:
-        Each revision that was null or a commit, also where it is the newest already.
+        Each revision that was null or a commit, even if it is the newest already.
 
     Raises:
         CannotPin: the hub cannot be asked, or has no such repository.
     """
     stages.check_workspace()
     model, data, api = typed_section("model"), typed_section("data"), HfApi()
-    asked: list[tuple[str, str | None, str | None, Callable[..., Any]]] = [
+    inputs: list[tuple[str, str | None, str | None, Callable[..., Any]]] = [
         ("model", hub_id(model.base), model.revision, api.model_info),
         ("data", hub_id(data.source, PACKAGED), data.revision, api.dataset_info),
     ]
-    found = [
+    pins = [
         Pin(part, name, revision, _newest(name, newest))
-        for part, name, revision, newest in asked
+        for part, name, revision, newest in inputs
         if name and (revision is None or _COMMIT.fullmatch(revision))
     ]
-    if new := {one.section: {"revision": one.now} for one in found if one.now != one.before}:
+    if new := {pin.section: {"revision": pin.now} for pin in pins if pin.now != pin.before}:
         yaml_edit.update(new)
-    return found
+    return pins
 
 
 def _newest(name: str, info: Callable[..., Any]) -> str:
     try:
         return str(info(name).sha)
-    except Exception as error:  # those of its HTTP client have no class that is huggingface_hub's
-        raise CannotPin(f"the hub does not say which commit of {name} is the newest: {error}") from error
+    except Exception as error:  # errors of its HTTP client are no classes of huggingface_hub
+        raise CannotPin(f"the hub does not name the newest commit of {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""A candidate on the Hugging Face hub: its folder, its card, and its files for onnxruntime where it is exported."""
+"""Publish a candidate on the Hugging Face hub: its folder, its card, and its ONNX files if it was exported."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ from tasks.artifacts.paths import CARDS, FINETUNED, ONNX
 
 
 class CannotPublish(EckartError):
-    """What is to be published is not there, or the hub does not take it; the message says what to do."""
+    """The candidate is not there, or the hub refuses it. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What went, or would go, to a repository of the hub."""
+    """The files of a candidate in a repository of the hub."""
 
     files: dict[str, Path]
     """Path there → file here."""
     url: str | None
-    """Of the commit; None where nothing was sent."""
-
-    @property
-    def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files.values())
+    """Address of the commit; None if nothing was sent."""
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
-    """Bring a candidate to the hub, as one commit; the repository is made if there is none.
+    """Upload a candidate as one commit, and make the repository if there is none.
 
     Args:
         repository: USER/NAME.
+        private: make a new repository private.
+        dry_run: only return the files.
 
     Raises:
         CannotPublish: there is no such candidate, its stages are not up to date, or the hub refuses.
@@ -45,7 +43,7 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise CannotPublish(f"{repository} is no repository of the hub: write USER/NAME ({error})") from error
+        raise CannotPublish(f"{repository} is no name of a repository: write USER/NAME ({error})") from error
     files = _files(candidate)
     if dry_run:
         return Published(files, None)
@@ -54,20 +52,20 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.create_commit(repository, operations, commit_message=f"{candidate}, by Eckart")
-    except Exception as error:  # those of its HTTP client have no class that is huggingface_hub's
+    except Exception as error:  # errors of its HTTP client are no classes of huggingface_hub
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
-            raise CannotPublish("the hub does not know you: `hf auth login`, or set HF_TOKEN") from error
+            raise CannotPublish("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
         raise CannotPublish(f"the hub does not take {repository}: {error}") from error
     return Published(files, str(commit.commit_url))
 
 
 def _files(candidate: str) -> dict[str, Path]:
-    planned = {one.name: one for one in nothing_to_do.plan()}
-    made, exported = stage_name("finetune", candidate), stage_name("export", candidate)
-    if made not in planned:
+    planned = {stage.name: stage for stage in nothing_to_do.plan()}
+    finetuned, exported = stage_name("finetune", candidate), stage_name("export", candidate)
+    if finetuned not in planned:
         known = [name.partition("@")[2] for name in planned if name.startswith(stage_name("finetune", ""))]
-        raise CannotPublish(f"there is no candidate {candidate}: write one of {', '.join(known)}")
-    if stale := [name for name in (made, exported, "compare") if name in planned and not planned[name].cached]:
+        raise CannotPublish(f"there is no candidate {candidate}; the candidates are {', '.join(known)}")
+    if stale := [name for name in (finetuned, exported, "compare") if name in planned and not planned[name].cached]:
         raise CannotPublish(f"{', '.join(stale)} is not up to date: run `eckart run` first")
     folders = {"": FINETUNED / candidate} | ({"onnx/": ONNX / candidate} if exported in planned else {})
     files = {f"{prefix}{file.name}": file for prefix, folder in folders.items() for file in sorted(folder.iterdir())}

@@ -67,7 +67,7 @@ def _predict(model: str, question: Path, answer: Path) -> None:
             capture_output=True,
             text=True,
             timeout=_PATIENCE,
-            preexec_fn=supervisor.end_with_parent,
+            preexec_fn=supervisor.die_with_parent,
         )
     except subprocess.TimeoutExpired as error:
         raise SmokeFailed(f"it did not answer within {_PATIENCE} s") from error

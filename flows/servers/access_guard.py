@@ -1,8 +1,8 @@
-"""What stands before every page that we serve on loopback, as an ASGI application around the page's own.
+"""Guard the pages that we serve on loopback: an ASGI application around the page's own.
 
-A web page that somebody opens can send requests to 127.0.0.1: as itself, which its Origin tells, or, of a GET, what the
-browser says of its site; or under a name that its owner lets resolve to 127.0.0.1 (DNS rebinding), which the Host
-tells. Other users of the machine can reach the port, too: they lack the key.
+A web page that somebody opens in a browser can send requests to 127.0.0.1, and Prefect's API runs code. The headers
+Origin and Sec-Fetch-Site tell such requests apart; the header Host tells those of a page whose owner lets its name
+resolve to 127.0.0.1 (DNS rebinding). Other users of the machine can reach the port, too, but lack the key.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from socket import gethostname
 from typing import Any
 
 PROOF = "/eckart/proof"
-"""Where a server of ours shows that it has the key, and asks for none."""
+"""The path where a server of ours proves that it has the key, without being given it."""
 SERVES = "/eckart/serves"
-"""Where it says whose pages it has: which program's, and of which database. It asks for the key."""
+"""The path where it names its program and its database. It asks for the key."""
 
 _HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")  # with a tunnel the port may be another one
 _REALM = b'Basic realm="eckart", charset="UTF-8"'
-_NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")  # no page of others shows this one inside itself
+_NO_FRAMES = (b"content-security-policy", b"frame-ancestors 'self'")  # no foreign page may show this one in a frame
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 def proof(key: str, port: int, nonce: str) -> str:
-    """What a server of ours answers, and nobody else can: for this place, so that no other program can pass it on."""
+    """Return the answer that only a holder of the key can give, bound to host and port so that none can relay it."""
     return hmac.new(key.encode(), f"{gethostname()} {port} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 class Guard:
-    """Refuses who must not reach an application.
+    """Let only requests of this machine's own pages and of holders of the key reach an application.
 
     Args:
-        app: which is reached by all others.
-        key: which `PROOF` proves.
-        auth: `user:password` that must be given by HTTP's Basic scheme; None where the application asks by itself.
-        serves: what `SERVES` answers.
+        app: the application.
+        key: the key that `PROOF` proves.
+        auth: `user:password` that HTTP's Basic scheme must give; None if the application asks by itself.
+        serves: the answer at `SERVES`.
     """
 
     def __init__(self, app: Application, key: str, auth: str | None = None, serves: str = "") -> None:
@@ -56,7 +56,7 @@ class Guard:
             nonce = scope["query_string"].decode("latin-1")
             await _answer(send, 200, proof(self._key, scope["server"][1], nonce).encode())
         elif (wanted := self._wanted_at(scope)) and not hmac.compare_digest(_header(scope, b"authorization"), wanted):
-            await _refuse(scope, send, 401, b"The key is wanted.", (b"www-authenticate", _REALM))
+            await _refuse(scope, send, 401, b"This server asks for its key.", (b"www-authenticate", _REALM))
         elif scope["path"] == SERVES and scope["type"] == "http":
             await _answer(send, 200, self._serves.encode())
         else:
@@ -71,22 +71,22 @@ def _basic(auth: str) -> bytes:
 
 
 def _foreign(scope: Mapping[str, Any]) -> bytes:
-    """Why a request is none of this machine's own; empty if it is one, or a link that somebody followed."""
+    """Return why a request comes from a foreign page; empty if it does not, or if somebody followed a link."""
     host, origin, site, mode = (
         _header(scope, name).lower() for name in (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode")
     )
     if not _HOST.fullmatch(host):
-        return b"This server is asked for as 127.0.0.1 or localhost alone."
+        return b"Address this server as 127.0.0.1 or localhost."
     if origin and origin != b"http://" + host:
-        return b"A page of another origin asks nothing of this server."
+        return b"Pages of another origin may not use this server."
     if site not in (b"", b"none", b"same-origin") and not (mode == b"navigate" and scope.get("method") == "GET"):
-        return b"A page of another site asks nothing of this server."
+        return b"Pages of another site may not use this server."
     return b""
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> bytes:
-    """All values of a header, so that a second one changes what is compared."""
-    return b",".join(value for one, value in scope["headers"] if one == name)
+    """Return all values of a header, joined: a second value makes every comparison fail."""
+    return b",".join(value for header, value in scope["headers"] if header == name)
 
 
 async def _refuse(scope: Mapping[str, Any], send: Any, status: int, reason: bytes, *more: tuple[bytes, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""The key of this user's own servers: a file that its owner alone can read, made on first use."""
+"""The key of this user's servers: a file that only its owner can read, made on first use."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _VARIABLE = "PREFECT_SERVER_API_AUTH_STRING"
 
 
 class ServerError(EckartError):
-    """No server can be used; the message says why."""
+    """No server can be used. The message says why and what to do."""
 
 
 def path() -> Path:
-    """Where it is, or will be."""
+    """Return the path of the key file, which may not exist yet."""
     return get_current_settings().home / "eckart.key"
 
 
 def known() -> str | None:
-    """`user:password`, if there is one already.
+    """Return the key, `user:password`, or None if none was made yet.
 
     Raises:
-        ServerError: it cannot be read, is empty, or others can read it.
+        ServerError: the file cannot be read, is empty, is another user's, or others can read it.
     """
     file = path()
     try:
@@ -40,28 +40,31 @@ def known() -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(
-            f"the key {file} cannot be read ({error}): remove it, or set PREFECT_HOME to another folder"
-        ) from error
+        raise _unusable(str(error)) from error
     if not key:
-        raise ServerError(f"the key {file} is empty: remove it, and a new one is made")
-    if status.st_uid != os.getuid():
-        raise ServerError(f"the key {file} is another user's: set PREFECT_HOME to a folder of your own")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        raise ServerError(f"the key {file} is open to others: remove it, and a new one is made")
+        raise _unusable("it is empty")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise _unusable("it is another user's, or others can read it")
     return key
 
 
+def _unusable(reason: str) -> ServerError:
+    return ServerError(
+        f"the key {path()} cannot be used: {reason}. Remove it, and a new one is made; or set PREFECT_HOME to another "
+        "folder of your own"
+    )
+
+
 def made() -> str:
-    """The same; a new one where there is none. Two first uses at once agree: the name is taken once, by a whole file.
+    """Return the key, and make it first if there is none. Two processes that make it at once get the same.
 
     Raises:
-        ServerError: it cannot be written, or others can read it, or write to Prefect's home.
+        ServerError: it cannot be written, others can read it, or others can write to Prefect's home.
     """
     file = path()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if file.parent.stat().st_mode & 0o022:  # and put a database there, which says what runs
+        if file.parent.stat().st_mode & 0o022:  # a foreign database there would decide what runs
             raise ServerError(f"others can write to Prefect's home {file.parent}: `chmod go-w {file.parent}`")
         if key := known():
             return key
@@ -69,7 +72,7 @@ def made() -> str:
         try:
             with open(descriptor, "w") as new:
                 new.write(f"eckart:{secrets.token_urlsafe(32)}\n")
-            with suppress(FileExistsError):
+            with suppress(FileExistsError):  # a link takes the name once, with the whole content
                 os.link(name, file)
         finally:
             os.unlink(name)
@@ -79,27 +82,27 @@ def made() -> str:
             "make room, or set PREFECT_HOME to another folder"
         ) from error
     if not (key := known()):
-        raise ServerError(f"the key {file} is a link to nowhere: remove it, and a new one is made")
+        raise _unusable("it is a link to nowhere")
     return key
 
 
 def where() -> str:
-    """What a shell puts in its place."""
+    """Return a shell expression for the key, so that no message shows it."""
     if auth_string() == known():
         return f"$(cat {shlex.quote(str(path()))})"
-    return f"${_VARIABLE}"  # of the environment, or of a profile, which `prefect config view` shows
+    return f"${_VARIABLE}"
 
 
 def auth_string() -> str | None:
-    """What our servers ask for: the user's own PREFECT_SERVER_API_AUTH_STRING, else the key; None if that is empty.
+    """Return what our servers ask for: PREFECT_SERVER_API_AUTH_STRING, else the key; None if the variable is empty.
 
     Raises:
-        ServerError: as `made`.
+        ServerError: the variable is no `user:password`, or as `made`.
     """
-    if os.environ.get(_VARIABLE) == "":  # the explicit choice to go without
+    if os.environ.get(_VARIABLE) == "":  # an explicit choice to have no key
         return None
     given = get_current_settings().server.api.auth_string
     theirs = given.get_secret_value() if given else ""
     if theirs and not all(theirs.partition(":")):
-        raise ServerError(f"{_VARIABLE} is no USER:PASSWORD: write one with a colon")
+        raise ServerError(f"{_VARIABLE} must be USER:PASSWORD, with a colon")
     return theirs or made()

@@ -1,4 +1,4 @@
-"""MLflow's page behind our guard, as `mlflow server --app-name eckart` serves it; the environment has the key."""
+"""MLflow's page behind our guard, as `mlflow server --app-name eckart` serves it. The environment has the key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flows.servers.access_guard import Guard
 
 
 def app() -> Guard:
-    from mlflow.server.fastapi_app import app as page  # which reads settings of a server as it is imported
+    from mlflow.server.fastapi_app import app as page  # reads the settings of a server when imported
 
-    told = os.environ
-    return Guard(page, told["ECKART_SERVER_KEY"], told.get("ECKART_AUTH_STRING"), told["ECKART_SERVES"])
+    key, serves = os.environ["ECKART_SERVER_KEY"], os.environ["ECKART_SERVES"]
+    return Guard(page, key, os.environ.get("ECKART_AUTH_STRING"), serves)

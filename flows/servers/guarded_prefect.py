@@ -1,15 +1,15 @@
-"""The process of Prefect's server behind our guard: `python -P -m flows.servers.guarded_prefect SOCKET PARENT`.
+"""Serve Prefect's pages behind our guard: `python -P -m flows.servers.guarded_prefect SOCKET PARENT`.
 
-SOCKET is the number of a socket that listens already, PARENT of the process that started this one and takes it along
-when it ends. It polls, since what Linux offers instead (PR_SET_PDEATHSIG) is sent when the thread ends that started the
-process, and macOS has nothing alike. Where the server does not start, the cause is all that stdout gets.
+SOCKET is the file descriptor of a socket that already listens, PARENT the id of the process that started this one: when
+that ends, this one does. It polls for that, because Linux sends its signal (PR_SET_PDEATHSIG) as soon as the thread
+that started the process ends, and macOS has none. If the server does not start, it prints only the cause to stdout.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -23,9 +23,9 @@ from pathlib import Path
 from flows.environment.redaction import shown
 from flows.servers.access_guard import Guard
 
-_SAID = 200  # characters of what a library says
-_GRACE = 10.0  # seconds for a usual end
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LONGEST = 200  # characters of a library's message
+_GRACE = 10.0  # seconds for a normal end
+_ROOM = 2**20  # bytes without which a disk is full
 
 
 def main() -> None:
@@ -36,15 +36,15 @@ def main() -> None:
 
     settings = get_current_settings()
     database = str(settings.server.database.connection_url.get_secret_value())  # type: ignore[union-attr]
-    # PostgreSQL, or in memory: no file
+    # None for PostgreSQL or a database in memory
     file = Path(database.partition(":///")[2]) if database.startswith("sqlite") and "?" not in database else None
     try:
         if file:
-            _look_at(file, settings.server.memo_store_path)
+            _check_database(file, settings.server.memo_store_path)
         asyncio.run(_serve(listener, f"Prefect {shown(database)}"))
     except Exception as error:
-        print(_words(error, file), flush=True)
-        os._exit(1)  # services may have begun
+        print(_message(error, file), flush=True)
+        os._exit(1)  # threads of its services may run
 
 
 def _follow(parent: int) -> None:
@@ -55,15 +55,15 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _look_at(file: Path, memory: Path) -> None:
-    """Find damage before requests fail of it; a new file gets all that Prefect remembers to have given before."""
+def _check_database(file: Path, memory: Path) -> None:
+    """Raise if the file is damaged. For a new file, forget which blocks Prefect has already stored in an old one."""
     if not file.exists() or not file.stat().st_size:
         memory.unlink(missing_ok=True)
         return
     with closing(sqlite3.connect(file, timeout=60)) as opened:
-        ((found,),) = opened.execute("PRAGMA quick_check(1)")
-    if found != "ok":
-        raise sqlite3.DatabaseError(found)
+        ((answer,),) = opened.execute("PRAGMA quick_check(1)")
+    if answer != "ok":
+        raise sqlite3.DatabaseError(answer)
 
 
 async def _serve(listener: socket.socket, serves: str) -> None:
@@ -73,52 +73,31 @@ async def _serve(listener: socket.socket, serves: str) -> None:
     app = create_app(final=True)
     guard = Guard(app, os.environ["ECKART_SERVER_KEY"], serves=serves)
     config = uvicorn.Config(guard, lifespan="off", log_level="error")
-    async with app.router.lifespan_context(app):  # not by uvicorn, which would log a traceback where it fails
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn heeds it, and sends it again after that
+    async with app.router.lifespan_context(app):  # entered here, since uvicorn would log a traceback if it failed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn has its own handler, and raises the signal again later
         await uvicorn.Server(config).serve(sockets=[listener])
 
 
-def _words(error: Exception, file: Path | None) -> str:
-    """What is wrong, where, and what to do, in a line."""
-    place = f"Prefect's database {file}" if file else "Prefect's database"
-    for cause in _causes(error):
-        said = " ".join(str(cause).split())[:_SAID]
-        name = getattr(cause, "sqlite_errorname", "")
-        vague = isinstance(cause, sqlite3.OperationalError) and _is_full(file)
-        if name == "SQLITE_FULL" or getattr(cause, "errno", None) in _FULL or vague:
-            return f"{place}: the disk is full: make room and run again"
-        if "database is locked" in said:
-            return f"{place} is in use by another process: wait for its end and run again"
-        if "Can't locate revision" in str(cause):
-            return f"{place} is of another version of Prefect ({said}): {_ADVICE}"
-        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")) or isinstance(cause, PermissionError):
-            return f"{place} cannot be written ({said}): {_ADVICE}"
-        if isinstance(cause, sqlite3.DatabaseError) and not isinstance(cause, sqlite3.OperationalError):
-            return f"{place} is corrupt ({said}): {_ADVICE}"
-    what = f"{type(error).__name__}: {' '.join(str(error).split())[:_SAID]}"
+def _message(error: Exception, file: Path | None) -> str:
+    """Return one line that says what failed, where, and what to do."""
+    causes = [" ".join(str(cause).split())[:_LONGEST] for cause in _causes(error)]
+    cause = next(filter(None, reversed(causes)), type(error).__name__)
     if not file:
-        return f"{place}, which PREFECT_SERVER_DATABASE_CONNECTION_URL names, cannot be used ({what})"
-    return f"Prefect's server does not start ({what}); its database is {file}"
-
-
-_ADVICE = (
-    "move it away, or set PREFECT_HOME to another folder. It holds the pages of earlier runs; "
-    "the results of studies are elsewhere and stay"
-)
+        return f"Prefect's server cannot use the database that PREFECT_SERVER_DATABASE_CONNECTION_URL names ({cause})"
+    full = file.parent.exists() and shutil.disk_usage(file.parent).free < _ROOM
+    if full:
+        return f"Prefect's server does not start: the disk of its database {file} is full ({cause}). Make room"
+    return (
+        f"Prefect's server does not start, with the database {file} ({cause}). If another process uses the file, wait "
+        "until it ends; if the file is damaged or of another version of Prefect, move it away; if it cannot be "
+        "written, set PREFECT_HOME to another folder. It holds the pages of earlier runs, no results of studies"
+    )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _is_full(file: Path | None) -> bool:
-    """Where SQLite says no more than that it cannot write."""
-    if not file or not file.parent.exists():
-        return False
-    there = os.statvfs(file.parent)
-    return there.f_bavail * there.f_frsize < 2**20
 
 
 if __name__ == "__main__":

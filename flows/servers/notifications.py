@@ -1,7 +1,7 @@
-"""Who is told of a deployment's runs: automations of Prefect's server, which send by notification blocks of its own.
+"""Notifications about a deployment's runs, sent by automations of Prefect's server through its notification blocks.
 
-A block, and not params.yaml, holds the address: that of a webhook is a secret, and Prefect encrypts blocks. The server
-sends, and not the run: one that was killed, or never began, is told of, too.
+The address stands in a block and not in params.yaml, because a webhook's address is a secret and Prefect encrypts
+blocks. The server sends and not the run, so that runs that were killed or never began are reported, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from uuid import UUID
 
-from prefect._vendor.croniter import croniter
+from prefect._vendor.croniter import croniter  # as Prefect's server computes times; no public API of it is sync
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -22,11 +22,11 @@ from prefect.settings import get_current_settings
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
-_TOLD = ("Failed", "Crashed", "Late", "Refused", "Promoted")
-"""Names of the states of a flow run."""
+_REPORTED = ("Failed", "Crashed", "Late", "Refused", "Promoted")
+"""The states of a flow run that are reported, by name."""
 _SUCCESSES = ("Completed", "Refused", "Promoted")
-_GRACE = timedelta(hours=2)  # by which a run may take longer than the one before
-_BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15  # runs of a schedule that show its gaps
+_GRACE = timedelta(hours=2)  # that a run may take longer than the one before
+_BEGIN, _LONG, _LEAST = datetime(2024, 1, 1), timedelta(days=35), 15  # time and runs that show a schedule's gaps
 
 _SUBJECT = "{{ flow.name }}/{{ deployment.name }}: {{ flow_run.state.name }}"
 _BODY = "{{ flow_run.name }}{% if flow_run.state.message %}: {{ flow_run.state.message }}{% endif %}\n\n"
@@ -34,32 +34,32 @@ _PAGE = "/runs/flow-run/{{ flow_run.id }}"
 
 
 class NotificationError(EckartError):
-    """Nobody can be told in that way; the message says what to do."""
+    """Notifications cannot be set up. The message says what to do."""
 
 
 def set_up(deployment: str, blocks: Sequence[str], silence: timedelta) -> None:
-    """Have the server tell of the runs of a deployment of the study by these blocks, instead of by those before.
+    """Have the server report the runs of a deployment of the study through these blocks, and no others.
 
     Args:
         deployment: its name; it may be made later.
-        blocks: each TYPE/NAME, such as `slack-webhook/team`; none tells nobody.
-        silence: after which the lack of a success is told.
+        blocks: each TYPE/NAME, such as `slack-webhook/team`; none ends the notifications.
+        silence: time without a successful run after which that is reported.
 
     Raises:
-        NotificationError: the server has no such block, or it cannot notify.
+        NotificationError: the server has no such block, or the block cannot notify.
     """
     owner = f"eckart.notifications.{deployment}"
     with get_client(sync_client=True) as client:
-        found = [_block(client, name) for name in blocks]
+        ids = [_block(client, name) for name in blocks]
         client.delete_resource_owned_automations(owner)
-        if found:
+        if ids:
             pages = shown(get_current_settings().ui_url or str(client.api_url).rstrip("/").removesuffix("/api"))
-            client.create_automation(_of_states(deployment, found, owner, pages))
-            client.create_automation(_of_silence(deployment, found, owner, silence))
+            client.create_automation(_report_states(deployment, ids, owner, pages))
+            client.create_automation(_report_silence(deployment, ids, owner, silence))
 
 
 def longest_gap(cron: str) -> timedelta:
-    """The longest time between two runs of a schedule, and some more: after it a success is missing."""
+    """Return the longest time between two runs of a schedule, plus the time that a run may be late."""
     times = [_BEGIN]
     following = croniter(cron, _BEGIN)
     while len(times) < _LEAST or times[-1] < _BEGIN + _LONG:
@@ -70,30 +70,30 @@ def longest_gap(cron: str) -> timedelta:
 def _block(client: SyncPrefectClient, name: str) -> UUID:
     kind, _, own = name.partition("/")
     try:
-        found = client.read_block_document_by_name(own, kind)
+        block = client.read_block_document_by_name(own, kind)
     except ObjectNotFound as error:
         raise NotificationError(
             f"Prefect's server has no block {name}: write TYPE/NAME, such as slack-webhook/team; "
             "`prefect block ls` lists its blocks, and its page Blocks makes one"
         ) from error
-    if not found.block_schema or "notify" not in found.block_schema.capabilities:
+    if not block.block_schema or "notify" not in block.block_schema.capabilities:
         raise NotificationError(f"{name} is no notification block: docs/operations.md names some")
-    return found.id
+    return block.id
 
 
-def _of_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: str) -> AutomationCore:
-    body = f"{_BODY}{pages}{_PAGE}"  # the server itself may not know how it is reached
+def _report_states(deployment: str, blocks: Sequence[UUID], owner: str, pages: str) -> AutomationCore:
+    body = f"{_BODY}{pages}{_PAGE}"  # the server itself may not know the address that users reach it by
     return AutomationCore(
-        name=f"eckart {deployment}: what came of a run",
-        description=f"Tells when a run is {', '.join(_TOLD)}.",
-        trigger=EventTrigger(expect=_events(_TOLD), match_related=_runs_of(deployment)),
-        actions=[SendNotification(block_document_id=one, subject=_SUBJECT, body=body) for one in blocks],
+        name=f"eckart {deployment}: results of runs",
+        description=f"Reports a run that is {', '.join(_REPORTED)}.",
+        trigger=EventTrigger(expect=_events(_REPORTED), match_related=_runs_of(deployment)),
+        actions=[SendNotification(block_document_id=block, subject=_SUBJECT, body=body) for block in blocks],
         owner_resource=owner,
     )
 
 
-def _of_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence: timedelta) -> AutomationCore:
-    """Tells when it has lasted since the last success, or since this was set up."""
+def _report_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence: timedelta) -> AutomationCore:
+    """Return an automation that reports a time without success, counted from the last one or from the set-up."""
     hours = f"{silence.total_seconds() / 3600:.3g} hours"
     subject = f"study/{deployment}: no success in {hours}"
     body = f"No run of study/{deployment} has succeeded in {hours}. Is `eckart serve`, or its worker, running?"
@@ -101,12 +101,12 @@ def _of_silence(deployment: str, blocks: Sequence[UUID], owner: str, silence: ti
         name=f"eckart {deployment}: no success in {hours}",
         trigger=EventTrigger(
             posture=Posture.Proactive,
-            after=_events(_SUCCESSES),  # each begins to wait anew
+            after=_events(_SUCCESSES),  # each starts the wait anew
             expect=_events(_SUCCESSES),
             within=silence,
             match_related=_runs_of(deployment),
         ),
-        actions=[SendNotification(block_document_id=one, subject=subject, body=body) for one in blocks],
+        actions=[SendNotification(block_document_id=block, subject=subject, body=body) for block in blocks],
         owner_resource=owner,
     )
 
@@ -116,7 +116,7 @@ def _events(states: Sequence[str]) -> set[str]:
 
 
 def _runs_of(deployment: str) -> list[ResourceSpecification]:
-    """By name, since the deployment may not be there yet, and is made anew under another id."""
+    """Match the deployment by name: it may not exist yet, and gets another id when it is made anew."""
     related = {"flow": "study", "deployment": deployment}
     return [
         ResourceSpecification.model_validate({"prefect.resource.role": role, "prefect.resource.name": name})

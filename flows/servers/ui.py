@@ -1,4 +1,4 @@
-"""The pages of Prefect and MLflow, on loopback: from another machine they are reached by `ssh -L`."""
+"""Serve the pages of Prefect and MLflow on loopback; `ssh -L` reaches them from another machine."""
 
 from __future__ import annotations
 
@@ -24,48 +24,49 @@ from tasks.artifacts.errors import EckartError
 from tasks.config import schema
 
 _MLFLOW, _PREFECT = "MLflow ", "Prefect "
-"""How what our servers say of themselves begins; the rest is the database."""
+"""How our servers name themselves at `access_guard.SERVES`; the name of the database follows."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """Where a page is, whose runs it shows, whether its server ends with this process, and whether a URL names it."""
+    """A page in the browser."""
 
     address: str
     shows: str
+    """The runs that it shows, in words."""
     ours: bool
+    """Whether this process has started its server."""
     remote: bool = False
+    """Whether the user's environment names its server."""
 
 
 def show_pages(console: Console, port: int | None = None, mlflow_port: int | None = None) -> None:
-    """Start the servers that are not there, print the addresses, and stop what was started on Ctrl-C or a failure.
+    """Start the servers that do not run yet, print all addresses, and stop the started ones on Ctrl-C or a failure.
 
     Args:
-        port: of Prefect's page; None: that of the environment.
-        mlflow_port: of MLflow's; None: that of the environment.
+        port: of Prefect's page; None takes that of the environment.
+        mlflow_port: of MLflow's page; None takes that of the environment.
 
     Raises:
         ServerError: one does not start, or another workspace has its port.
     """
-    usual = [urlsplit(one).port or 0 for one in (settings.PREFECT_ADDRESS, settings.MLFLOW_ADDRESS)]
+    usual = [urlsplit(address).port or 0 for address in (settings.PREFECT_ADDRESS, settings.MLFLOW_ADDRESS)]
     ports = [port or usual[0], mlflow_port or usual[1]]
     with terminable(), ExitStack() as stack:
         try:
-            mlflow, server = stack.enter_context(_mlflow(ports[1]))  # which starts while the other one does
+            mlflow, server = stack.enter_context(_mlflow(ports[1]))  # starts while Prefect's does
             prefect = stack.enter_context(_prefect(ports[0]))
             while server and not prefect_server.is_ours(mlflow.address):
                 if server.poll() is not None:
                     sys.exit("MLflow's server ended: its message is above")
                 time.sleep(0.2)
             _print(console, prefect, mlflow)
-            if port and prefect.remote:
-                console.print("PREFECT_API_URL names a server, so that --port has no effect.")
             if ports != usual and not prefect.remote:
-                told = f"PREFECT_SERVER_API_PORT={ports[0]} MLFLOW_PORT={ports[1]}"
-                console.print(f"Other commands find them with {told}.", soft_wrap=True)
+                variables = f"PREFECT_SERVER_API_PORT={ports[0]} MLFLOW_PORT={ports[1]}"
+                console.print(f"Other commands find them with {variables}.", soft_wrap=True)
             if not (prefect.ours or mlflow.ours):
                 return
-            console.print("Ctrl-C stops what was started here.")
+            console.print("Ctrl-C stops the servers that were started here.")
             os.wait()  # until the first of them ends
             sys.exit("a server ended: its message is above")
         except KeyboardInterrupt:
@@ -74,21 +75,19 @@ def show_pages(console: Console, port: int | None = None, mlflow_port: int | Non
 
 def _print(console: Console, prefect: Page, mlflow: Page) -> None:
     for name, page in (("Prefect: ", prefect), ("MLflow:  ", mlflow)):
-        there = "" if page.ours else ". It was there already"
+        there = "" if page.ours else ". It was running already"
         console.print(f"{name}{page.address}\n  {page.shows}{there}", soft_wrap=True, highlight=False)
-    if access_key.auth_string() and not (prefect.remote and mlflow.remote):  # with the user before the colon
-        those = "Both ask" if not (prefect.remote or mlflow.remote) else "The page at this machine asks"
-        console.print(
-            f'{those} for the key, USER:PASSWORD, which this shows: echo "{access_key.where()}"', soft_wrap=True
-        )
+    if access_key.auth_string() and not (prefect.remote and mlflow.remote):
+        who = "Both ask" if not (prefect.remote or mlflow.remote) else "The page on this machine asks"
+        console.print(f'{who} for the key, USER:PASSWORD. This prints it: echo "{access_key.where()}"', soft_wrap=True)
 
 
 @contextmanager
 def _prefect(port: int) -> Iterator[Page]:
-    """Prefect's page, which all workspaces share."""
-    told, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
-    if (url := told.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
-        place = redaction.shown(told.ui_url or url.rstrip("/").removesuffix("/api"))
+    """Yield Prefect's page, which all workspaces share."""
+    known, address = get_current_settings(), f"http://{settings.LOOPBACK}:{port}"
+    if (url := known.api.url) and settings.answers(f"{url.rstrip('/')}/health"):
+        place = redaction.shown(known.ui_url or url.rstrip("/").removesuffix("/api"))
         yield Page(place, "all runs of the server that PREFECT_API_URL names", ours=False, remote=True)
     elif prefect_server.is_ours(address) and not prefect_server.serves(address).startswith(_MLFLOW):  # `eckart serve`'s
         yield Page(address, _runs(address), ours=False)
@@ -105,10 +104,10 @@ def _runs(address: str) -> str:
 
 @contextmanager
 def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
-    """MLflow's page of this workspace's store, and its process, if it is started here.
+    """Yield MLflow's page of this workspace's store, and its process if it is started here.
 
     Raises:
-        ServerError: another program has the port, or a server of ours with another store.
+        ServerError: another program has the port, or a server of ours for another store.
     """
     database.set_aside_damaged()
     store, address = os.environ.get("MLFLOW_TRACKING_URI", database.address()), f"http://{settings.LOOPBACK}:{port}"
@@ -120,18 +119,18 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
     if (there := prefect_server.serves(address)) == serves:
         yield Page(address, shows, ours=False), None
         return
-    another = "set MLFLOW_PORT, or `eckart ui --mlflow-port`, to another one"
+    another = "set MLFLOW_PORT, or `eckart ui --mlflow-port`, to another port"
     if there:
         raise access_key.ServerError(
-            f"port {port} has the page of another database, {there}: end that `eckart ui`, or {another}"
+            f"port {port} shows another database, {there}: stop that `eckart ui`, or {another}"
         )
     try:
         socket.create_server((settings.LOOPBACK, port)).close()
     except (OSError, ValueError, OverflowError) as error:
         raise access_key.ServerError(f"MLflow cannot listen at port {port} ({error}): {another}") from error
-    words = [str(Path(sys.executable).parent / "mlflow"), "server", "--app-name", "eckart"]
-    words += ["--host", settings.LOOPBACK, "--port", str(port)]
-    server = subprocess.Popen(words, env=_environment(store, address, serves))
+    command = [str(Path(sys.executable).parent / "mlflow"), "server", "--app-name", "eckart"]
+    command += ["--host", settings.LOOPBACK, "--port", str(port)]
+    server = subprocess.Popen(command, env=_environment(store, address, serves))
     try:
         yield Page(address, shows, ours=True), server
     finally:
@@ -140,7 +139,7 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
 
 
 def _study() -> str:
-    """Whose runs are in the store: the study of the working directory, if that has one."""
+    """Name the study whose runs are in the store, or its folder."""
     try:
         return f"the study {schema.read()['study']['name']} of {Path.cwd()}"
     except (EckartError, OSError, KeyError, TypeError):
@@ -148,7 +147,7 @@ def _study() -> str:
 
 
 def _environment(store: str, address: str, serves: str) -> dict[str, str]:
-    """Of MLflow's server. A store may hold a password, and everyone on this machine can read command lines."""
+    """Return the environment of MLflow's server. The store may hold a password, which a command line would show."""
     auth = access_key.auth_string()
     return {
         **os.environ,

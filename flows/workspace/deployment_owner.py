@@ -1,7 +1,7 @@
-"""Whose a deployment is: it carries the folder that its runs work in, and a run that begins in another one refuses.
+"""Tie a deployment to the folder that its runs work in: a tag names the folder, and runs in another one refuse.
 
 `python -m flows.workspace.deployment_owner NAME` prints the tag for a deployment NAME of the working directory, unless
-it is taken.
+another folder has a deployment of that name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ID = Path(".eckart/workspace")
 
 
 class OtherWorkspace(EckartError):
-    """A deployment is of another folder; the message names both."""
+    """A deployment belongs to another folder. The message names it."""
 
 
 def tag() -> str:
-    """What a deployment of the working directory carries: a random id, kept there, and its place."""
+    """Return the tag of the working directory's deployments: a random id, which is kept there, and its path."""
     if not _id():
         _ID.parent.mkdir(exist_ok=True)
         _ID.write_text(secrets.token_hex(8))
@@ -38,29 +38,29 @@ def tag() -> str:
 
 
 def check() -> None:
-    """Refuse a run of a deployment that another folder has made; one that says nothing is anybody's.
+    """Raise if the present run is of a deployment of another folder; a deployment without a tag may run anywhere.
 
     Raises:
-        OtherWorkspace: it is.
+        OtherWorkspace: the deployment belongs to another folder.
     """
     if not deployment.id:
         return
-    found = _read(lambda client: client.read_deployment(deployment.id))
-    if found and (owner := _owner(found)) and not _is_own(owner):
-        raise OtherWorkspace(f"this run is of {_place(owner)}, and began in {_here()}: nothing was run")
+    present = _read(lambda client: client.read_deployment(deployment.id))
+    if present and (owner := _owner(present)) and not _is_own(owner):
+        raise OtherWorkspace(f"this run belongs to {_place(owner)}, but started in {_here()}: nothing was run")
 
 
 def check_name(name: str) -> None:
-    """Refuse to take over a deployment that another folder has made, or somebody who left no word.
+    """Raise if a deployment of this name belongs to another folder, or has no tag.
 
     Raises:
         OtherWorkspace: the name is taken.
     """
-    found = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
-    if found and not _is_own(owner := _owner(found)):
+    present = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
+    if present and not _is_own(owner := _owner(present)):
         raise OtherWorkspace(
-            f"the deployment study/{name} is of {_place(owner)}: choose another name (`eckart serve --name`), or, "
-            f"where nobody serves that one any more, delete it on Prefect's page Deployments"
+            f"the deployment study/{name} belongs to {_place(owner)}: choose another name (`eckart serve --name`), or, "
+            "if that one is no longer served, delete it on Prefect's page Deployments"
         )
 
 
@@ -72,13 +72,13 @@ def _read(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> Deployment
             return None
 
 
-def _owner(found: DeploymentResponse) -> str:
-    """The tag of a deployment; empty if it has none."""
-    return next((one for one in found.tags if one.startswith(_TAG)), "")
+def _owner(present: DeploymentResponse) -> str:
+    """Return the tag of a deployment; empty if it has none."""
+    return next((tag for tag in present.tags if tag.startswith(_TAG)), "")
 
 
 def _is_own(owner: str) -> bool:
-    """By the place, or by the id where the host has another name now: a container that was made anew, say."""
+    """Whether a tag is of the working directory: by host and path, or by id and path if the host was renamed."""
     same = bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
     return same or _place(owner) == _here()
 
@@ -92,7 +92,7 @@ def _here() -> str:
 
 
 def _place(owner: str) -> str:
-    return re.sub(r"^[0-9a-f]{16} ", "", owner.removeprefix(_TAG)) or "somebody who left no word"
+    return re.sub(r"^[0-9a-f]{16} ", "", owner.removeprefix(_TAG)) or "an unknown folder"
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def main() -> None:
 
     try:
         if not prefect_server.require():
-            raise EckartError("Prefect was told of no server: set PREFECT_API_URL")
+            raise EckartError("no Prefect server is named: set PREFECT_API_URL")
         check_name(sys.argv[1])
         print(tag())
     except EckartError as error:

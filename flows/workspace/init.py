@@ -19,8 +19,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import TaskKindName
 from tasks.artifacts.task_spec import REFERENCE
 from tasks.config import yaml_edit
-from tasks.config.schema import PARAMS, read
-from tasks.runtime.code_folders import code_folders
+from tasks.config.schema import PARAMS, read, sections
 
 _CONFIG = "[core]\n    analytics = false\n    check_update = false\n    autostage = false\n"
 _RECIPE = "anchored"
@@ -77,7 +76,7 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Laid:
     made = _Made(folder)
     try:
         made.keep(PARAMS)
-        made.write(PARAMS, (code_folders()["eckart"] / PARAMS).read_text())
+        made.write(PARAMS, (installation.HOME / PARAMS).read_text())
         for path, text in installation.derived().items():
             made.write(path, text)
         made.write(Path(".dvcignore"), (installation.HOME / ".dvcignore").read_text())
@@ -168,7 +167,7 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 def _named(folder: Path, wishes: Wishes, made: _Made, again: bool) -> Laid:
     """What params.yaml is to say, once the files are where it names them."""
-    present, default = read(folder / PARAMS), read(code_folders()["eckart"] / PARAMS)
+    present, default = sections(read(folder / PARAMS)), sections(read(installation.HOME / PARAMS))
     name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
     changes: dict[str, Any] = {}
     head = ""

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
 from tasks.config import yaml_edit
-from tasks.config.schema import PARAMS, Data, parse, read
+from tasks.config.schema import PARAMS, Data, parse, read, sections
 from tasks.data.label_encoding import convert_labels
 from tasks.data.splitting import split_rows, split_text
 from tasks.extract import FORMATS, load, read_file
@@ -76,7 +76,7 @@ def of_data(
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the classes as the stage extract finds them; what it would refuse is refused here."""
-    content = read()["data"]
+    content = sections(read())["data"]
     yaml_edit.change(content, changes)
     params = parse(content, Data, PARAMS, "data")
     split = split_text if params.task == "language_modeling" else split_rows

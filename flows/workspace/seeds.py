@@ -1,4 +1,4 @@
-"""Other studies: each task and seed of a study's file runs in a workspace of its own, one after the other."""
+"""Run the tasks and seeds of a study's file, each in a workspace of its own, one after the other."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ log = logging.getLogger(__name__)
 
 
 def folder_of(study: StudyFile, seed: int) -> Path:
-    """The workspace of `seed`, relative to the main one."""
+    """Return the workspace of a seed, relative to the main one."""
     return WORKSPACES / f"{study.name}-seed{seed}"
 
 
 def folders_of(study: StudyFile) -> dict[int, Path]:
-    """Seed → its workspace, relative to the main one."""
+    """Return seed → workspace, relative to the main one."""
     return {seed: folder_of(study, seed) for seed in study.seeds}
 
 
 def check_committed(study: StudyFile) -> None:
-    """Check that a workspace made from the commit runs what stands in the main workspace.
+    """Raise unless a workspace made from the commit runs the same code and study as the main one.
 
     Raises:
-        WorkspaceError: files are edited or new, and not committed; it names them.
+        WorkspaceError: files are edited or new and not committed; the message names them.
     """
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
-    if not worktrees.git(Path(), "ls-files", "--", file):  # git may ignore it
+    if not worktrees.git(Path(), "ls-files", "--", file):  # ignored by git
         edited.add(file)
     worktrees.refuse(edited, "A study runs")
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run the study's trials, if it has some, and then with one seed after the other.
+    """Run the study's trials, if it has any, and then one seed after the other.
 
     Returns:
-        The study as it ran, and the seeds that failed, with the causes.
+        The study as it ran, and failed seed → cause.
     """
     try:
         study = _choose(study, study.trials, options) if study.trials else study
@@ -66,28 +66,28 @@ def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, st
         print(f"seed {seed}: {folder_of(study, seed)}", flush=True)
         try:
             if not run(study, seed, options):
-                failed[seed] = "its own messages are above"
+                failed[seed] = "see its messages above"
         except WorkspaceError as error:
             failed[seed] = str(error)
     return study, failed
 
 
-def _choose(study: StudyFile, asked: Trials, options: Options) -> StudyFile:
-    """Run what the study's file wants to be tried, and give the study with the best of each recipe.
+def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
+    """Run the trials of the study's file, and return the study with the best variant of each recipe.
 
     Raises:
         WorkspaceError: the trials cannot be run, or failed.
     """
-    first = study.of_trials(asked)
-    folder = folder_of(first, asked.seed)
+    first = study.of_trials(trial)
+    folder = folder_of(first, trial.seed)
     print(f"trials: {folder}", flush=True)
-    if not run(first, asked.seed, options):
-        raise WorkspaceError("the trials failed; their own messages are above")
-    return study.at_its_best(trials.results(asked, study.metric, folder))
+    if not run(first, trial.seed, options):
+        raise WorkspaceError("the trials failed: see their messages above")
+    return study.at_its_best(trials.results(trial, study.metric, folder))
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:
-    """Run the study with `seed` in its workspace, as `eckart run` does there; whether it succeeded.
+    """Run `eckart run` with a seed in its workspace, and return whether it succeeded.
 
     Raises:
         WorkspaceError: the workspace cannot be made, or another study runs in it.
@@ -97,13 +97,13 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
     with worktrees.held(folder) as lock:
         prepare(study, seed)
         environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
-        # The study keeps the lock should this process be killed.
+        # The study inherits the lock, so that it holds even if this process is killed.
         process = subprocess.Popen(
             command,
             cwd=folder,
             env=environment,
             pass_fds=[lock.fileno()],
-            preexec_fn=partial(supervisor.end_with_parent, signal.SIGTERM),
+            preexec_fn=partial(supervisor.die_with_parent, signal.SIGTERM),
         )
         with _ending(process):
             return process.wait() == 0
@@ -111,7 +111,7 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
 
 @contextmanager
 def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """What ends this process ends the study, too. Ctrl-C reaches both by itself."""
+    """End the study when this process is ended. Ctrl-C reaches both by itself."""
     with terminable(), process:
         try:
             yield process
@@ -119,12 +119,12 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
             process.terminate()
             raise
         except KeyboardInterrupt:
-            process.wait()  # for its clean-up
+            process.wait()  # while it cleans up
             raise
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of `seed`, or bring it to the present commit; outputs that are there stay.
+    """Make the workspace of a seed, or update it to the present commit; its outputs stay.
 
     Raises:
         WorkspaceError: git or DVC refuse, or the folder is something else.
@@ -146,9 +146,9 @@ def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
 
 
 def _tracking(experiment: str) -> str:
-    """Where MLflow stores runs and artifacts: in the main workspace, unless the user says otherwise."""
-    if users := os.environ.get("MLFLOW_TRACKING_URI"):
-        return users
+    """Return MLflow's address: that of the main workspace, unless the environment names another."""
+    if address := os.environ.get("MLFLOW_TRACKING_URI"):
+        return address
     from mlflow import MlflowClient  # slow imports
 
     from flows.tracking import database, mirror
@@ -156,6 +156,6 @@ def _tracking(experiment: str) -> str:
     database.set_aside_damaged()
     try:
         mirror.experiment(MlflowClient(database.address()), experiment, local=True)
-    except Exception as error:  # a store may fail in any way; none of them is the study's
+    except Exception as error:  # a store may fail in many ways, none of which may stop the study
         log.warning("MLflow cannot be used: %s", error)
     return database.address()

@@ -9,37 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.config import schema
+from tasks.config.schema import Limits as Limits
+from tasks.config.schema import Promotion as Promotion
 
 CHOICE = Path("reports/choice.json")
 ROUNDING = 1e-9
 """0.842 - 0.832 is no more than 0.01."""
-
-
-class Limits(schema.Section):
-    """What a candidate must keep to."""
-
-    largest_drop: Annotated[float, Field(ge=0)]
-    keep: schema.Share | None
-    least_speedup: Annotated[float, Field(gt=0)] | None
-    standard_errors: Annotated[float, Field(ge=0)]
-
-    def chance(self, standard_error: float) -> float:
-        """How far beyond a limit a metric may be, as chance may take it: no farther than `largest_drop` once more."""
-        return min(self.standard_errors * standard_error, self.largest_drop)
-
-
-class Promotion(Limits):
-    """When a candidate becomes the champion."""
-
-    model: schema.Name
-    least_gain: float
-    continuation: schema.Count
 
 
 @dataclass(frozen=True)

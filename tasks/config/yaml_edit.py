@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from tasks.config.schema import PARAMS
 
@@ -31,17 +32,19 @@ def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Non
             change(content[key], value)
         elif isinstance(value, list) and isinstance(content.get(key), list):
             content[key][:] = value  # the list stays, with how it is written
+        elif key not in content and isinstance(content, CommentedMap) and not isinstance(value, Mapping):
+            content.insert(0, key, value)  # after the last key it would stand below the empty line that ends a section
         else:
             content[key] = value
 
 
 def yaml() -> YAML:
-    """Reads and writes as params.yaml is written: long lines, null in letters."""
-    found = YAML()
-    found.width = 4096
-    found.preserve_quotes = True
-    found.indent(mapping=2, sequence=4, offset=2)
-    found.representer.add_representer(
+    """Return a reader and writer of YAML as params.yaml is written: long lines, null in letters."""
+    editor = YAML()
+    editor.width = 4096
+    editor.preserve_quotes = True
+    editor.indent(mapping=2, sequence=4, offset=2)
+    editor.representer.add_representer(
         type(None), lambda dumper, _: dumper.represent_scalar("tag:yaml.org,2002:null", "null")
     )
-    return found
+    return editor

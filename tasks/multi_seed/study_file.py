@@ -11,13 +11,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from eckart.recipe import merge
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.config import schema as params
 from tasks.config import validation
+from tasks.config.resolved import resolve
 from tasks.config.schema import PARAMS, ParamsError, Seed
 from tasks.multi_seed import published_numbers as published
 from tasks.multi_seed import trials
-from tasks.multi_seed.overlay import merge
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.trials import Trial, Trials
 
@@ -32,6 +33,7 @@ class StudyFile:
     path: Path
     """Of its file, relative to the main workspace."""
     params: dict[str, Any]
+    """With all defaults."""
     seeds: tuple[int, ...]
     task: str | None = None
     """Its name among the tasks of the file; None in a file without tasks."""
@@ -101,7 +103,12 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
     _check(common, merged, own, file)
     return tuple(
         StudyFile(
-            path, _named(content, task, parts[task]), chosen or (content["seed"],), task, own.published, own.trials
+            path,
+            resolve(_named(content, task, parts[task])),
+            chosen or (content.get("seed", 0),),
+            task,
+            own.published,
+            own.trials,
         )
         for task, content in merged.items()
         if not tasks or task in tasks
@@ -160,13 +167,14 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
 def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
     """Mistakes of what is to be tried, of a file that has no others."""
     for content in merged.values():
-        wrong = list(trials.mistakes(content, asked))
-        yield from wrong or (trials.in_file(line, asked) for line in validation.mistakes(trials.study(content, asked)))
+        resolved = resolve(content)
+        wrong = list(trials.mistakes(resolved, asked))
+        yield from wrong or (trials.in_file(line, asked) for line in validation.mistakes(trials.study(resolved, asked)))
 
 
 def _metric(content: Mapping[str, Any]) -> MetricName | None:
-    data = content.get("data")
-    name = data.get("metric") if isinstance(data, dict) else None
+    data = params.sections(content)["data"]
+    name = data["metric"] if isinstance(data, dict) else None
     return next((metric for metric in METRICS if metric == name), None)
 
 

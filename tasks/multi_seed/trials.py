@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from eckart.recipe import merge
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.names import candidate_name
 from tasks.artifacts.paths import EVALUATIONS
 from tasks.artifacts.results_schema import Evaluation
 from tasks.config import schema
-from tasks.multi_seed.overlay import merge
 
 SUFFIX = "trials"
 """Ends the names of the workspace and the MLflow experiment in which they run."""

@@ -285,7 +285,7 @@ def load_results() -> Results:
         census=found.census,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
-        control=study.control,
+        control=schema.section("study.control", str),
         control_curve=_read_curve(CONTROL_CURVE, "control"),
         candidates=candidates,
         exports={name: _read_exports(name) for name in (["dense", *exported] if exported else [])},

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from ruamel.yaml import YAML
 from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
 import eckart
 from eckart.calibration.losses import IGNORED, expected_losses
 from eckart.model.layers import factorized, pivoted
-from eckart.recipe import Recipe
 from tests import tiny
 from tests.architectures import FAMILIES, collate, samples
 
@@ -36,11 +34,6 @@ def answers(model: PreTrainedModel) -> torch.Tensor:
 def test_all_that_a_person_uses_is_offered_and_is_there() -> None:
     assert set(eckart.__all__) <= set(dir(eckart))
     assert all(getattr(eckart, name) is not None for name in dir(eckart))
-
-
-def test_recipes_are_those_of_the_pipeline() -> None:
-    content = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]
-    assert eckart.recipes() == {name: Recipe.model_validate(recipe) for name, recipe in content.items()}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -156,7 +149,7 @@ def test_a_goal_is_a_keep_or_a_drop_and_its_score(goal: dict[str, Any]) -> None:
 
 
 def test_an_own_recipe_is_written_as_in_params_yaml() -> None:
-    values = YAML(typ="safe").load(Path("params.yaml").read_text())["recipes"]["kfac"]
+    values = {"weighting": "kfac", "ranks": "waterfill"}
     own = {**values, "ranks": {"kind": "waterfill", "multiple": 4, "embedding_price": 1.0}}
     _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, own)
     assert {one.rank % 4 for one in report.targets.values() if one.rank and one.rank > 1} == {0}

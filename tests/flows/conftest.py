@@ -1,4 +1,4 @@
-"""What tests of flows share: one Prefect server and one finished study for all processes of pytest."""
+"""Fixtures of all tests of flows: one Prefect server and one finished study for all processes of pytest."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ atexit.register(at_exit.close)  # by now: after Prefect, which delivers at an ex
 
 @pytest.fixture(autouse=True)
 def _a_flow_that_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each test's own: when a flow ends no stage of the process begins, but the tests that follow run some."""
+    """Reset the flag that the flow has ended, after which no stage may begin in this process."""
     monkeypatch.setattr(stage_processes, "_stopping", threading.Event())
 
 
 @contextmanager
 def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bool]]:
-    """A folder of all of xdist's processes, held by one at a time, and whether it is to be filled: nobody has."""
+    """Yield a folder shared by all of xdist's processes, locked, and whether this process must fill it."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with folder.with_suffix(".lock").open("w") as lock:
@@ -57,12 +57,12 @@ def shared(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, b
 
 @pytest.fixture(scope="session")
 def prefect_home(prefect: dict[str, str]) -> Callable[[Path], Path]:
-    """What makes a home for another Prefect server in a folder: with a database, for which a server needs seconds."""
+    """Return a function that makes a home with a ready database for another Prefect server."""
     return lambda parent: Path(shutil.copytree(Path(prefect["PREFECT_HOME"]).with_name("new"), parent / "prefect"))
 
 
 def copy_database(home: Path, new: Path) -> None:
-    """Of a server that runs, for Prefect's own and for one of ours."""
+    """Copy the database of a running server, for Prefect's own servers and for ours."""
     new.mkdir()
     for name in ("prefect.db", f"eckart-{prefect_version}.db"):
         with closing(sqlite3.connect(home / "prefect.db")) as theirs, closing(sqlite3.connect(new / name)) as copy:
@@ -71,9 +71,9 @@ def copy_database(home: Path, new: Path) -> None:
 
 @pytest.fixture(scope="session")
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment that leads to a server for all flows of xdist's processes, none of which then starts its own.
+    """Return the environment for one Prefect server, which all of xdist's processes share.
 
-    Who needs it first starts it; it ends with the last process that used it.
+    The first process that needs it starts it; it ends with the last process that used it.
     """
     with shared("prefect", tmp_path_factory) as (folder, new):
         users = (folder / "users").open("w")
@@ -88,7 +88,7 @@ def prefect(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def end_with_the_last(users: IO[str], server: int) -> None:
-    """End the server unless another process holds the file of its users."""
+    """Stop the server unless another process uses it."""
     with users, suppress(BlockingIOError):
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.kill(server, signal.SIGTERM)
@@ -96,7 +96,7 @@ def end_with_the_last(users: IO[str], server: int) -> None:
 
 @pytest.fixture
 def flows(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Flows:
-    """`flows(root, "run")` is `eckart run` in `root`, but in this process, which has imported everything."""
+    """Return a function: `flows(root, "run")` does `eckart run` in `root`, in this process, which has imported all."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for name, value in prefect.items():
         monkeypatch.setenv(name, value)
@@ -110,7 +110,7 @@ def flows(prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Flows:
 
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty one of MLflow's, to be copied, for it takes seconds to make. Once for all of xdist's processes."""
+    """An empty MLflow database to be copied, since making one takes seconds. Made once for all of xdist's processes."""
     with shared("database", tmp_path_factory) as (folder, new):
         file = folder / MLFLOW
         if new:
@@ -120,7 +120,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def study(database: Path, tmp_path_factory: pytest.TempPathFactory) -> Study:
-    """The tiny study, run as a newcomer runs it: no server is there. Once for all of xdist's processes."""
+    """The tiny study, run without any server. Made once for all of xdist's processes."""
     with shared("study", tmp_path_factory) as (folder, new):
         root, said = folder / "workspace", folder / "said"
         if new:

@@ -1,6 +1,6 @@
-"""`eckart …` and `dvc …` in processes of their own, without the seconds of imports.
+"""Run `eckart …` and `dvc …` in processes of their own, without the seconds of imports.
 
-They are forked from the warm server of stages, which has other packages alone: what is ours is imported from the
+They are forked from the warm server of stages, which has only imported other packages: our code is imported from the
 workspace, as by a fresh interpreter. Their stages are forked from that server, too.
 """
 
@@ -30,7 +30,7 @@ _OURS = ("eckart", "flows", "tasks", "tests")
 
 
 class Command:
-    """One that was started in `root`, told of no environment but this. What it prints goes into a file."""
+    """An `eckart` command, started in `root` with only this environment. Its output goes into a file."""
 
     def __init__(self, root: Path, environment: Mapping[str, str], *words: str) -> None:
         file, self._said = tempfile.mkstemp()
@@ -38,19 +38,19 @@ class Command:
         self._process = start(_become, ["flows", *words], str(root), dict(environment), self._said)
 
     def poll(self) -> int | None:
-        """The code with which it has ended, if it has."""
+        """Return the exit code; None while the command runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
         self._process.kill()
 
     def kill_group(self) -> None:
-        """With what it has started, which would go on for many seconds."""
+        """Kill the command and its children, which would run on for many seconds."""
         assert self._process.pid
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> tuple[int | None, str]:
-        """Wait for it: its code, and what it has printed."""
+        """Wait until the command ends, and return its exit code and output."""
         self._process.join(600)
         self._process.kill()  # one that waits for ever would hold what others wait for
         said = Path(self._said).read_text()
@@ -59,7 +59,7 @@ class Command:
 
 
 def start(target: Callable[..., object], *arguments: object) -> BaseProcess:
-    """A process that calls a function of a test's module."""
+    """Start a process that calls a function of a test's module."""
     from flows.engine import stage_processes
 
     stage_processes._context.set_forkserver_preload(stage_processes._PRELOAD)
@@ -82,7 +82,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: Collection[int]) -> bool:
-    """Whether all of `pids` end within a few seconds."""
+    """Whether all processes end within a few seconds."""
     for _ in range(100):
         if not any(map(alive, pids)):
             return True
@@ -91,14 +91,14 @@ def gone(pids: Collection[int]) -> bool:
 
 
 def preload() -> None:
-    """Have the server import what commands import, too; before it starts."""
+    """Have the server import the packages of commands, too; call it before the server starts."""
     from flows.engine import stage_processes
 
     stage_processes._PRELOAD += _PRELOAD
 
 
 def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    """`dvc WORDS` in `root`, told of no environment but this."""
+    """Run `dvc WORDS` in `root` with only this environment."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         process = dvc_begun(root, environment, *words, streams=(out.name, err.name))
         process.join()
@@ -108,7 +108,7 @@ def dvc(root: Path, environment: Mapping[str, str], *words: str) -> subprocess.C
 def dvc_begun(
     root: Path, environment: Mapping[str, str], *words: str, streams: Sequence[str] = (os.devnull, os.devnull)
 ) -> BaseProcess:
-    """The same, not waited for; `streams` are the files that it prints to."""
+    """Start `dvc WORDS` in `root`; `streams` are the files for its output and errors."""
     return start(_dvc, words, str(root.absolute()), dict(environment), *streams)
 
 
@@ -136,7 +136,7 @@ def _become(words: list[str], root: str, environment: dict[str, str], said: str)
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
     os.setsid()
-    supervisor.end_with_parent()
+    supervisor.die_with_parent()
     file = os.open(said, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(file, stream)

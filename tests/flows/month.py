@@ -1,7 +1,7 @@
-"""Thirty nights that nobody watches: what happens before each, and what is to come of it.
+"""Thirty unattended nights: what happens before each, and the expected result.
 
 A night is a run that the schedule would have started, in a process of its own, on a real Prefect server, MLflow store
-and DVC; what it recorded is committed to git in the morning. Only the clock is not waited for.
+and DVC; its results are committed to git in the morning. Only the clock is not waited for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, tiny_params, write_p
 MODEL = "tiny-month"
 CANDIDATE = "svd-0.5"
 LEEWAY = 0.05
-"""Of accuracy, by which a candidate that knows newer rows may be worse than the champion."""
+"""Accuracy by which a candidate that knows newer examples may be worse than the champion."""
 _PROMOTION = {
     "model": MODEL,
     "largest_drop": 0.3,
@@ -68,7 +68,7 @@ _COMMIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit
 @dataclass(frozen=True)
 class Night:
     before: str
-    """What happened since the night before, in words."""
+    """Events since the night before, in words."""
     act: Callable[[Month], object] = lambda month: None
     state: str = "Completed"
     """The name of the run's state in Prefect in the morning."""
@@ -81,14 +81,14 @@ class Night:
 
 @dataclass(frozen=True)
 class Morning:
-    """What there is to see after a night."""
+    """The state after a night."""
 
     night: Night
     run: FlowRun
     revision: str
-    """The commit with what the night recorded."""
+    """The commit with the night's results."""
     executed: list[str]
-    """The stages that dvc.lock has other entries of than in the evening."""
+    """Stages whose entries of dvc.lock changed in the night."""
     champion: str
     """Its version; empty if there is none."""
     seconds: float
@@ -111,11 +111,11 @@ class Month:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of all processes."""
+        """The environment of all processes."""
         return BARE | dict(self.prefect)
 
     def begin(self, finished: Study | None = None) -> None:
-        """As it is before the first night, committed: nothing was ever run, or a study is finished and not promoted."""
+        """Make and commit the workspace of the first night: nothing has run, or a study has but is not promoted."""
         if finished:
             finished.copied(self.root)
             promotion = _PROMOTION | {"largest_drop": 1.0}
@@ -136,7 +136,7 @@ class Month:
         self._write(_sentences(SUBJECTS, WORDS))
 
     def drift(self) -> None:
-        """As many rows as before, but of the reviews of another shop."""
+        """Replace the reviews by as many of another shop."""
         self._write(_sentences(_OTHER_SUBJECTS, _OTHER_WORDS))
 
     def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
@@ -144,24 +144,24 @@ class Month:
         self._hand_over(REVIEWS)
 
     def _hand_over(self, file: str) -> None:
-        """The folder of a file, to DVC."""
+        """Add the folder of a file to DVC."""
         call(self.root, "dvc", "add", "-q", Path(file).parent.as_posix())
 
     def change(self, path: str, value: object) -> None:
-        """A number in params.yaml."""
+        """Change a number in params.yaml."""
         params = YAML(typ="safe").load((self.root / "params.yaml").read_text())
         *sections, key = path.split(".")
         reduce(getitem, sections, params)[key] = value
         write_params(self.root, params)
 
     def command(self, *words: str) -> str:
-        """What `eckart WORDS` prints, which ends with code 0."""
+        """Run `eckart WORDS`, assert that it succeeds, and return its output."""
         code, said = forked.Command(self.root, self.environment, *words).end()
         assert code == 0, said
         return said
 
     def commit(self, message: str) -> str:
-        """Record what there is; the revision."""
+        """Commit everything, and return the revision."""
         call(self.root, "git", "add", "-A")
         if call(self.root, "git", "status", "--porcelain"):
             call(self.root, *_COMMIT, message)
@@ -187,17 +187,17 @@ class Month:
         return self.mornings[-1]
 
     def flow_run(self, run: UUID) -> FlowRun:
-        """As Prefect has it now."""
+        """Return a run as Prefect has it now."""
         with self._client() as client:
             return client.read_flow_run(run)
 
     def locked(self) -> dict[str, Any]:
-        """What dvc.lock says of each stage."""
+        """Return the entries of dvc.lock, by stage."""
         file = self.root / "dvc.lock"
         return dict(YAML(typ="safe").load(file.read_text())["stages"]) if file.exists() else {}
 
     def up_to_date(self) -> bool:
-        """As DVC says."""
+        """Whether nothing is stale."""
         return not stale(self.root)
 
     @property
@@ -205,11 +205,11 @@ class Month:
         return MlflowClient(f"sqlite:///{self.root / 'mlflow.db'}")
 
     def runs(self) -> list[Run]:
-        """All that MLflow has of the study."""
+        """Return all runs of MLflow."""
         return list(self.mlflow.search_runs([one.experiment_id for one in self.mlflow.search_experiments()]))
 
     def alias(self, name: Literal["champion", "previous"]) -> str:
-        """The version that has it; empty if none does."""
+        """Return the version with an alias; empty if there is none."""
         try:
             return str(self.mlflow.get_model_version_by_alias(MODEL, name).version)
         except MlflowException:
@@ -219,18 +219,18 @@ class Month:
         return {str(one.version): one for one in self.mlflow.search_model_versions(f"name = '{MODEL}'")}
 
     def folder(self, version: str) -> Path:
-        """The Hugging Face folder of a version, in MLflow's store."""
+        """Return the Hugging Face folder of a version, in MLflow's store."""
         place = self.mlflow.get_model_version_download_uri(MODEL, version)
         return Path(url2pathname(urlsplit(place).path)) / model_package.MODEL
 
     def own(self) -> str:
-        """The version that has the files of the workspace's candidate."""
+        """Return the version with the files of the workspace's candidate."""
         stage = self.locked().get(f"finetune@{CANDIDATE}")
         content = stage["outs"][0]["md5"] if stage else ""
         return next((number for number, one in self.versions().items() if one.tags["dvc.md5"] == content), "none")
 
     def bytes(self) -> dict[str, int]:
-        """What the month keeps on the disk, by who keeps it."""
+        """Return the bytes on the disk, by tool."""
         places = {
             "DVC": [self.root / ".dvc"],
             "MLflow": [self.root / "mlflow.db", self.root / "mlruns"],
@@ -261,7 +261,7 @@ class Month:
             process.join()
 
     def _run_among_mounts(self, run: UUID) -> None:
-        """With a file system of 64 KiB where the candidates are written."""
+        """Run a night with a file system of 64 KiB where the candidates are written."""
         script = 'mkdir -p models/finetuned && mount -t tmpfs -o size=64k tmpfs models/finetuned && exec "$@"'
         flow = [sys.executable, "-m", "prefect.flow_engine", "flows.study.study"]
         told = self.environment | {"PREFECT__FLOW_RUN_ID": str(run)}
@@ -270,7 +270,7 @@ class Month:
 
 
 def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -> None:
-    """What Prefect's runner does in the process that it starts for a run."""
+    """Do what Prefect's runner does in the process that it starts for a run."""
     _become(root, {**environment, "PREFECT__FLOW_RUN_ID": str(run)}, said)
     from prefect.flow_engine import load_flow_run, run_flow
 
@@ -280,7 +280,7 @@ def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -
 
 
 def _roll_back(root: str, environment: Mapping[str, str], said: str) -> None:
-    """What the command does."""
+    """Roll back as the command does."""
     _become(root, environment, said)
     from flows.promotion.flow import rollback
 
@@ -288,7 +288,7 @@ def _roll_back(root: str, environment: Mapping[str, str], said: str) -> None:
 
 
 def _become(root: str, environment: Mapping[str, str], said: str) -> None:
-    """A process that is told of this alone, and that does not ask versions, in many seconds, whether they answer."""
+    """Set up the process with only this environment, and without the slow smoke tests of versions."""
     from prefect.context import refresh_global_settings_context
 
     os.environ.clear()
@@ -304,7 +304,7 @@ def _become(root: str, environment: Mapping[str, str], said: str) -> None:
 
 
 def _sentences(subjects: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """All different, every second one positive; each begins with rows of every subject."""
+    """Return different sentences, every second one positive, in which the subjects come in turn."""
     sides = [
         [
             {"text": f"the {subject} is {first} and {second}", "label": label}
@@ -322,7 +322,7 @@ def _size(path: Path) -> int:
 
 
 def passed(version: ModelVersion) -> bool:
-    """Whether all its gates are open."""
+    """Whether a version passed all gates."""
     return all(gate["passed"] for gate in json.loads(version.tags["eckart.gates"]))
 
 

@@ -1,4 +1,4 @@
-"""Servers on free ports of loopback, each for as long as a `with` lasts, and waiting for what goes on elsewhere."""
+"""Servers on free ports of loopback, and waiting for other processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.flows.toy import ENVIRONMENT
 
 _IDLE = ("FOREMAN", "LATE_RUNS", "SCHEDULER", "PAUSE_EXPIRATIONS", "REPOSSESSOR", "CANCELLATION_CLEANUP", "TRIGGERS")
 NO_MORE_THAN_RECORDS = {f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in _IDLE}
-"""For a server whose flows are started by no schedule: it would poll its database for them."""
+"""Settings of a server without schedules, which need not poll its database."""
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def until(holds: Callable[[], object], seconds: float = 600) -> None:
-    """Wait until a condition holds; that it never does is the test's failure."""
+    """Wait until a condition holds; fail the test if it never does."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -42,7 +42,7 @@ def until(holds: Callable[[], object], seconds: float = 600) -> None:
 
 
 def start_prefect(home: Path) -> tuple[dict[str, str], subprocess.Popen[bytes]]:
-    """Start a server with its database in `home`: the environment that leads flows to it, and its process."""
+    """Start Prefect's server with its database in `home`, and return the environment for flows and its process."""
     port = str(free_port())
     address = f"http://{settings.LOOPBACK}:{port}/api"
     places = {"PREFECT_HOME": str(home), "PREFECT_API_URL": address}
@@ -70,7 +70,7 @@ def start_prefect(home: Path) -> tuple[dict[str, str], subprocess.Popen[bytes]]:
 
 @contextmanager
 def prefect_server(home: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
-    """The same, for as long as a `with` lasts."""
+    """Run Prefect's server while the block runs, and yield the environment for flows and its process."""
     places, process = start_prefect(home)
     try:
         yield places, process
@@ -81,7 +81,7 @@ def prefect_server(home: Path) -> Iterator[tuple[dict[str, str], subprocess.Pope
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The address of a tracking server that keeps all in `folder`, and the leader of its process group."""
+    """Run an MLflow server with all its data in `folder`, and yield its address and process."""
     port = str(free_port())
     store = ["--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--default-artifact-root", str(folder)]
     command = ["mlflow", "server", *store, "--host", settings.LOOPBACK, "--port", port, "--workers", "1"]
@@ -99,7 +99,7 @@ def mlflow_server(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
 
 
 def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
-    """The Markdown artifacts with this key and text."""
+    """Return the Markdown artifacts with this key and text."""
     wanted = ArtifactFilter.model_validate({"key": {"any_": [key]}})
     with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
         found = [str(one.data) for one in client.read_artifacts(artifact_filter=wanted)]
@@ -108,7 +108,7 @@ def pages(prefect: dict[str, str], key: str, text: str) -> list[str]:
 
 @contextmanager
 def sink() -> Iterator[tuple[str, list[Any]]]:
-    """The address of a server that takes what is posted as JSON, and all that it has taken; else it says nothing."""
+    """Run a server that takes JSON by POST, and yield its address and the list of what it has taken."""
     taken: list[Any] = []
 
     class Taking(BaseHTTPRequestHandler):

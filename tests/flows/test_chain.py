@@ -1,4 +1,4 @@
-"""All stages of two candidates in a tiny workspace, and the laws that hold between their files."""
+"""The stages of two candidates in a tiny workspace, and the laws that hold between their files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CANDIDATES = ("svd-0.5", "kfac-0.5")
 
 @pytest.fixture(scope="module")
 def chain(study: Study, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the stages read and wrote, as the working directory; kfac is exported."""
+    """The workspace of a finished study, as the working directory; kfac is exported."""
     root = tmp_path_factory.mktemp("chain") / "workspace"
     for name in ("data", "models", "reports"):
         shutil.copytree(study.root / name, root / name)
@@ -78,7 +78,7 @@ def fail(stage: str, *candidate: str) -> str:
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
-def test_no_more_is_kept_than_was_asked(name: str) -> None:
+def test_candidates_keep_no_more_than_asked(name: str) -> None:
     decision = read(f"models/ranks/{name}/ranks.json")
     assert decision["parameters_after"] <= 0.5 * decision["parameters_before"]
     assert decision["parameters_after"] > 0.4 * decision["parameters_before"]  # and the budget is used
@@ -95,7 +95,7 @@ def test_ranks_are_those_of_the_targets_and_of_the_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_both_denominators_agree(name: str) -> None:
-    """What the targets lose is what the model loses."""
+    """The targets lose as many parameters as the model."""
     decision, evaluation = read(f"models/ranks/{name}/ranks.json"), read(f"reports/evaluate/{name}.json")
     lost = decision["parameters_before"] - decision["parameters_after"]
     assert read("reports/dense.json")["size"]["model_parameters"] - lost == evaluation["size"]["model_parameters"]
@@ -201,7 +201,7 @@ def test_the_control_recovers_as_the_candidates_do() -> None:
 
 
 def test_the_teacher_is_not_touched_by_later_stages(study: Study) -> None:
-    """It is what its own stage left, of which dvc.lock has the digest."""
+    """The teacher has the digest that dvc.lock records."""
     lock = YAML(typ="safe").load((study.root / "dvc.lock").read_text())["stages"]["teacher"]
     (written,) = (out["md5"] for out in lock["outs"] if out["path"] == "models/teacher")
     assert cached_objects.digest_of(cached_objects.measured(Path("models/teacher"))) == written
@@ -238,8 +238,10 @@ def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str)
 def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
     own_workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1 / 1, 2 / 1 twice, 4 / 1 twice and 8 / 8 twice, whatever the machine did meanwhile: not the 4 / 1 of the two
-    medians. Of seven values the interval of the median is all of them (0.5⁷ < 0.025 < 8 × 0.5⁷)."""
+    """The median ratio of 1/1, 2/1 twice, 4/1 twice and 8/8 twice is 2, not the 4/1 of the two medians.
+
+    The interval of the median of seven values is all of them (0.5⁷ < 0.025 < 8 × 0.5⁷).
+    """
     write_params(Path(), tiny_params(benchmark={"repetitions": 7}))
     pairs = [(9.0, 1.0)] * benchmark._WARMUP + [(1.0, 1.0), *2 * [(2.0, 1.0)], *2 * [(4.0, 1.0)], *2 * [(8.0, 8.0)]]
     seconds = itertools.chain.from_iterable((dense, candidate, candidate) for dense, candidate in pairs)
@@ -250,17 +252,19 @@ def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
         assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
 
 
-def test_candidates_for_which_memory_has_no_room_at_once_are_timed_one_after_the_other(
+def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
     own_workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark, "_ROOM", 0)
-    lots: list[Sequence[str]] = []
+    groups: list[Sequence[str]] = []
     latencies = benchmark._latencies
     monkeypatch.setattr(
-        benchmark, "_latencies", lambda dense, names, exported: lots.append(names) or latencies(dense, names, exported)
+        benchmark,
+        "_latencies",
+        lambda dense, names, exported: groups.append(names) or latencies(dense, names, exported),
     )
     benchmark.benchmark()
-    assert lots == [[name] for name in CANDIDATES]
+    assert groups == [[name] for name in CANDIDATES]
     assert set(read("reports/benchmark.json")) == set(CANDIDATES)
 
 
@@ -297,7 +301,7 @@ def test_one_call_gives_what_the_stages_give(name: str) -> None:
     )
 
 
-def test_statistics_is_what_the_parameters_ask_for(own_workspace: Path) -> None:
+def test_only_the_requested_statistics_are_computed(own_workspace: Path) -> None:
     statistics = {file.stem for file in Path("data/importance").glob("*.safetensors")}
     assert {"inputs", "output_gradients", "fisher", "taylor"} <= statistics
     write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
@@ -361,12 +365,12 @@ def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
     assert not Path("models/teacher").exists()
 
 
-def test_patterns_that_no_module_fits_are_a_mistake(own_workspace: Path) -> None:
+def test_patterns_that_match_no_layer_are_a_mistake(own_workspace: Path) -> None:
     write_params(Path(), tiny_params(targets={"include": ["nothing*"]}))
     assert "targets" in fail("importance")
 
 
-def test_statistics_that_was_not_gathered_is_named(own_workspace: Path) -> None:
+def test_missing_statistics_are_named(own_workspace: Path) -> None:
     write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
     run_stage("importance")
     assert "importance.statistics" in fail("search", "kfac", "0.5")

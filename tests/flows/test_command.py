@@ -33,7 +33,7 @@ def test_where_there_is_no_workspace_it_says_how_to_make_one(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_read_ends_a_command_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_ends_a_command_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder in the place of a file stands for all that the system refuses."""
     root = toy_workspace(tmp_path / "workspace")
     (root / ".dvc/config").unlink()

@@ -1,6 +1,6 @@
-"""Nights that nobody watches, five of thirty: what Prefect, DVC and MLflow say explains the state of each.
+"""Five of thirty unattended nights: Prefect, DVC and MLflow agree on the result of each.
 
-All thirty, with three candidates made again from nothing, and a table for docs/operations.md (many minutes):
+This runs all thirty, makes three candidates again, and writes the table of docs/operations.md (many minutes):
 `MONTH=FILE.md python -m pytest tests/flows/test_month.py`.
 """
 
@@ -26,7 +26,7 @@ TABLE = os.environ.get("MONTH")
 
 @pytest.fixture
 def month(request: pytest.FixtureRequest, prefect: dict[str, str], tmp_path: Path) -> Month:
-    """Lived through, and each night explained in its morning."""
+    """Run the nights, and check the state after each."""
     if TABLE and not mountable():
         pytest.skip("this machine lets no user mount a file system, which one of the disks that are full is")
     found = Month(tmp_path / "workspace", prefect)
@@ -48,7 +48,7 @@ def test_a_month(month: Month) -> None:
 
 
 def explained(month: Month, morning: Morning) -> None:
-    """Prefect's state is the one that is to be, and DVC and MLflow say the same."""
+    """Check that Prefect's state is the expected one, and that DVC and MLflow agree with it."""
     night, run = morning.night, morning.run
     assert run.state_name == night.state, run.state
     assert run.start_time
@@ -78,7 +78,7 @@ def nights_that_were_killed_were_ended_by_the_next(month: Month) -> None:
 
 
 def the_champion_is_the_best_that_passed(month: Month) -> None:
-    """By its gates, and on the test rows of the last night, which its gates need not have had."""
+    """Compare the versions by their gates, and on the last night's test examples, which the gates may not have had."""
     versions = month.versions()
     champion = month.alias("champion")
     assert {number for number, one in versions.items() if PROMOTED_AT in one.tags} == {
@@ -91,7 +91,7 @@ def the_champion_is_the_best_that_passed(month: Month) -> None:
 
 
 def accuracy(month: Month, number: str) -> float:
-    """Of a version's files, by transformers alone."""
+    """Return the accuracy of a version's files, computed with transformers only."""
     files = month.folder(number)
     model = AutoModelForSequenceClassification.from_pretrained(files).eval()
     rows = pd.read_parquet(month.root / "data/splits/test.parquet")
@@ -102,7 +102,7 @@ def accuracy(month: Month, number: str) -> float:
 
 
 def any_candidate_comes_back(month: Month) -> None:
-    """After what nobody names was removed; unless all bytes are the same the command ends with another code than 0."""
+    """Reproduce candidates after `gc`; the command fails unless all bytes are the same."""
     before = month.bytes()
     month.command("gc", "--yes")
     after = month.bytes()
@@ -116,7 +116,7 @@ def any_candidate_comes_back(month: Month) -> None:
 
 
 def said(message: str) -> str:
-    """The first cause, where the message names some, and the beginning of it."""
+    """Return the first cause that a message names, shortened."""
     _, *causes = message.splitlines() or [""]
     return textwrap.shorten(causes[0] if causes else message, 150, placeholder=" …")
 

@@ -37,7 +37,7 @@ from tests.flows.toy import ENVIRONMENT, Study
 from tests.workspace import tiny_params, write_params
 
 NOTHING = {"least_speedup": 1e9}
-"""What no candidate is: who is to promote asks for it in no time, and is refused."""
+"""A limit that no candidate meets: a promotion is refused at once."""
 NAMED = {state: f"study/nightly: {state}" for state in ("Refused", "Failed", "Crashed", "Late")}
 
 
@@ -89,7 +89,7 @@ def served(
 
 @pytest.fixture(scope="module")
 def told(served: SyncPrefectClient) -> Iterator[list[dict[str, str]]]:
-    """What a webhook gets of the runs of `nightly`, and of `idle`, which has none."""
+    """The notifications of the deployments `nightly`, and `idle`, which has no runs."""
     with sink() as (address, taken):
         block(address)
         notifications.set_up("nightly", ["custom-webhook/sink"], timedelta(hours=26))
@@ -125,7 +125,7 @@ def said(run: FlowRun) -> str | None:
     return run.state.message if run.state else None
 
 
-def test_the_schedule_stands_at_the_server(served: SyncPrefectClient) -> None:
+def test_the_server_has_the_schedule(served: SyncPrefectClient) -> None:
     (one,) = served.read_deployment_by_name("study/nightly").schedules
     assert one.schedule.cron == "0 2 1 1 *"  # type: ignore[union-attr]
     assert one.active
@@ -170,7 +170,7 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
 
 
 def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:
-    """Nor does who has no key, which stands in no header that a browser adds by itself."""
+    """Nor does a client without the key, which no browser sends by itself."""
     deployment = served.read_deployment_by_name("study/nightly").id
     address = f"{str(served.api_url).rstrip('/')}/deployments/{deployment}/create_flow_run"
     before = served.count_flow_runs()
@@ -183,7 +183,7 @@ def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> No
     assert served.count_flow_runs() == before
 
 
-def test_an_event_starts_a_run_and_its_failure_is_told(
+def test_an_event_starts_a_run_and_its_failure_is_reported(
     served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
     params = (workspace / "params.yaml").read_text()
@@ -201,9 +201,7 @@ def test_an_event_starts_a_run_and_its_failure_is_told(
 
 
 @pytest.mark.parametrize("state", [Crashed(message="killed"), Late(scheduled_time=datetime.now(UTC) + timedelta(1))])
-def test_a_run_that_is_crashed_or_late_is_told(
-    served: SyncPrefectClient, told: list[dict[str, str]], state: State
-) -> None:
+def test_a_crashed_or_late_run_is_reported(served: SyncPrefectClient, told: list[dict[str, str]], state: State) -> None:
     deployment = served.read_deployment_by_name("study/nightly")
     later = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(1))
     run = served.create_flow_run_from_deployment(deployment.id, state=later)
@@ -213,7 +211,7 @@ def test_a_run_that_is_crashed_or_late_is_told(
     served.delete_flow_run(run.id)
 
 
-def test_that_nothing_succeeds_is_told(told: list[dict[str, str]]) -> None:
+def test_a_lack_of_successes_is_reported(told: list[dict[str, str]]) -> None:
     until(lambda: any("study/idle" in one["subject"] for one in told))
     notifications.set_up("idle", [], timedelta(hours=1))
 
@@ -244,7 +242,7 @@ def test_when_the_next_run_is_due(cron: str, timezone: str, due: datetime) -> No
     assert schedule.next_run(cron, timezone, datetime(2026, 3, 28, 12, tzinfo=UTC)) == due
 
 
-def test_serve_sets_up_who_is_told_anew(
+def test_serve_replaces_the_notifications(
     prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(schedule.study, "serve", lambda **_: None)
@@ -298,7 +296,9 @@ def test_a_run_of_another_folder_s_deployment_refuses(
     assert str(tmp_path) in str(state.message)
 
 
-def test_whose_a_deployment_is(prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deployment_belongs_to_its_folder(
+    prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A host that changes its name keeps its deployment; a copy of the folder does not take it."""
     (first := tmp_path / "first").mkdir()
     monkeypatch.chdir(first)
@@ -313,13 +313,13 @@ def test_whose_a_deployment_is(prefect: dict[str, str], tmp_path: Path, monkeypa
         with pytest.raises(deployment_owner.OtherWorkspace, match=re.escape(str(first))):
             deployment_owner.check_name("ours")
         client.create_deployment(flow, "old")
-        with pytest.raises(deployment_owner.OtherWorkspace, match="no word"):
+        with pytest.raises(deployment_owner.OtherWorkspace, match="unknown folder"):
             deployment_owner.check_name("old")
 
 
 @pytest.mark.parametrize("place", ["root", "scheduler"])
-def test_a_place_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
-    """Which Prefect lets a client submit; the run then ends before it begins."""
+def test_a_folder_or_address_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
+    """Prefect lets a client submit them, but the run fails before it starts."""
     client, taken = elsewhere
     run = client.create_flow_run_from_deployment(taken, parameters={place: "/elsewhere"})
     state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
@@ -335,13 +335,13 @@ def test_a_place_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UU
         ("0 2 * * *", "Mars", "^--timezone Mars: "),
     ],
 )
-def test_what_is_no_schedule_is_refused(cron: str, timezone: str, named: str) -> None:
+def test_an_invalid_schedule_is_refused(cron: str, timezone: str, named: str) -> None:
     with pytest.raises(schedule.ScheduleError, match=named):
         schedule.serve("nightly", cron, timezone, Options())
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_a_server_that_is_gone_is_named(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_named(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_params(tmp_path, tiny_params())
     monkeypatch.chdir(tmp_path)
     address = "http://me:topsecret@127.0.0.1:9/api"

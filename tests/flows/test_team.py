@@ -1,4 +1,4 @@
-"""What a team shares: a registry in PostgreSQL, in which promotions take turns, and a DVC remote in an object store."""
+"""Services of a team: a registry in PostgreSQL, in which promotions take turns, and a DVC remote in an object store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from flows.engine import dvc_transport
 from flows.registry.versions import CHAMPION, CONTENT, Registry, RegistryError, connected
 from tests.flows import forked
 from tests.flows.servers import until
-from tests.flows.toy import call, toy_workspace
+from tests.flows.toy import call, commit, toy_workspace
 
-needs_postgres = pytest.mark.skipif(not services.postgres_programs(), reason="PostgreSQL is not installed")
+needs_postgres = pytest.mark.skipif(
+    not services.postgres_programs(), reason="PostgreSQL is not installed: apt-get install postgresql"
+)
 
 
 @pytest.fixture(scope="module")
 def database() -> Iterator[Postgres]:
-    """With a registry that has three versions without files, of which none is the champion."""
+    """A database whose registry has three versions without files and no champion."""
     with services.postgres() as server:
         client = MlflowClient(server.create("mlflow"))
         client.create_registered_model("m")
@@ -34,7 +36,7 @@ def database() -> Iterator[Postgres]:
 
 
 def promoting(address: str, number: str, folder: Path) -> None:
-    """Promote a version, as a machine of its own; it moves the alias once the other one is about to, too, or waits."""
+    """Promote a version as one of two machines, which move the alias at the same time unless one waits."""
     os.environ["MLFLOW_TRACKING_URI"] = address
     os.environ.pop("MLFLOW_REGISTRY_URI", None)
     Registry.smoke = lambda *_: None  # type: ignore[method-assign]
@@ -60,7 +62,7 @@ def waiting(address: str) -> bool:
 
 
 @needs_postgres
-def test_of_two_promotions_at_once_the_second_replaces_the_first(database: Postgres, tmp_path: Path) -> None:
+def test_the_second_of_two_concurrent_promotions_replaces_the_first(database: Postgres, tmp_path: Path) -> None:
     address = database.address("mlflow")
     both = [forked.start(promoting, address, number, tmp_path) for number in "12"]
     for process in both:
@@ -79,8 +81,8 @@ def promote_after(act: Callable[[], object]) -> None:
 
 
 @needs_postgres
-def test_who_lost_the_turn_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow connects anew where the database was started again; the turn was another's meanwhile."""
+def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow reconnects to a restarted database, and another machine may have promoted meanwhile."""
     monkeypatch.setattr(Registry, "smoke", lambda *_: None)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database.address("mlflow"))
@@ -104,8 +106,7 @@ def test_a_clone_pulls_from_an_object_store_what_another_pushed(
         toy_workspace(one)
         call(one, "dvc", "remote", "add", "--default", "storage", "s3://eckart/dvc")
         call(one, "dvc", "repro", "-q")
-        call(one, "git", "add", "-A")
-        call(one, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
+        commit(one)
         call(tmp_path, "git", "clone", "-q", str(one), str(two))
         monkeypatch.chdir(one)
         assert not dvc_transport.push()

@@ -1,4 +1,4 @@
-"""A workspace whose stages take no time: what the engine does is seen in dvc.lock and in `ran.log`."""
+"""Workspaces for tests. The toy one has stages that take no time and note in `ran.log` that they ran."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from typing import Any
 
 from click.testing import Result
 from dvc.repo import Repo
+from ruamel.yaml import YAML
 
 from tests.flows import forked
-from tests.workspace import REPOSITORY, tiny_workspace
+from tests.workspace import REPOSITORY, tiny_params, tiny_workspace, write_params
 
 PARAMS = """\
 gain: {a: 1, b: 2}
@@ -56,11 +57,11 @@ ENVIRONMENT = {
     "SHELL": "/bin/sh",
 }
 BARE = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-"""Without what a user, or a test, told Prefect and MLflow."""
+"""The environment without settings of Prefect and MLflow."""
 
 
 def toy_workspace(root: Path) -> Path:
-    """A git and DVC repository with the toy pipeline."""
+    """Make a git and DVC repository with the toy pipeline."""
     shutil.copytree(_empty_repository(), root)
     (root / "params.yaml").write_text(PARAMS)
     (root / "dvc.yaml").write_text(PIPELINE)
@@ -71,7 +72,7 @@ def toy_workspace(root: Path) -> Path:
 
 @cache
 def _empty_repository() -> Path:
-    """What `git init` and `dvc init` make, to be copied."""
+    """Return a folder with the results of `git init` and `dvc init`, to be copied."""
     root = Path(tempfile.mkdtemp(prefix="eckart-tests-"))
     atexit.register(shutil.rmtree, root)
     call(root, "git", "init", "-q")
@@ -80,13 +81,13 @@ def _empty_repository() -> Path:
 
 
 def stale(root: Path) -> list[str]:
-    """The stages that `dvc status` names, sorted."""
+    """Return the stages that `dvc status` names, sorted."""
     with chdir(root):
         return sorted(Repo().status())
 
 
 def call(root: Path, *command: str) -> str:
-    """Run a command in `root` and give what it printed; its failure is the test's."""
+    """Run a command in `root`, assert that it succeeds, and return its output."""
     if command[0] == "dvc":
         done = forked.dvc(root, ENVIRONMENT, *command[1:])
     else:
@@ -95,8 +96,14 @@ def call(root: Path, *command: str) -> str:
     return done.stdout
 
 
+def commit(root: Path, message: str = "state") -> None:
+    """Commit everything in `root`."""
+    call(root, "git", "add", "-A")
+    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", message)
+
+
 def ran(root: Path) -> list[str]:
-    """The stages that ran since the last call, sorted."""
+    """Return the stages that ran since the last call, sorted."""
     log = root / "ran.log"
     names = sorted(log.read_text().split()) if log.exists() else []
     log.unlink(missing_ok=True)
@@ -104,15 +111,26 @@ def ran(root: Path) -> list[str]:
 
 
 def tiny_repository(root: Path, **changes: Any) -> Path:
-    """A clone of the code with the tiny parameters, before anything ran."""
+    """Make a clone of the code with the tiny parameters; nothing has run in it."""
     for name in ("eckart", "tasks", "flows"):
         shutil.copytree(REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(_empty_repository(), root, dirs_exist_ok=True)
     for name in ("dvc.yaml", ".dvcignore", ".gitignore"):
         shutil.copy(REPOSITORY / name, root / name)
     tiny_workspace(root, **changes)
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "tiny")
+    commit(root, "tiny")
+    return root
+
+
+def toy_study(root: Path, stages: dict[str, Any]) -> Path:
+    """Make a workspace with the tiny parameters and these stages, the last of which is `compare`."""
+    shutil.copytree(_empty_repository(), root)
+    write_params(root, tiny_params())
+    with (root / "dvc.yaml").open("w") as file:
+        YAML().dump({"stages": stages}, file)
+    (root / "reports").mkdir()
+    columns = "recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup"
+    (root / "reports/comparison.csv").write_text(f"{columns}\nsvd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\n")
     return root
 
 
@@ -121,19 +139,19 @@ MLFLOW = "mlflow.db"
 
 @dataclass(frozen=True)
 class Study:
-    """A workspace after `eckart run`, and what that printed. Nobody changes it: who wants to, copies it."""
+    """A workspace after `eckart run`, and the output of that. Tests that change it work on a copy."""
 
     root: Path
     said: str
     database: Path
-    """Of MLflow, and empty."""
+    """An empty one of MLflow."""
 
     def copied(self, root: Path) -> Path:
-        """The workspace with its cache, in which nothing is stale, and with an MLflow of its own that knows nothing."""
+        """Copy the workspace with its cache, in which nothing is stale, and give it an empty MLflow database."""
         shutil.copytree(self.root, root, symlinks=True, ignore=shutil.ignore_patterns(MLFLOW, "mlruns"))
         shutil.copy(self.database, root)
         return root
 
 
 Flows = Callable[..., Result]
-"""`flows(root, "run")`: what `eckart run` in `root` prints, and with which code it ends."""
+"""`flows(root, "run")` runs `eckart run` in `root`, and returns its output and exit code."""

@@ -1,4 +1,4 @@
-"""Losses for calibration: by labels that the model expects, or draws, in place of those that are given."""
+"""Calibration losses with labels that the model expects or draws, in place of given ones."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def probabilities(model, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "albert", "mobilebert"])
-def test_expected_statistics_is_the_sum_over_labels_each_by_its_probability(family):
-    """Second moments of each sample's gradients by each label, from autograd; not those of the mean gradient."""
+def test_expected_statistics_are_the_sum_over_labels_weighted_by_probability(family):
+    """Second moments of each example's gradient for each label, from autograd; not those of the mean gradient."""
     model, targets = case(family)
     expected: dict[tuple[str, str], Tensor] = {}
     for ids, _ in SAMPLES:
@@ -60,7 +60,7 @@ def test_expected_and_drawn_statistics_need_no_given_labels():
             assert all(torch.equal(some["output_gradients"][name], moment) for some in moments)
 
 
-def test_what_is_drawn_does_not_depend_on_batches_and_padding():
+def test_drawn_labels_do_not_depend_on_batches_and_padding():
     model, targets = case("bert")
     alone, together = (
         collect(model, batches, targets, ["output_gradients"], drawn_loss(logits_of, 3))["output_gradients"]
@@ -70,8 +70,8 @@ def test_what_is_drawn_does_not_depend_on_batches_and_padding():
         torch.testing.assert_close(together[name], moment, **CLOSE)
 
 
-def test_the_loss_of_drawn_tokens_is_the_mean_of_a_sample_and_the_sum_over_samples():
-    """Blocks of one length, as language modelling has them, every token of which is drawn on its own."""
+def test_the_drawn_loss_is_the_sum_over_examples_of_their_means():
+    """For blocks of one length, as in language modelling, with every token drawn on its own."""
     model, loss = tiny.causal_llama().double().eval(), drawn_loss(LANGUAGE.logits, 3)
     some = [{"input_ids": tiny.samples(1, 6, 6, seed)[0][0].unsqueeze(0)} for seed in range(4)]
     some = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in some]
@@ -82,8 +82,8 @@ def test_the_loss_of_drawn_tokens_is_the_mean_of_a_sample_and_the_sum_over_sampl
     assert not torch.equal(drawn_loss(LANGUAGE.logits, 4)(model, together), loss(model, together))
 
 
-def test_labels_are_drawn_as_often_as_they_are_probable():
-    """Of one prediction a sample: the loss is −log p of what was drawn."""
+def test_labels_are_drawn_by_their_probabilities():
+    """With one prediction for each example the loss is −log p of the drawn label."""
     shares = torch.tensor([0.5, 0.3, 0.2])
     model = lambda input_ids, attention_mask: ModelOutput(logits=shares.log().expand(len(input_ids), 3))  # noqa: E731
     drawn: Counter[float] = Counter()

@@ -1,24 +1,21 @@
-"""Laws of the statistics: per sample, whatever the batches and the padding, and nothing happens to the model."""
+"""Laws of calibration statistics. That they equal autograd's in every family is in test_architectures.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from eckart.calibration.second_moments import add_gram, mirror, square_sums
 from eckart.calibration.statistics import (
     STATISTIC_KINDS,
-    add_gram,
     collect,
     load_statistics,
     mean_loss_times_batch,
-    mirror,
     passes,
     save_statistics,
-    square_sums,
 )
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny
@@ -43,97 +40,19 @@ def assert_same(some, other, **tolerance) -> None:
             torch.testing.assert_close(tensor, other[kind][key], msg=f"{kind} of {key}", **(tolerance or CLOSE))
 
 
-# --- the reference: one backward pass per sample ---------------------------------------------------------------------
-
-
-def traced(model: nn.Module, targets: Sequence[Target], batch) -> tuple[Tensor, dict, dict]:
-    """The loss of a batch, and every target's inputs and outputs."""
-    inputs, outputs = {}, {}
-
-    def record(name):
-        def hook(module, args, output):
-            inputs[name], outputs[name] = args[0], output
-
-        return hook
-
-    hooks = [model.get_submodule(t.name).register_forward_hook(record(t.name)) for t in targets]
-    loss = model(**batch).loss
-    for hook in hooks:
-        hook.remove()
-    return loss, inputs, outputs
-
-
-def one_sample(model: nn.Module, targets: Sequence[Target], sample: tiny.Sample) -> dict[tuple[str, str], Tensor]:
-    """The statistics of one sample, from its gradients as autograd gives them."""
-    loss, inputs, outputs = traced(model, targets, tiny.collate([sample]))
-    weights = [model.get_submodule(t.name).weight for t in targets]
-    gradients = torch.autograd.grad(loss, weights + [outputs[t.name] for t in targets])
-    result = {}
-    for target, raw, delta in zip(targets, gradients, gradients[len(targets) :], strict=False):
-        weight = weight_of(model.get_submodule(target.name))
-        gradient = raw if raw.shape == weight.shape and raw.stride() == weight.stride() else raw.T
-        x, delta = inputs[target.name].flatten(0, -2), delta.flatten(0, -2)
-        if target.input_of == target.name:
-            result["inputs", target.name] = x.T @ x
-            result["tokens", target.name] = torch.tensor(len(x)).to(x)
-        result["output_gradients", target.name] = delta.T @ delta
-        for kind, squares in (("fisher", gradient**2), ("taylor", (gradient * weight) ** 2)):
-            result[kind, f"{target.name}.input"] = squares.sum(0)
-            result[kind, f"{target.name}.output"] = squares.sum(1)
-    return {key: tensor.detach() for key, tensor in result.items()}
-
-
-def by_hand(model: nn.Module, targets: Sequence[Target], samples: Sequence[tiny.Sample]):
-    model.eval()
-    each = [one_sample(model, targets, sample) for sample in samples]
-    result: dict[str, dict[str, Tensor]] = {}
-    for kind, key in each[0]:
-        result.setdefault(kind, {})[key] = sum(one[kind, key] for one in each) / len(samples)
-    return result
-
-
 # --- laws ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("length", [3, 12])
-def test_statistics_is_that_of_autograd_sample_by_sample(family, length):
-    """Short samples take the form that needs no gradient, long ones the gradient itself."""
-    model = double(family)
-    targets = targets_of(model)
-    samples = tiny.samples(6, shortest=length - 2, longest=length)
-    assert_same(collect(model, tiny.batches(samples, 6, length), targets), by_hand(model, targets, samples))
-
-
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_statistics_does_not_depend_on_batch_size(family, size):
-    model = double(family)
-    targets = targets_of(model)
-    assert_same(
-        collect(model, tiny.batches(SAMPLES, size), targets), collect(model, tiny.batches(SAMPLES, 16), targets)
-    )
-
-
-@pytest.mark.parametrize("length", [8, 11, 20])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_statistics_does_not_depend_on_padding_to_the_right(family, length):
-    model = double(family)
-    targets = targets_of(model)
-    alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
-    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length), targets), alone)
 
 
 @pytest.mark.parametrize("length", [8, 11, 20])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_statistics_does_not_depend_on_padding_to_the_left(family, length):
+def test_statistics_do_not_depend_on_padding_to_the_left(family, length):
     model = double(family)
     targets = targets_of(model)
     alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
     assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length, "left"), targets), alone)
 
 
-def test_statistics_does_not_depend_on_what_stands_in_the_padding():
+def test_statistics_do_not_depend_on_the_tokens_of_padding():
     model = double("bert")
     targets = targets_of(model)
     batch = tiny.collate(SAMPLES[:4], 10)
@@ -141,7 +60,7 @@ def test_statistics_does_not_depend_on_what_stands_in_the_padding():
     assert_same(collect(model, [other], targets), collect(model, [batch], targets))
 
 
-def test_statistics_in_single_precision_is_that_in_double():
+def test_statistics_in_single_precision_are_those_in_double():
     model = tiny.bert()
     targets = targets_of(model)
     single = collect(model, tiny.batches(SAMPLES, 4), targets)
@@ -149,13 +68,6 @@ def test_statistics_in_single_precision_is_that_in_double():
     exact = collect(model.double(), tiny.batches(SAMPLES, 4), targets)
     rounded = {kind: {key: value.float() for key, value in tensors.items()} for kind, tensors in exact.items()}
     assert_same(single, rounded, rtol=1e-3, atol=1e-5)
-
-
-def test_half_precision_is_gathered_in_single():
-    """Sums of squares in bfloat16 would stop growing after 256 terms."""
-    model = tiny.bert().bfloat16()
-    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
-    assert {tensor.dtype for tensors in gathered.values() for tensor in tensors.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", STATISTIC_KINDS)
@@ -193,32 +105,6 @@ def test_squaring_the_gradient_of_a_batch_is_another_number():
         assert float((mean**2).sum()) < 0.9 * float(fisher[f"{target.name}.input"].sum())
 
 
-def test_the_two_axes_sum_to_the_same_total():
-    model = double("llama")
-    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model), kinds=["fisher", "taylor"])
-    for kind, tensors in gathered.items():
-        for key in [key for key in tensors if key.endswith(".input")]:
-            other = key.removesuffix("input") + "output"
-            torch.testing.assert_close(tensors[key].sum(), tensors[other].sum(), msg=f"{kind} of {key}", **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("family", "sharing"),
-    [
-        ("bert", ["query", "key", "value"]),
-        ("llama", ["q_proj", "k_proj", "v_proj"]),
-        ("llama", ["gate_proj", "up_proj"]),
-    ],
-)
-def test_readers_of_one_tensor_share_one_statistic(family, sharing):
-    model = double(family)
-    targets = targets_of(model)
-    keys = collect(model, [tiny.collate(SAMPLES)], targets, kinds=["inputs"])["inputs"]
-    readers = [target for target in targets if target.name.rpartition(".")[2] in sharing]
-    assert {target.input_of.rpartition(".")[2] for target in readers} == {sharing[0]}
-    assert {target.name for target in readers if target.name in keys} == {target.input_of for target in readers}
-
-
 def test_a_conv1d_target_has_the_statistics_of_the_linear_of_its_transpose():
     model = double("gpt2")
     targets = targets_of(model)
@@ -234,8 +120,8 @@ def test_a_conv1d_target_has_the_statistics_of_the_linear_of_its_transpose():
     assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected)
 
 
-def test_a_loss_of_ones_own_does_not_depend_on_batch_size_either():
-    """Next-token prediction: the mean over the tokens of each sample, summed over samples."""
+def test_a_custom_loss_does_not_depend_on_batch_size():
+    """Next-token prediction: the mean over the tokens of each example, summed over examples."""
 
     def loss(model, batch):
         logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
@@ -251,21 +137,14 @@ def test_a_loss_of_ones_own_does_not_depend_on_batch_size_either():
     )
 
 
-def test_the_loss_of_a_batch_is_the_sum_over_its_samples():
-    model = double("bert").eval()
-    total = mean_loss_times_batch(model, tiny.collate(SAMPLES))
-    each = [mean_loss_times_batch(model, tiny.collate([sample])) for sample in SAMPLES]
-    torch.testing.assert_close(total, torch.stack(each).sum(), **CLOSE)
-
-
 # --- the sums of squares ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "shape", [(5, 2, 9, 8), (2, 3, 300, 2), (5, 40, 9, 8), (1, 1, 3, 4), (3, 4, 16, 16), (3, 5, 16, 16)]
 )
-def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
-    """Few tokens and many, on either side of where the cheaper form changes; more rows than are squared at a time."""
+def test_square_sums_are_those_of_each_examples_gradient(shape):
+    """For few and many tokens, which take different forms, and for more rows than are squared at a time."""
     batch, tokens, rows, columns = shape
     generator = torch.Generator().manual_seed(0)
     x, delta, weight = (
@@ -283,7 +162,7 @@ def test_both_forms_of_the_sums_are_those_of_the_gradients_of_samples(shape):
 
 
 @pytest.mark.parametrize(("tokens", "features"), [(40, 7), (5, 128), (5, 129), (3, 300)])
-def test_a_gram_matrix_from_panels_is_the_product(tokens, features):
+def test_a_gram_matrix_in_panels_is_the_product(tokens, features):
     x = torch.randn(tokens, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     total = torch.ones(features, features, dtype=torch.float64)
     add_gram(total, x)
@@ -291,8 +170,8 @@ def test_a_gram_matrix_from_panels_is_the_product(tokens, features):
     torch.testing.assert_close(total, x.T @ x + 1, **CLOSE)
 
 
-def test_wide_maps_have_whole_matrices():
-    """Wider than what is added at a time, in two batches."""
+def test_wide_layers_have_whole_matrices():
+    """Wider than the panels that are added at a time, in two batches."""
 
     class Wide(nn.Module):
         def __init__(self) -> None:
@@ -314,7 +193,7 @@ def test_wide_maps_have_whole_matrices():
 
 
 class Sum(nn.Module):
-    """y = x Wᵀ with W = (2, -1); a sample's loss is the sum of y over its tokens, so that every Δ is one."""
+    """y = x Wᵀ with W = (2, -1); an example's loss is the sum of y over its tokens, so that every Δ is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,8 +224,8 @@ def test_two_samples_solved_by_hand():
 
 
 @pytest.mark.parametrize("filling", [0.0, 5.0, float("inf"), float("nan")])
-def test_padding_counts_for_nothing_whatever_it_holds(filling):
-    """A model may leave anything in the rows of padding, as long as nothing reads them."""
+def test_padding_does_not_count_whatever_it_holds(filling):
+    """A model may compute anything at padding, as long as nothing reads it."""
     padded = torch.full((2, 5, 2), filling)
     padded[:, :2] = TWO
     mask = torch.tensor([[1, 1, 0, 0, 0]] * 2)
@@ -382,14 +261,14 @@ def state(model: nn.Module):
     )
 
 
-def test_the_model_comes_back_bit_for_bit():
+def test_collecting_does_not_change_the_model():
     model = mixed_model()
     before = state(model)
     collect(model, tiny.batches(SAMPLES, 4), targets_of(tiny.bert()))
     assert state(model) == before
 
 
-def test_the_model_comes_back_when_the_data_end_in_an_error():
+def test_the_model_is_restored_if_the_data_raise_an_error():
     def broken():
         yield tiny.collate(SAMPLES)
         raise OSError("the disk is gone")
@@ -402,7 +281,7 @@ def test_the_model_comes_back_when_the_data_end_in_an_error():
 
 
 def test_a_model_in_training_gives_the_statistics_of_eval_mode():
-    """No dropout: the same numbers twice, and those of the model in eval mode."""
+    """Dropout is off: two passes give the same numbers, and so does the model in eval mode."""
     model = double("bert").train()
     targets = targets_of(model)
     first, second = (collect(model, tiny.batches(SAMPLES, 4), targets) for _ in range(2))
@@ -410,7 +289,7 @@ def test_a_model_in_training_gives_the_statistics_of_eval_mode():
     assert_same(first, collect(model.eval(), tiny.batches(SAMPLES, 4), targets), rtol=0, atol=0)
 
 
-def test_statistics_is_gathered_where_gradients_are_off():
+def test_statistics_are_gathered_where_gradients_are_off():
     model = double("bert")
     targets = targets_of(model)
     expected = collect(model, tiny.batches(SAMPLES, 4), targets)
@@ -418,7 +297,7 @@ def test_statistics_is_gathered_where_gradients_are_off():
         assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected, rtol=0, atol=0)
 
 
-def test_inputs_alone_ask_for_no_gradient():
+def test_inputs_alone_need_no_gradient():
     def forward_only(model, batch):
         assert not torch.is_grad_enabled()
         return mean_loss_times_batch(model, batch)
@@ -430,12 +309,12 @@ def test_inputs_alone_ask_for_no_gradient():
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_sample_is_an_error():
+def test_no_example_is_an_error():
     with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
         collect(Sum(), [], [MAP])
 
 
-def test_what_is_not_finite_is_an_error_that_names_the_target():
+def test_statistics_that_are_not_finite_are_an_error_that_names_the_target():
     model = tiny.bert()
     targets = targets_of(model)
     model.bert.encoder.layer[1].intermediate.dense.bias.data[0] = float("inf")
@@ -444,7 +323,7 @@ def test_what_is_not_finite_is_an_error_that_names_the_target():
 
 
 class Reshaped(Sum):
-    """Hands its map something else than `(batch, tokens, features)`."""
+    """A model whose layer reads something else than `(batch, tokens, features)`."""
 
     def __init__(self, change) -> None:
         super().__init__()
@@ -454,7 +333,7 @@ class Reshaped(Sum):
         return SimpleNamespace(loss=self.map(self.change(x)).sum() / len(x))
 
 
-def test_tokens_that_cannot_be_split_into_samples_are_an_error():
+def test_tokens_that_cannot_be_split_into_examples_are_an_error():
     model = Reshaped(lambda x: x.flatten(0, 1)[1:])
     with pytest.raises(ValueError, match=r"^map: .*\b2\b"):
         collect(model, [{"x": TWO}], [MAP])
@@ -469,8 +348,8 @@ def test_padding_that_cannot_be_told_from_data_is_an_error():
 
 @pytest.mark.parametrize("tokens", [3, 4])
 @pytest.mark.parametrize("padding", [0, 1])
-def test_tokens_before_samples_are_an_error(tokens, padding):
-    """`(tokens, batch, features)` divides by the batch size too, but its rows are not those of samples."""
+def test_inputs_with_tokens_before_examples_are_an_error(tokens, padding):
+    """`(tokens, batch, features)` is divisible by the batch size too, but not in the order of the examples."""
     x = torch.arange(4.0 * tokens).reshape(2, tokens, 2)
     mask = torch.ones(2, tokens, dtype=torch.int64)
     mask[1, tokens - padding :] = 0
@@ -478,8 +357,8 @@ def test_tokens_before_samples_are_an_error(tokens, padding):
         collect(Reshaped(lambda x: x.transpose(0, 1)), [{"x": x, "attention_mask": mask}], [MAP])
 
 
-def test_tokens_of_all_samples_in_one_axis_are_told_apart():
-    """Some models flatten to `(batch × tokens, features)` before their linear maps."""
+def test_flattened_tokens_are_attributed_to_their_examples():
+    """Some models flatten to `(batch × tokens, features)` before their linear layers."""
     flat = collect(Reshaped(lambda x: x.flatten(0, 1)), [{"x": TWO}], [MAP])
     assert_same(flat, collect(Sum(), [{"x": TWO}], [MAP]))
 
@@ -488,7 +367,7 @@ def test_tokens_of_all_samples_in_one_axis_are_told_apart():
 
 
 class Cell(nn.Module):
-    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens, of all samples."""
+    """h ← tanh(W h + x) token by token, in either order; the loss is the sum of h over real tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,7 +385,7 @@ CELL = Target(name="map", out_features=3, in_features=3, input_of="map", repeate
 
 
 def rows(left: bool) -> list[dict[str, Tensor]]:
-    """Samples of 1 to 5 tokens with all padding on one side, as batches of one; then all of them as one batch."""
+    """Return examples of 1 to 5 tokens as batches of one; then all as one batch, padded on one side."""
     generator = torch.Generator().manual_seed(0)
     each, padded = [], []
     for length in (2, 5, 1, 3):
@@ -520,7 +399,7 @@ def rows(left: bool) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_the_tokens_of_a_cell_are_its_calls_and_their_padding_counts_for_nothing(left):
+def test_the_tokens_of_a_recurrent_cell_are_its_calls_without_padding(left):
     torch.manual_seed(0)
     model = Cell()
     *each, together = rows(left)
@@ -536,7 +415,7 @@ def test_the_tokens_of_a_cell_are_its_calls_and_their_padding_counts_for_nothing
     assert_same(got, collect(model, each, [CELL]))
 
 
-def test_calls_that_no_gradient_reaches_add_nothing_to_it():
+def test_calls_without_a_gradient_add_nothing():
     class Detached(Cell):
         def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
             self.map(x[:, 0])
@@ -564,7 +443,7 @@ def test_a_target_that_runs_again_unexpectedly_is_an_error():
 
 
 def test_each_target_is_masked_by_its_own_mask():
-    """The same numbers, masked by one or the other side of the batch."""
+    """The same inputs, with the mask of either side of the batch."""
     mask, other = torch.tensor([[1, 1], [1, 0]]), torch.tensor([[1, 0], [0, 1]])
 
     class Two(Sum):
@@ -585,8 +464,8 @@ def test_a_batch_without_the_mask_of_a_target_is_an_error():
         collect(Sum(), [batch], [target])
 
 
-def test_rows_of_no_mask_all_count():
-    """Those of a picture, beside a text that is padded; each sample has as many."""
+def test_inputs_without_a_mask_all_count():
+    """Such as those of a picture beside a padded text; each example has the same number."""
     target = MAP.model_copy(update={"mask": None})
     assert_same(collect(Sum(), [{"x": TWO}], [target]), collect(Sum(), [{"x": TWO}], [MAP]))
     twice = torch.cat([TWO, TWO], 1)
@@ -601,7 +480,7 @@ def test_rows_of_no_mask_all_count():
 
 
 def in_parts(model, targets, layers, folder, **options):
-    """Statistics that were gathered by `layers` layers, each part written and let go."""
+    """Gather statistics of `layers` layers at a time, save each part, and load all."""
     for number, part in enumerate(passes(targets, layers), 1):
         gathered = collect(model, tiny.batches(SAMPLES, 4), part.targets, then=part.then, **options)
         save_statistics(gathered, folder, number)
@@ -629,7 +508,7 @@ def test_passes_are_the_layers_in_order():
     assert [part.targets for part in passes(targets, None)] == [targets]
 
 
-def test_what_has_no_number_is_a_layer_between_its_neighbours():
+def test_targets_without_a_number_are_a_layer_between_their_neighbours():
     names = ["first", "a.0.x", "a.0.y.7.z", "between.x", "also", "b.c.0", "b.c.1", "last"]
     targets = [Target(name=name, out_features=1, in_features=1, input_of=name) for name in names]
     got = [[target.name for target in part.targets] for part in passes(targets, 1)]
@@ -642,7 +521,7 @@ def count_forwards(module: nn.Module) -> list[None]:
     return calls
 
 
-def test_inputs_run_the_layers_below_and_no_others():
+def test_a_pass_for_inputs_stops_after_its_layers():
     model = tiny.llama()
     part = passes(targets_of(model), 1)[0]
     first, second = (count_forwards(model.model.layers[layer].mlp.down_proj) for layer in (0, 1))
@@ -653,7 +532,7 @@ def test_inputs_run_the_layers_below_and_no_others():
 
 
 class Late(Sum):
-    """Runs its map after another one that was said to come later, and before it too."""
+    """A model that runs its first layer before and after the other one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -663,7 +542,7 @@ class Late(Sum):
         return SimpleNamespace(loss=self.map(x).sum() + self.other(self.map(x)).sum() + self.map(x).sum())
 
 
-def test_a_target_that_runs_again_later_is_waited_for():
+def test_a_pass_does_not_stop_before_a_target_runs_again():
     other = Target(name="other", out_features=1, in_features=1, input_of="other")
     batches = [{"x": TWO}] * 3
     again = MAP.model_copy(update={"repeated": True, "mask": None})
@@ -672,7 +551,7 @@ def test_a_target_that_runs_again_later_is_waited_for():
 
 
 def test_the_graph_begins_at_the_first_target():
-    """Activations below it are not kept."""
+    """So activations before it are not kept."""
     model = tiny.llama()
     second, graphs = passes(targets_of(model), 1)[1], []
     model.model.layers[0].register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
@@ -690,7 +569,7 @@ def test_offloaded_activations_give_the_same_statistics(family):
     assert_same(collect(batches=tiny.batches(SAMPLES, 4), offload_activations=True, **options), kept, rtol=0, atol=0)
 
 
-def test_what_is_offloaded_are_activations_and_no_weights():
+def test_activations_are_offloaded_and_weights_are_not():
     model, moved = tiny.llama(), []
     weights = {parameter.shape for parameter in model.parameters()}
     to_cpu = Tensor.cpu
@@ -703,13 +582,15 @@ def test_what_is_offloaded_are_activations_and_no_weights():
     assert not weights & {tensor.shape for tensor in moved if tensor.dim() == 2}
 
 
-def test_half_precision_is_near_single():
+def test_half_precision_is_summed_in_single_and_near_it():
+    """Sums of squares in bfloat16 would stop growing after 256 terms."""
     model = tiny.bert().bfloat16()
     targets = targets_of(model)
     half = collect(model, tiny.batches(SAMPLES, 4), targets)
     single = collect(model.float(), tiny.batches(SAMPLES, 4), targets)  # the same weights
     for kind, tensors in single.items():
         for key, tensor in tensors.items():
+            assert half[kind][key].dtype == torch.float32
             error = (half[kind][key] - tensor).norm() / tensor.norm().clamp(min=1e-12)
             assert error < 0.1, f"{kind} of {key}: {error:.3f}"
 
@@ -718,7 +599,7 @@ def test_half_precision_is_near_single():
 
 
 def spread(family: str, folder, device_map: dict[str, str]) -> nn.Module:
-    """A tiny model as accelerate places it."""
+    """Load a tiny model with a device map."""
     model = tiny.FAMILIES[family]()
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder, device_map=device_map, offload_folder=folder / "offload")
@@ -735,7 +616,7 @@ MAPS = {
 
 @pytest.mark.parametrize("layers", [None, 1])
 @pytest.mark.parametrize("name", MAPS)
-def test_a_model_that_waits_on_the_disk_gives_the_same_statistics(name, layers, tmp_path):
+def test_an_offloaded_model_has_the_same_statistics(name, layers, tmp_path):
     here = tiny.llama()
     there = spread("llama", tmp_path / "model", MAPS[name])
     offloaded = name == "disk"
@@ -755,7 +636,7 @@ def test_a_model_that_waits_on_the_disk_gives_the_same_statistics(name, layers, 
 # --- on the disk -----------------------------------------------------------------------------------------------------
 
 
-def test_statistics_survives_the_disk_bit_for_bit(tmp_path):
+def test_saved_statistics_load_bit_for_bit(tmp_path):
     model = tiny.bert()
     gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
     folder = tmp_path / "new" / "folder"
@@ -764,7 +645,7 @@ def test_statistics_survives_the_disk_bit_for_bit(tmp_path):
     assert {path.name for path in folder.iterdir()} == {f"{kind}.safetensors" for kind in gathered}
 
 
-def test_what_was_not_gathered_is_a_key_error(tmp_path):
+def test_statistics_that_were_not_gathered_are_a_key_error(tmp_path):
     save_statistics(collect(Sum(), [{"x": TWO}], [MAP], kinds=["fisher"]), tmp_path)
     loaded = load_statistics(tmp_path)
     assert "map.input" in loaded["fisher"]
@@ -791,7 +672,7 @@ def test_a_target_that_no_gradient_reaches_weighs_nothing():
 
 
 def test_sums_of_squares_are_never_negative():
-    """A channel that is constant over tokens whose gradients cancel: all that the Gram form has left is rounding."""
+    """A channel that is constant over tokens whose gradients cancel leaves the Gram form nothing but rounding."""
     torch.manual_seed(0)
     x, delta, weight = torch.randn(1, 16, 64), torch.randn(1, 16, 64), torch.empty(64, 64)
     x[..., 0] = 30.0

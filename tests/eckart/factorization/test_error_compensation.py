@@ -1,4 +1,4 @@
-"""Laws of anchoring: least squares at full rank, the best of its rank below, and nothing where nothing was lost."""
+"""Laws of error compensation: least squares at full rank, the optimum at lower ranks, no change if nothing was lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.error_compensation import DenseModules, anchor_targets, anchored
 from eckart.factorization.factorize import InOrder, factorize_at_once, factorize_in_order
-from eckart.factorization.layerwise_forward import walking
+from eckart.factorization.layerwise_forward import layerwise_forward
 from eckart.factorization.weighted_svd import weighted_loss
 from eckart.factorization.weightings import ErrorNorm, FisherInputs, Inputs, Kfac, Plain, Weighting, weigh
 from eckart.model.attention_products import find_products
@@ -34,7 +34,7 @@ WEIGHTINGS: list[Weighting] = [
 INPUTS, KFAC, _ = WEIGHTINGS
 PLAIN = Plain(kind="none")
 NONE = 1e-12
-"""A ridge of next to nothing."""
+"""With a negligible ridge."""
 
 
 def draw(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -46,7 +46,7 @@ def order(anchor: float, ridge: float = 1e-9) -> InOrder:
     return InOrder(anchor=anchor, ridge=ridge)
 
 
-# --- the map that makes up for what was lost -------------------------------------------------------------------------
+# --- the corrected weight --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out_features", [3, 9])
@@ -57,8 +57,8 @@ def test_the_anchor_is_the_least_squares_solution(out_features):
     torch.testing.assert_close(found, torch.from_numpy(best), rtol=1e-8, atol=1e-9)
 
 
-def test_with_a_ridge_it_is_that_of_samples_which_nothing_has_changed():
-    """√λ I stands below both inputs: W* = W (D + λ I) (C + λ I)⁻¹."""
+def test_a_ridge_acts_as_additional_unchanged_inputs():
+    """With √λ I appended to both inputs, W* = W (D + λ I) (C + λ I)⁻¹."""
     weight, x, lost = draw(1, (5, 6), (40, 6), (40, 6))
     ridge = 0.3
     more = (ridge * (lost.T @ lost).diagonal().mean()).sqrt() * torch.eye(6, dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_with_a_ridge_it_is_that_of_samples_which_nothing_has_changed():
     torch.testing.assert_close(anchored(weight, lost.T @ lost, x.T @ lost, 1.0, ridge), best)
 
 
-def test_it_lies_between_the_dense_weight_and_the_anchor():
+def test_the_anchor_interpolates_between_the_dense_weight_and_the_solution():
     weight, x, lost = draw(2, (5, 6), (40, 6), (40, 6))
     c, d = lost.T @ lost, x.T @ lost
     whole = anchored(weight, c, d, 1.0, 0.01)
@@ -76,13 +76,13 @@ def test_it_lies_between_the_dense_weight_and_the_anchor():
 
 
 @pytest.mark.parametrize("samples", [0, 3, 40])
-def test_nothing_changes_where_nothing_was_lost(samples):
-    """Nor where there are fewer samples than inputs, or none that are not zero."""
+def test_unchanged_inputs_leave_the_weight_as_it_is(samples):
+    """Also if all inputs are zero."""
     weight, x = draw(3, (5, 6), (samples, 6))
     assert torch.equal(anchored(weight, x.T @ x, x.T @ x, 1.0, NONE), weight)
 
 
-def test_dead_inputs_and_few_samples_leave_it_finite_and_as_good():
+def test_dead_inputs_and_few_tokens_give_a_finite_solution():
     weight, x, lost = draw(4, (5, 6), (4, 6), (4, 6))
     lost[:, 2] = 0
     found = anchored(weight, lost.T @ lost, x.T @ lost, 1.0, 1e-9)
@@ -93,15 +93,15 @@ def test_dead_inputs_and_few_samples_leave_it_finite_and_as_good():
 
 
 def chain(seed: int = 0) -> tuple[Chain, Tensor, list[Target]]:
-    """Three maps, the first of which has a bend behind it, and seven samples of three tokens.
+    """Three linear layers, a tanh after the first, and seven examples of three tokens.
 
-    Without the bend nothing could be made up for: what a weighted SVD loses on the inputs is orthogonal to what it
-    keeps.
+    Without the tanh there would be nothing to correct: the error of a weighted SVD on its inputs is orthogonal to what
+    it keeps.
     """
     *weights, x = draw(seed, (6, 5), (7, 6), (4, 7), (7, 3, 5))
     model = Chain(weights)
-    model.maps.insert(1, nn.Tanh())
-    names = ["maps.0", "maps.2", "maps.3"]
+    model.layers.insert(1, nn.Tanh())
+    names = ["layers.0", "layers.2", "layers.3"]
     shapes = [{"out_features": len(weight), "in_features": len(weight.T)} for weight in weights]
     return model, x, [Target(name=name, input_of=name, **shape) for name, shape in zip(names, shapes, strict=True)]
 
@@ -111,36 +111,36 @@ def gathered(model: Chain, x: Tensor, targets: Sequence[Target]) -> Statistics:
 
 
 def read(model: Chain, x: Tensor, position: int) -> Tensor:
-    """What a map reads `(tokens, in)`."""
+    """Return the inputs of a layer, `(tokens, in)`."""
     with torch.no_grad():
-        return model.maps[:position](x).flatten(0, 1)
+        return model.layers[:position](x).flatten(0, 1)
 
 
 @pytest.mark.parametrize("rank", [None, 6])
-def test_a_map_of_full_rank_behind_a_truncated_one_gives_the_least_squares_solution(rank):
+def test_a_full_rank_layer_after_a_truncated_one_is_the_least_squares_solution(rank):
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
-    ranks = {"maps.0": 2, "maps.2": rank}
+    ranks = {"layers.0": 2, "layers.2": rank}
     factorize_in_order(model, targets[:2], ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
     lost, wanted = read(model, x, 2), read(dense, x, 3)
     best = lost.numpy() @ np.linalg.lstsq(lost.numpy(), wanted.numpy(), rcond=None)[0]
     np.testing.assert_allclose(read(model, x, 3).numpy(), best, rtol=1e-6, atol=1e-6)
-    assert torch.dist(lost @ dense.maps[2].weight.T, wanted) > 1.01 * torch.dist(torch.from_numpy(best), wanted)
+    assert torch.dist(lost @ dense.layers[2].weight.T, wanted) > 1.01 * torch.dist(torch.from_numpy(best), wanted)
 
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
-    """‖L (W Xᵀ − Ŵ X̂ᵀ)‖ of other factors, near and far, and of those that the dense weight gives."""
+def test_no_matrix_of_the_same_rank_is_closer_to_the_original_outputs(weighting, seed):
+    """Compare ‖L (W Xᵀ − Ŵ X̂ᵀ)‖ with that of other factors, near and far, and of those of the dense weight."""
     dense, x, targets = chain(seed)
     model = copy.deepcopy(dense)
     kept = DenseModules(model)
     kept.keep(targets[:1])
-    factorize_at_once(model, targets[:1], {"maps.0": 2}, PLAIN, {})
+    factorize_at_once(model, targets[:1], {"layers.0": 2}, PLAIN, {})
     lost, wanted = read(model, x, 2), read(dense, x, 3)
     statistics = collect(dense, [{"x": x}], targets[1:2], weighting.statistics)
-    with walking(model, [targets[1:2]], [{"x": x}], kept) as walk:
-        statistics = {**statistics, **walk.to(targets[1:2])}
+    with layerwise_forward(model, [targets[1:2]], [{"x": x}], kept) as forward:
+        statistics = {**statistics, **forward.advance_to(targets[1:2])}
     norm = ErrorNorm(left=weigh(weighting, targets[1], statistics).left)
 
     def error(weight: Tensor) -> float:
@@ -149,9 +149,9 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
     plain, best = copy.deepcopy(model), model
     anchor_targets(best, targets[1:2], statistics, 1.0, 1e-9)
     for some in (plain, best):
-        factorize_at_once(some, targets[1:2], {"maps.2": 3}, weighting, statistics)
-    least, layer = error(best.maps[2].dense()), best.maps[2]
-    assert least < 0.999 * error(plain.maps[2].dense())
+        factorize_at_once(some, targets[1:2], {"layers.2": 3}, weighting, statistics)
+    least, layer = error(best.layers[2].dense()), best.layers[2]
+    assert least < 0.999 * error(plain.layers[2].dense())
     generator = torch.Generator().manual_seed(seed)
     for scale in (1e-4, 1e-2, 1.0):
         for _ in range(30):
@@ -159,16 +159,16 @@ def test_nothing_of_its_rank_is_closer_to_the_dense_outputs(weighting, seed):
             assert least <= error((layer.left + noise[0]) @ (layer.right + noise[1])) * (1 + 1e-9)
 
 
-def test_what_stays_dense_is_anchored_too_and_the_model_it_was_made_of_is_not_changed():
+def test_dense_targets_are_anchored_too_and_the_original_weights_are_kept():
     dense, x, targets = chain()
     model = copy.deepcopy(dense)
     modules = [model.get_submodule(target.name) for target in targets]
     before = [module.weight.detach().clone() for module in modules]
-    ranks = {"maps.0": 2, "maps.2": None, "maps.3": None}
+    ranks = {"layers.0": 2, "layers.2": None, "layers.3": None}
     factorize_in_order(model, targets, ranks, KFAC, gathered(dense, x, targets), [{"x": x}], order(1.0))
-    assert set(factorized(model)) == {"maps.0"}
+    assert set(factorized(model)) == {"layers.0"}
     assert all(torch.equal(module.weight, weight) for module, weight in zip(modules, before, strict=True))
-    assert not any(torch.equal(model.maps[position].weight, before[position - 1]) for position in (2, 3))
+    assert not any(torch.equal(model.layers[position].weight, before[position - 1]) for position in (2, 3))
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
@@ -193,22 +193,6 @@ def case(family: str, products: bool = False):
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
-def test_beside_itself_a_model_reads_the_same_in_every_family(family):
-    """D = C = what a pass gathers, whatever the padding; ids have no D."""
-    model, targets, batches, loss = case(family)
-    targets = [target for target in targets if not target.repeated]
-    expected = collect(model, batches, targets, ["inputs"], loss)["inputs"]
-    groups = [[target for target in targets if target.input_of == name] for name in expected]
-    with walking(model, groups, batches, DenseModules(model)) as walk:
-        for name, group in zip(expected, groups, strict=True):
-            found = walk.to(group)
-            torch.testing.assert_close(found["inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
-            assert ("dense_inputs" in found) != is_embedding(model.get_submodule(name))
-            if "dense_inputs" in found:
-                torch.testing.assert_close(found["dense_inputs"][name], expected[name], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("family", architectures.FAMILIES)
 def test_full_rank_gives_the_model_back_in_every_family(family):
     model, targets, batches, loss = case(family)
     with torch.no_grad():
@@ -220,13 +204,13 @@ def test_full_rank_gives_the_model_back_in_every_family(family):
     torch.testing.assert_close(model(**batches[0]).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_maps_of_a_product_are_anchored():
+def test_the_layers_of_a_product_are_anchored():
     model, targets, batches, _ = case("bert", products=True)
-    first, second = [target for target in targets if len(target.maps) > 1]
+    first, second = [target for target in targets if len(target.layers) > 1]
     ranks = {target.name: None for target in targets} | {first.name: 2}
-    before = [weight_of(model.get_submodule(each.name)).clone() for each in second.maps]
+    before = [weight_of(model.get_submodule(each.name)).clone() for each in second.layers]
     factorize_in_order(model, targets, ranks, INPUTS, {}, batches, order(1.0))
-    for each, weight in zip(second.maps, before, strict=True):
+    for each, weight in zip(second.layers, before, strict=True):
         assert not torch.equal(weight_of(model.get_submodule(each.name)), weight)
 
 
@@ -234,7 +218,7 @@ def test_the_maps_of_a_product_are_anchored():
 
 
 def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, Tensor]:
-    """What each target reads in all its calls `(tokens, in)`."""
+    """Return the inputs of each target in all its calls, `(tokens, in)`."""
     seen: dict[str, list[Tensor]] = {}
     hooks = [
         model.get_submodule(target.name).register_forward_hook(
@@ -252,8 +236,8 @@ def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
 
 
 @pytest.mark.parametrize("family", architectures.FAMILIES)
-def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(family):
-    """Of padded batches, against one sample at a time."""
+def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family):
+    """Padded batches against one example at a time."""
     model, targets, batches, _ = case(family)
     dense, kept = copy.deepcopy(model), DenseModules(model)
     targets = [target for target in targets if not is_embedding(model.get_submodule(target.name))]
@@ -262,9 +246,9 @@ def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(fami
     kept.keep(below)
     factorize_at_once(model, below, {target.name: 1 for target in below}, PLAIN, {})
     found: dict[str, Tensor] = {}
-    with walking(model, [[target] for target in above], batches, kept) as walk:
+    with layerwise_forward(model, [[target] for target in above], batches, kept) as forward:
         for target in above:
-            found |= walk.to([target])["dense_inputs"]
+            found |= forward.advance_to([target])["dense_inputs"]
     expected = dict.fromkeys(found, 0.0)
     count = 0
     for sample in double(architectures.samples(architectures.FAMILIES[family].kind)):
@@ -276,7 +260,7 @@ def test_dense_inputs_are_sums_over_what_either_model_reads_in_every_family(fami
         torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)
 
 
-def test_a_context_brings_the_dense_model_back_and_then_the_other():
+def test_the_original_model_can_be_put_back_for_a_while():
     dense, model = tiny.bert().eval(), tiny.bert().eval()
     batch = tiny.collate(tiny.samples(4))
     targets = find_targets(model, batch).targets
@@ -291,7 +275,7 @@ def test_a_context_brings_the_dense_model_back_and_then_the_other():
     assert not torch.equal(lost, dense(**batch).logits)
 
 
-def test_one_forward_of_each_model_is_enough_and_none_is_left():
+def test_each_model_runs_every_batch_once():
     model, batches = tiny.bert(), tiny.batches(tiny.samples(12), 4)
     targets = find_targets(model, batches[0]).targets
     statistics = collect(model, batches, targets, KFAC.statistics)
@@ -302,8 +286,8 @@ def test_one_forward_of_each_model_is_enough_and_none_is_left():
     assert Counter(ran) == dict.fromkeys(ran, 2 * len(batches))
 
 
-def test_afterwards_the_model_trains_as_before():
-    """Also the anchored copies of what stays dense, which were made while nothing trained."""
+def test_the_factorized_model_can_be_trained_afterwards():
+    """So can the anchored copies of dense layers, which were made while the model was frozen."""
     model = tiny.bert().train()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: 2 if target is targets[0] else None for target in targets}
@@ -319,7 +303,7 @@ def broken_batches() -> Iterator[Batch]:
     raise OSError("cannot be read")
 
 
-def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
+def test_an_error_in_the_data_leaves_the_model_unchanged():
     model = tiny.bert().eval()
     targets = find_targets(model, BATCHES[0]).targets
     with torch.no_grad():
@@ -333,18 +317,18 @@ def test_batches_that_cannot_be_read_leave_the_model_as_it_was():
     assert "forward" not in vars(model.get_submodule(targets[0].name))
 
 
-def test_meanwhile_the_model_answers_others():
+def test_the_model_can_be_called_while_forwards_are_paused():
     model = tiny.bert().eval()
     targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
     with torch.no_grad():
         before = model(**BATCHES[0]).logits
-        with walking(model, [[target] for target in targets], BATCHES) as walk:
-            walk.to(targets[:1])
+        with layerwise_forward(model, [[target] for target in targets], BATCHES) as forward:
+            forward.advance_to(targets[:1])
             assert torch.equal(model(**BATCHES[0]).logits, before)
-            walk.to(targets[1:2])
+            forward.advance_to(targets[1:2])
 
 
-def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
+def test_an_error_in_a_forward_reaches_the_caller_and_the_model_is_usable():
     model, batches = tiny.bert().train(), [dict(batch) for batch in BATCHES]
     targets = find_targets(model, BATCHES[0]).targets
     batches[1]["input_ids"] = batches[1]["input_ids"] + 10**6
@@ -359,11 +343,17 @@ def test_what_a_forward_raises_reaches_the_caller_and_the_model_is_usable():
 def test_a_target_that_not_every_batch_runs_is_named():
     class Sometimes(Chain):
         def forward(self, x: Tensor):
-            return self.maps[0](x) if len(x) < 3 else self.maps(x)
+            return self.layers[0](x) if len(x) < 3 else self.layers(x)
 
     weights = draw(0, (5, 5), (5, 5))
     model, (large, small) = Sometimes(weights), draw(1, (4, 3, 5), (2, 3, 5))
-    with pytest.raises(ValueError, match=r"maps\.1"):
+    with pytest.raises(ValueError, match=r"layers\.1"):
         factorize_in_order(
-            model, targets_of(weights), {"maps.0": 2, "maps.1": 2}, INPUTS, {}, [{"x": large}, {"x": small}], order(0.5)
+            model,
+            targets_of(weights),
+            {"layers.0": 2, "layers.1": 2},
+            INPUTS,
+            {},
+            [{"x": large}, {"x": small}],
+            order(0.5),
         )

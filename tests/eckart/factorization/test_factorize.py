@@ -1,4 +1,4 @@
-"""Laws of factorizing in order: full rank gives W back, and fresh inputs are never worse on a chain of two maps."""
+"""Laws of factorizing in order: full rank gives W back, and fresh inputs are never worse on a chain of two layers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ IN_ORDER = InOrder(anchor=0.0, ridge=1e-9)
 
 
 class Chain(nn.Module):
-    """y = x W₁ᵀ W₂ᵀ …; a sample's loss is half the square of its outputs."""
+    """y = x W₁ᵀ W₂ᵀ …; an example's loss is half the square of its outputs."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()
-        self.maps = nn.Sequential(*(nn.Linear(*reversed(weight.shape), bias=False).double() for weight in weights))
-        for module, weight in zip(self.maps, weights, strict=True):
+        self.layers = nn.Sequential(*(nn.Linear(*reversed(weight.shape), bias=False).double() for weight in weights))
+        for module, weight in zip(self.layers, weights, strict=True):
             module.weight.data.copy_(weight)
 
     def forward(self, x: Tensor) -> SimpleNamespace:
-        y = self.maps(x)
+        y = self.layers(x)
         return SimpleNamespace(loss=y.square().sum() / 2 / len(x), y=y)
 
 
 def targets_of(weights: Sequence[Tensor]) -> list[Target]:
-    shapes = [(f"maps.{position}", *weight.shape) for position, weight in enumerate(weights)]
+    shapes = [(f"layers.{position}", *weight.shape) for position, weight in enumerate(weights)]
     return [Target(name=name, out_features=rows, in_features=columns, input_of=name) for name, rows, columns in shapes]
 
 
 def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None]) -> tuple[float, float]:
-    """‖Y − Ŷ‖² with the statistics of the dense chain, and with that of the chain as it is factorized by then."""
+    """Return ‖Y − Ŷ‖² with statistics of the dense chain, and with those of the partly factorized one."""
     targets, batches = targets_of(weights), [{"x": x}]
     wanted = dict(zip([target.name for target in targets], ranks, strict=True))
     at_once, in_order, dense = Chain(weights), Chain(weights), Chain(weights)
@@ -57,9 +57,9 @@ def errors(weights: Sequence[Tensor], x: Tensor, ranks: Sequence[int | None]) ->
 
 
 def test_a_chain_solved_by_hand():
-    """W₁ = diag(2, 1) at rank 1 keeps the first channel alone; the second map then has only that to keep.
+    """W₁ = diag(2, 1) at rank 1 keeps the first channel alone, the only one that the second layer then reads.
 
-    By the dense inputs it keeps the other one, which is worth 3 · 1 against 1 · 2, and nothing is left of the output.
+    Under the dense inputs it keeps the other one, as 3 · 1 > 1 · 2, and nothing is left of the output.
     """
     weights = [torch.diag(torch.tensor([2.0, 1.0])).double(), torch.diag(torch.tensor([1.0, 3.0])).double()]
     x = torch.eye(2, dtype=torch.float64).unsqueeze(1)  # two samples of one token
@@ -70,7 +70,7 @@ def test_a_chain_solved_by_hand():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
-    """Eckart and Young for W₂ on the inputs that it has: what Ŵ₁ lost is orthogonal to them."""
+    """Eckart and Young for W₂ on its current inputs: the error of Ŵ₁ is orthogonal to them."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -82,7 +82,7 @@ def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
     assert fresh < stale  # and they differ, as the inputs do
 
 
-def test_a_dense_layer_below_changes_nothing():
+def test_a_dense_first_layer_changes_nothing():
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
     x = torch.randn(9, 3, 5, generator=generator, dtype=torch.float64)
@@ -103,8 +103,8 @@ def test_full_rank_gives_the_model_back(weighting):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_each_target_is_that_of_the_inputs_which_the_model_has_by_then(family, weighting):
-    """Bit for bit as from a forward of its own, on what is factorized so far, for each tensor that targets read."""
+def test_each_target_is_decomposed_under_its_current_inputs(family, weighting):
+    """Bit for bit as with a separate forward of the partly factorized model for each tensor that targets read."""
     found, expected = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
     targets = find_targets(found, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
@@ -117,7 +117,7 @@ def test_each_target_is_that_of_the_inputs_which_the_model_has_by_then(family, w
     assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
-def test_a_shared_input_is_captured_though_its_first_reader_stays_dense():
+def test_a_shared_input_is_gathered_also_if_its_first_reader_stays_dense():
     model = tiny.llama()
     targets = find_targets(model, BATCHES[0]).targets
     ranks = {target.name: None if target.input_of == target.name else 2 for target in targets}

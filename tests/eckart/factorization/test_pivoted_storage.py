@@ -1,4 +1,4 @@
-"""Pivoted storage computes what factors do, from as many numbers as a matrix of that rank has degrees of freedom."""
+"""Pivoted storage computes the same as factors, with as many numbers as the matrix has degrees of freedom."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def growing(rank: int) -> Tensor:
-    """Wilkinson's matrix, of which Gauss takes the rows as they stand, and a row that is 2^k of each of them."""
+    """Wilkinson's matrix, whose rows Gaussian elimination takes in order, and a row of 2^k times each of them."""
     rows = torch.eye(rank, dtype=torch.float64) - torch.ones(rank, rank, dtype=torch.float64).tril(-1)
     return torch.cat([rows, torch.ones(1, rank, dtype=torch.float64), 0.1 * drawn(5, rank)])
 
 
 def kahan(rank: int) -> Tensor:
-    """Of which pivoted QR takes the first rows as they stand, though these are far from independent."""
+    """A matrix whose first rows pivoted QR takes in order, though they are nearly dependent."""
     sine, cosine = 0.6, 0.8
     upper = torch.eye(rank, dtype=torch.float64) - cosine * torch.ones(rank, rank, dtype=torch.float64).triu(1)
     return torch.cat([(sine ** torch.arange(rank).double()).diag() @ upper, torch.eye(rank).double()], 1).T
@@ -71,7 +71,7 @@ def together(rows: Tensor, others: Tensor, places: Tensor) -> Tensor:
 
 
 @LEFT
-def test_pivots_and_what_the_others_are_of_them_are_the_matrix(left):
+def test_pivots_and_coefficients_give_the_matrix_back(left):
     right = drawn(left.shape[1], 17, seed=2)
     rows, others, places = pivots(left, right)
     assert rows.numel() + others.numel() == left.shape[1] * (len(left) + 17 - left.shape[1])
@@ -81,7 +81,7 @@ def test_pivots_and_what_the_others_are_of_them_are_the_matrix(left):
 
 
 @LEFT
-def test_no_direction_has_a_coefficient_beyond_one_in_those_of_the_pivots(left):
+def test_coefficients_of_directions_are_at_most_about_one(left):
     rows, others, places = pivots(left, drawn(left.shape[1], 17, seed=2))
     norms = together(rows, others, places).norm(dim=1)[places.argsort()]
     rank = len(rows)
@@ -89,8 +89,8 @@ def test_no_direction_has_a_coefficient_beyond_one_in_those_of_the_pivots(left):
 
 
 @LEFT
-def test_outputs_are_rounded_no_more_than_those_of_the_dense_map(left):
-    """Each by its own row, though another output may be a million times as large."""
+def test_outputs_are_rounded_no_more_than_those_of_a_dense_layer(left):
+    """Each output relative to its own row, though another one may be a million times as large."""
     right, x = drawn(left.shape[1], 17, seed=2), drawn(200, 17, seed=3).float()
     weight = left @ right
     layer = of(left, right)
@@ -107,7 +107,7 @@ def test_outputs_are_rounded_no_more_than_those_of_the_dense_map(left):
 
 @pytest.mark.parametrize("tokens", [2, 40])  # outputs are put into order, and rows
 @pytest.mark.parametrize("rank", [3, 7])
-def test_few_tokens_and_many_get_the_same_answers_and_gradients(rank, tokens):
+def test_both_forms_of_the_forward_give_the_same_outputs_and_gradients(rank, tokens):
     layer = of(drawn(9, rank, seed=1), drawn(rank, 10, seed=2))
     layer.map.bias = nn.Parameter(drawn(9, seed=4).float())
     pivot(layer)
@@ -121,7 +121,7 @@ def test_few_tokens_and_many_get_the_same_answers_and_gradients(rank, tokens):
 
 
 def of(left: Tensor, right: Tensor) -> nn.Module:
-    """A module with a map of these factors, in float32."""
+    """Return a module with a low-rank layer of these factors, in float32."""
     layer = LowRankLinear(right.shape[1], len(left), len(right), bias=False)
     layer.left.data.copy_(left)
     layer.right.data.copy_(right)
@@ -129,7 +129,7 @@ def of(left: Tensor, right: Tensor) -> nn.Module:
 
 
 def adversarial(family: str) -> PreTrainedModel:
-    """Factors in coordinates that suit no rounding: steep spectra, outputs of many sizes."""
+    """Factors that are hard on rounding: steep spectra, outputs of many sizes."""
     model = tiny.FAMILIES[family]().eval()
     for number, target in enumerate(find_targets(model, BATCH).targets):
         weight = weight_of(model.get_submodule(target.name)).double()
@@ -142,7 +142,7 @@ def adversarial(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_model_answers_the_same_from_fewer_numbers(family):
+def test_a_pivoted_model_computes_the_same_with_fewer_parameters(family):
     model = adversarial(family)
     ranks, before = factorized(model), copy.deepcopy(model)
     with torch.no_grad():
@@ -177,13 +177,13 @@ def test_every_kind_of_target_can_be_pivoted_and_merged(module):
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_any_rank_that_a_matrix_can_have(rows, columns, data):
+def test_every_rank_can_be_pivoted(rows, columns, data):
     rank = data.draw(st.integers(1, min(rows, columns)))
     left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
     torch.testing.assert_close(together(*pivots(left, right)), left @ right, rtol=1e-9, atol=1e-9)
 
 
-def test_half_precision_stays():
+def test_pivoting_keeps_half_precision():
     model = of(drawn(9, 3), drawn(3, 8)).bfloat16()
     expected = model["map"].dense()
     pivot(model)
@@ -191,13 +191,13 @@ def test_half_precision_stays():
     torch.testing.assert_close(model["map"].dense(), expected, rtol=0.05, atol=0.05)
 
 
-def test_sparse_rows_cannot_stand_beside_pivots():
+def test_sparse_rows_cannot_be_pivoted():
     model = tiny.bert()
     factorize_target(model, "classifier", torch.ones(3, 1), torch.ones(1, 16), torch.ones(3, 16))
     with pytest.raises(ValueError, match="classifier"):
         pivot(model)
 
 
-def test_what_is_not_finite_names_its_target():
+def test_factors_that_are_not_finite_are_an_error_that_names_the_target():
     with pytest.raises(ValueError, match=r"\bmap\b"):
         pivot(of(torch.full((4, 2), torch.inf), torch.ones(2, 4)))

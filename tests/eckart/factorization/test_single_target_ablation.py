@@ -1,4 +1,4 @@
-"""What each target's factors do alone: that it is zero where they lose nothing, and adds up by hand."""
+"""Ablation of single targets: it is zero at full rank, and equals a computation by hand."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def objective(classes: bool = True) -> Objective:
 
 
 @pytest.mark.parametrize("classes", [True, False])
-def test_it_is_the_distance_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
-    """And the last batch, which is smaller, counts by its rows."""
+def test_the_loss_is_that_of_a_model_with_this_target_alone_factorized(classes: bool) -> None:
+    """The last batch is smaller and counts by its examples."""
     dense = tiny.bert().eval()
     targets = find_targets(dense, BATCHES[0]).targets
     small = deepcopy(dense)
@@ -52,7 +52,7 @@ def test_it_is_the_distance_of_a_model_with_this_target_alone_factorized(classes
         assert float(expected) > 0
 
 
-def test_the_dense_model_comes_back_as_it_was() -> None:
+def test_the_original_model_is_restored() -> None:
     dense = tiny.gpt2().train()
     before = {name: value.clone() for name, value in dense.state_dict().items()}
     targets = find_targets(dense, BATCHES[0]).targets
@@ -65,11 +65,11 @@ def test_the_dense_model_comes_back_as_it_was() -> None:
     assert dense.training
 
 
-def test_a_product_gives_way_as_a_whole() -> None:
-    """At full width its maps compute another query and key, and the same products: one map alone would not."""
+def test_both_layers_of_a_product_are_replaced_together() -> None:
+    """At full rank its layers compute other queries and keys but the same products; one layer alone would not."""
     dense = tiny.bert().eval()
     found = find_products(dense, BATCHES[0], find_targets(dense, BATCHES[0]))
-    products = [target for target in found.targets if len(target.maps) > 1]
+    products = [target for target in found.targets if len(target.layers) > 1]
     small = deepcopy(dense)
     factorize_at_once(small, products, {target.name: products[0].out_features // 2 for target in products}, PLAIN, {})
     losses = losses_alone(dense, small, products, BATCHES, objective())
@@ -78,7 +78,7 @@ def test_a_product_gives_way_as_a_whole() -> None:
 
 
 def looped() -> PreTrainedModel:
-    """BERT, through whose layers each text goes twice."""
+    """A BERT that runs its layers twice."""
     model = tiny.bert()
     once = model.bert.encoder.forward
     model.bert.encoder.forward = lambda states, *rest, **options: once(
@@ -88,7 +88,7 @@ def looped() -> PreTrainedModel:
 
 
 def sharing() -> PreTrainedModel:
-    """BERT, whose second layer takes what the first has left beside its answer."""
+    """A BERT whose second layer reads what the first passes on beside its output."""
     model = tiny.bert()
     first, second, *_ = model.bert.encoder.layer
     left: list[int] = []
@@ -107,11 +107,11 @@ def sharing() -> PreTrainedModel:
 
 @pytest.mark.parametrize("room", [2**30, 0])
 @pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2, tiny.llama, looped, sharing])
-def test_what_layers_before_a_target_answered_stands_for_running_them_and_changes_nothing(
+def test_replaying_the_blocks_before_a_target_changes_nothing(
     make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All run where texts pass a layer twice, where layers share more than answers, or where there is no room."""
-    monkeypatch.setattr(single_target_ablation, "_ROOM", room)
+    """Every block runs if one runs twice, if blocks share more than outputs, or if outputs take too much memory."""
+    monkeypatch.setattr(single_target_ablation, "_MOST_BYTES", room)
     dense = make().eval()
     targets = find_targets(dense, BATCHES[0]).targets
     small = deepcopy(dense)
@@ -121,6 +121,6 @@ def test_what_layers_before_a_target_answered_stands_for_running_them_and_change
     dense.get_submodule(first).register_forward_pre_hook(lambda *_: runs.append(first))
     found = losses_alone(dense, small, targets, BATCHES, objective())
     fewer = len(runs)
-    monkeypatch.setattr(single_target_ablation._Layers, "_known_before", lambda *_: 0)
+    monkeypatch.setattr(single_target_ablation._RecordedBlocks, "_blocks_before", lambda *_: 0)
     assert losses_alone(dense, small, targets, BATCHES, objective()) == found
     assert (fewer < len(runs) - fewer) == (bool(room) and make not in (looped, sharing))

@@ -116,7 +116,7 @@ def test_full_rank_gives_the_weight_back(problem):
 @pytest.mark.parametrize("left", REGULAR)
 @pytest.mark.parametrize("right", REGULAR)
 @pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5)])
-def test_every_shape_under_every_weighting_equals_the_formula(left, right, shape):
+def test_every_shape_under_every_kind_of_metric_equals_the_formula(left, right, shape):
     generator = torch.Generator().manual_seed(1)
     weight = normal(generator, *shape)
     metrics = ErrorNorm(draw_metric(left, shape[0], generator), draw_metric(right, shape[1], generator))
@@ -124,16 +124,6 @@ def test_every_shape_under_every_weighting_equals_the_formula(left, right, shape
     torch.testing.assert_close(result.spectrum, reference_spectrum(weight, metrics))
     for rank in ranks_of(weight):
         torch.testing.assert_close(approximation(result, rank), reference_approximation(weight, metrics, rank))
-
-
-@given(problems(), st.data())
-def test_the_formula_holds_wherever_the_optimum_is_unique(problem, data):
-    weight, metrics = problem
-    rank = data.draw(st.sampled_from(ranks_of(weight)))
-    values = [*reference_spectrum(weight, metrics).tolist(), 0.0]
-    assume(rank == 0 or values[rank - 1] - values[rank] > 1e-2 * values[0])
-    expected = reference_approximation(weight, metrics, rank)
-    torch.testing.assert_close(approximation(decompose(weight, metrics), rank), expected, rtol=1e-7, atol=1e-7)
 
 
 @given(problems(), st.sampled_from([0.25, 1.0, 9.0]), st.sampled_from(["diagonal", "full"]), st.data())
@@ -190,7 +180,7 @@ def test_no_other_candidate_of_the_same_rank_is_better(problem, seed, data):
 
 @given(problems(REGULAR + SINGULAR + OUTLIERS))
 def test_factors_of_a_component_have_equal_norms(problem):
-    """Whatever the weighting, so that one learning rate means the same to all; without one, both norms are √S."""
+    """Under any weighting, so that one learning rate suits all; without a weighting, both norms are √S."""
     weight, metrics = problem
     result = decompose(weight, metrics)
     norms = result.left.norm(dim=0)
@@ -218,15 +208,6 @@ def test_the_spectrum_alone_is_that_of_the_decomposition(problem):
     torch.testing.assert_close(values**2, expected**2, rtol=1e-9, atol=1e-13 * float(expected[0]) ** 2)
 
 
-@given(problems(REGULAR + SINGULAR, smallest=2))
-def test_the_transposed_problem_has_the_transposed_solution(problem):
-    weight, metrics = problem
-    straight = decompose(weight, metrics)
-    flipped = decompose(weight.T, ErrorNorm(left=metrics.right, right=metrics.left))
-    energies = straight.spectrum.square()
-    torch.testing.assert_close(flipped.spectrum.square(), energies, rtol=1e-6, atol=1e-11 * float(energies[0]))
-
-
 @given(problems(REGULAR + SINGULAR + OUTLIERS, smallest=2))
 def test_weighted_loss_is_the_norm_between_the_roots(problem):
     error, metrics = problem
@@ -252,10 +233,6 @@ def test_the_example_of_drone_is_exact_at_rank_2():
     result = decompose(DRONE_WEIGHT, metrics)
     torch.testing.assert_close(DRONE_INPUTS @ approximation(result, 2).T, DRONE_OUTPUTS, rtol=1e-9, atol=1e-9)
     assert float((DRONE_INPUTS @ approximation(result, 1).T - DRONE_OUTPUTS).abs().max()) > 1
-    assert float((approximation(result, 2) - DRONE_WEIGHT).abs().max()) > 1
-
-
-def test_the_plain_svd_is_not_exact_on_the_example_of_drone():
     plain = approximation(decompose(DRONE_WEIGHT, ErrorNorm()), 2)
     assert float((DRONE_INPUTS @ plain.T - DRONE_OUTPUTS).abs().max()) > 1
 
@@ -289,7 +266,7 @@ def test_a_correlated_metric_solved_by_hand():
 
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4)])
 def test_a_dead_channel_costs_nothing(shape):
-    """Whatever W holds for a dead output and a dead input, the rest is approximated as if they were not there."""
+    """The other channels are approximated as if the dead output and the dead input did not exist."""
     generator = torch.Generator().manual_seed(3)
     weight = normal(generator, *shape)
     weight[0], weight[:, 0] = 1e3, 1e3
@@ -302,7 +279,7 @@ def test_a_dead_channel_costs_nothing(shape):
 @pytest.mark.parametrize("form", [torch.zeros, lambda size: torch.zeros(size, size)])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
-def test_what_weighs_nothing_can_be_lost_for_nothing(shape, side, form):
+def test_a_zero_metric_has_a_spectrum_of_zeros(shape, side, form):
     """A target that no gradient reaches must not ask for ranks."""
     weight = normal(torch.Generator().manual_seed(4), *shape)
     size = shape[0] if side == "left" else shape[1]
@@ -318,7 +295,7 @@ def test_a_weight_of_zero_is_no_special_case():
 
 
 def test_single_precision_inputs_are_decomposed_in_double():
-    """Small singular values of a float32 weight survive: 1e-6 of the largest, beyond what float32 energies hold."""
+    """Singular values of a float32 weight survive down to 1e-6 of the largest; their squares would not in float32."""
     weight = torch.diag(torch.tensor([1.0, 1e-6]))
     values = decompose(weight, ErrorNorm(right=torch.ones(2))).spectrum
     torch.testing.assert_close(values, weight.diagonal().double(), rtol=1e-5, atol=0)
@@ -328,7 +305,7 @@ def test_single_precision_inputs_are_decomposed_in_double():
 @pytest.mark.parametrize("where", ["weight", "left weighting", "right weighting"])
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
 @pytest.mark.parametrize("function", [decompose, spectrum])
-def test_what_is_not_finite_raises(bad, where, shape, function):
+def test_values_that_are_not_finite_are_an_error_that_names_them(bad, where, shape, function):
     tensors = {
         "weight": torch.ones(shape),
         "left weighting": torch.eye(shape[0]),
@@ -337,11 +314,3 @@ def test_what_is_not_finite_raises(bad, where, shape, function):
     tensors[where][0, 0] = bad
     with pytest.raises(ValueError, match=rf"\b{where}\b"):
         function(tensors["weight"], ErrorNorm(tensors["left weighting"], tensors["right weighting"]))
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (4, 3)])
-@pytest.mark.parametrize("where", ["left", "right"])
-def test_the_error_names_the_side_that_is_not_finite(shape, where):
-    size = shape[0] if where == "left" else shape[1]
-    with pytest.raises(ValueError, match=rf"\b{where}\b"):
-        decompose(torch.ones(shape), ErrorNorm(**{where: torch.full((size,), float("nan"))}))

@@ -1,4 +1,4 @@
-"""The attention product: which maps are one, the optimum of its error, what takes its place, and a candidate of it."""
+"""Attention products: how they are found, the optimum of their error, their layers, and a candidate with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import TypeAdapter
-from ruamel.yaml import YAML
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -34,7 +33,7 @@ from eckart.ranks.budget import cost, largest_rank, total
 from eckart.ranks.tolerance import Tolerance, module_macs, tolerated_ranks
 from tests import tiny
 from tests.architectures import AUTO, FAMILIES, LAYERS, LENGTH, collate, loss, samples
-from tests.workspace import REPOSITORY, plain, run_stage, tiny_workspace
+from tests.workspace import repository_params, run_stage, tiny_workspace
 
 WEIGHTING: TypeAdapter[Weighting] = TypeAdapter(Weighting)
 NONE, INPUTS = (WEIGHTING.validate_python({"kind": kind}) for kind in ("none", "inputs"))
@@ -63,15 +62,15 @@ def case(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Product, Mapp
 
 def heads_of(model: PreTrainedModel, product: Product) -> tuple[Tensor, Tensor]:
     """The weights of queries and keys, each `(heads, d, in)` in float64."""
-    query, key = (weight_of(model.get_submodule(each.name)).double() for each in product.maps)
+    query, key = (weight_of(model.get_submodule(each.name)).double() for each in product.layers)
     return query.unflatten(0, (product.heads, -1)), key.unflatten(0, (product.heads, -1))
 
 
-# --- which maps are a product ----------------------------------------------------------------------------------------
+# --- which layers are a product --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_products_are_the_queries_and_keys_of_attention_that_does_nothing_else_with_them(name: str) -> None:
+def test_products_are_queries_and_keys_that_only_meet_in_inner_products(name: str) -> None:
     family = FAMILIES[name]
     model, batch = family.build(), collate(samples(family.kind)[:1])
     before = find_targets(model, batch, heads=family.everything, embeddings=family.everything)
@@ -90,7 +89,7 @@ def test_products_are_the_queries_and_keys_of_attention_that_does_nothing_else_w
     assert Targets.model_validate_json(after.model_dump_json()) == after
 
 
-def test_heads_are_as_wide_as_the_model_has_them_though_it_answers_two_numbers_only() -> None:
+def test_heads_have_their_full_width_also_if_the_output_is_two_numbers() -> None:
     config = BertConfig(
         vocab_size=tiny.VOCABULARY,
         num_labels=2,
@@ -107,7 +106,7 @@ def test_heads_are_as_wide_as_the_model_has_them_though_it_answers_two_numbers_o
 
 
 def test_rotated_queries_and_keys_are_no_product() -> None:
-    """With as many key heads as query heads, so that nothing but the rotation tells."""
+    """With as many key heads as query heads, so that only the rotation tells them apart."""
     config = LlamaConfig(
         vocab_size=tiny.VOCABULARY,
         num_labels=tiny.LABELS,
@@ -119,7 +118,7 @@ def test_rotated_queries_and_keys_are_no_product() -> None:
         found(tiny.drawn(LlamaForSequenceClassification, config))
 
 
-def test_the_model_comes_back_from_the_probes() -> None:
+def test_probing_does_not_change_the_model() -> None:
     model = tiny.bert().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found(model)
@@ -140,18 +139,18 @@ def test_full_rank_is_the_identity(case) -> None:
 
 
 def scores(model: PreTrainedModel, product: Product) -> list[tuple[Tensor, Tensor]]:
-    """What queries and keys of real tokens the model computes, each `(tokens, heads, d)` of a batch."""
+    """Return the queries and keys that the model computes for real tokens, each `(tokens, heads, d)` of a batch."""
     seen: dict[str, Tensor] = {}
     hooks = [
         model.get_submodule(each.name).register_forward_hook(lambda _, args, y, name=each.name: seen.update({name: y}))
-        for each in product.maps
+        for each in product.layers
     ]
     result = []
     for batch in BATCHES:
         with torch.no_grad():
             model(**batch)
         real = batch["attention_mask"].bool()
-        q, k = (seen[each.name][real].double().unflatten(-1, (product.heads, -1)) for each in product.maps)
+        q, k = (seen[each.name][real].double().unflatten(-1, (product.heads, -1)) for each in product.layers)
         result.append((q, k))
     for hook in hooks:
         hook.remove()
@@ -165,7 +164,7 @@ def lost(pairs: list[tuple[Tensor, Tensor]], error: Tensor) -> Tensor:
 
 
 def test_the_error_of_the_scores_is_the_tail_of_the_spectrum_and_no_candidate_has_less() -> None:
-    """Corollary 1, of the queries and keys that the model computes, biases included and padding not."""
+    """Corollary 1, for the queries and keys that the model computes, with biases and without padding."""
     model = tiny.bert().eval()
     targets = found(model)
     statistics = collect(model, BATCHES, targets.targets, ["inputs"])
@@ -198,14 +197,14 @@ def test_a_weighting_of_outputs_weighs_the_change_of_the_queries() -> None:
     torch.testing.assert_close(parts.spectrum[3:].square().sum(), expected, rtol=1e-4, atol=1e-12)
 
 
-def test_without_data_it_is_the_svd_of_each_heads_product(case) -> None:
-    """And so it is for inputs of one variance, whose mean is 0."""
+def test_without_data_it_is_the_svd_of_each_heads_query_key_product(case) -> None:
+    """So it is for inputs of equal variance and mean 0."""
     model, product, statistics = case
     queries, keys = heads_of(model, product)
     isotropic = {
-        "inputs": {each.input_of: torch.eye(each.in_features) for each in product.maps},
-        "input_sums": {each.input_of: torch.zeros(each.in_features) for each in product.maps},
-        "tokens": {each.input_of: torch.tensor(0.0) for each in product.maps},
+        "inputs": {each.input_of: torch.eye(each.in_features) for each in product.layers},
+        "input_sums": {each.input_of: torch.zeros(each.in_features) for each in product.layers},
+        "tokens": {each.input_of: torch.tensor(0.0) for each in product.layers},
     }
     for weighting, given in ((NONE, statistics), (INPUTS, isotropic)):
         parts = decompose_product(model, product, weighting, given)
@@ -223,7 +222,7 @@ def test_without_data_it_is_the_svd_of_each_heads_product(case) -> None:
 
 
 def compressed(rank: int) -> tuple[PreTrainedModel, Targets]:
-    """A BERT whose products have `rank`, with all else dense."""
+    """Return a BERT whose products have `rank` and whose other layers are dense."""
     model = tiny.bert().eval()
     targets = found(model)
     statistics = collect(model, BATCHES, targets.targets, ["inputs"])
@@ -237,11 +236,11 @@ def logits(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCHES[0]) -> 
         return model(**batch).logits
 
 
-def test_at_full_rank_the_model_answers_as_before() -> None:
+def test_at_full_rank_the_model_computes_the_same() -> None:
     torch.testing.assert_close(logits(compressed(8)[0]), logits(tiny.bert().eval()), rtol=1e-4, atol=1e-4)
 
 
-def test_the_scores_are_those_of_the_approximation_and_nothing_stands_behind_the_first_channels() -> None:
+def test_scores_are_those_of_the_approximation_and_other_channels_are_zero() -> None:
     dense, (small, targets) = tiny.bert().eval(), compressed(3)
     first = products(targets)[0]
     statistics = collect(dense, BATCHES, targets.targets, ["inputs"])
@@ -253,42 +252,42 @@ def test_the_scores_are_those_of_the_approximation_and_nothing_stands_behind_the
         assert not small_k[..., 3:].any()
 
 
-def test_its_parameters_are_counted_and_gone() -> None:
+def test_parameters_of_a_factorized_product_are_counted() -> None:
     dense, (small, targets) = tiny.bert(), compressed(3)
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
     saved = sum(each.parameters for each in targets.targets) - total(targets.targets, ranks)
-    biases = sum(each.heads * (8 - 3) * len(each.maps) for each in products(targets))
+    biases = sum(each.heads * (8 - 3) * len(each.layers) for each in products(targets))
     assert dense.num_parameters() - small.num_parameters() == saved + biases
     for each in products(targets):
         assert largest_rank(each) == 7
         assert cost(each, 3) == 2 * each.heads * 3 * each.in_features
 
 
-def test_it_comes_back_from_a_folder(tmp_path: Path) -> None:
+def test_a_factorized_product_loads_as_saved(tmp_path: Path) -> None:
     model, targets = compressed(3)
     save(model, tmp_path)
-    maps = [each.name for product in products(targets) for each in product.maps]
+    names = [layer.name for product in products(targets) for layer in product.layers]
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert config["heads"] == dict.fromkeys(maps, 2)
+    assert config["heads"] == dict.fromkeys(names, 2)
     loaded = AUTO["classification"].from_pretrained(tmp_path)
-    assert factorized(loaded) == dict.fromkeys(maps, 3)
+    assert factorized(loaded) == dict.fromkeys(names, 3)
     tiny.assert_same(model, loaded, BATCHES[0])
 
 
-def test_as_onnx_it_answers_the_same_from_as_many_numbers(tmp_path: Path) -> None:
+def test_as_onnx_it_computes_the_same_with_as_many_parameters(tmp_path: Path) -> None:
     model, _ = compressed(3)
     exported = export(model, tiny.words(), tmp_path / "model.onnx")
     assert exported.difference < 1e-4
     assert exported.parameters <= model.num_parameters() + 100  # constants of the graph
 
 
-def test_in_order_of_layers_the_first_is_that_of_the_dense_model() -> None:
+def test_in_order_the_first_product_is_decomposed_under_the_original_inputs() -> None:
     once, targets = compressed(3)
     model = tiny.bert().eval()
     ranks = {each.name: 3 if isinstance(each, Product) else None for each in targets.targets}
     factorize_in_order(model, targets.targets, ranks, INPUTS, {}, BATCHES, InOrder(anchor=0.5, ridge=0.01))
     first, second = products(targets)
-    for each in first.maps:
+    for each in first.layers:
         ours, others = (some.get_submodule(each.name).factor for some in (model, once))
         torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-5)
     assert not torch.equal(
@@ -305,7 +304,7 @@ def mean_loss(model: PreTrainedModel) -> float:
         return sum(float(model(**batch).loss) * len(batch["labels"]) for batch in BATCHES) / 12
 
 
-def test_tolerance_settles_products_too_and_factorizing_what_it_leaves_loses_nothing() -> None:
+def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() -> None:
     dense = tiny.bert().eval()
     targets = [each for each in found(dense).targets if isinstance(each, Product) or "dense" not in each.name]
     settings = Tolerance(kind="tolerance", increase=0.5, grid=4, rows=12, times="macs")
@@ -319,7 +318,7 @@ def test_tolerance_settles_products_too_and_factorizing_what_it_leaves_loses_not
     torch.testing.assert_close(logits(small), logits(walked), rtol=1e-3, atol=1e-3)
 
 
-def test_a_walk_that_fails_leaves_both_maps_as_they_were() -> None:
+def test_a_failed_search_leaves_both_layers_unchanged() -> None:
     model = tiny.bert().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings = Tolerance(kind="tolerance", increase=1e9, grid=4, rows=12, times="macs")
@@ -329,7 +328,7 @@ def test_a_walk_that_fails_leaves_both_maps_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_time_of_a_product_is_that_of_both_maps() -> None:
+def test_the_time_of_a_product_is_that_of_both_layers() -> None:
     model = tiny.bert()
     macs = module_macs(model, found(model).targets, BATCHES[0])
     alone = module_macs(model, find_targets(model, BATCHES[0]).targets, BATCHES[0])
@@ -337,7 +336,7 @@ def test_the_time_of_a_product_is_that_of_both_maps() -> None:
     assert macs[first.name] == alone[first.name] + alone[first.other.name]
 
 
-def test_what_is_wrong_is_said_with_the_products_name(case) -> None:
+def test_errors_name_the_product(case) -> None:
     model, product, statistics = case
     broken = {**statistics, "inputs": {name: value * float("nan") for name, value in statistics["inputs"].items()}}
     with pytest.raises(ValueError, match=product.name):
@@ -351,7 +350,7 @@ RANKS = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8, "times": "
 
 
 def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    svd = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]
+    svd = repository_params()["recipes"]["svd"]
     svd["recovery"] |= {"steps": 2, "batch_size": 8}
     walk = {**svd, "weighting": {"kind": "inputs"}, "ranks": RANKS}
     borrowed = {**svd, "ranks": {"kind": "borrowed", "weighting": {"kind": "inputs"}, "ranks": RANKS}}

@@ -1,14 +1,11 @@
-"""A compressed model is an ordinary Hugging Face model: what is saved comes back, and trains."""
+"""A compressed model is an ordinary Hugging Face model: it is saved, loaded and trained as any other."""
 
 from __future__ import annotations
 
 import copy
 import json
 import pickle
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -23,6 +20,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import eckart  # noqa: F401  teaches transformers the format
 from eckart.factorization.pivoted_storage import pivot
@@ -60,19 +58,43 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
     tiny.assert_same(model, other, {key: tensor for key, tensor in BATCH.items() if key != "labels"})
 
 
-@FAMILIES
-@pytest.mark.parametrize("every", [1, 3])
-def test_a_compressed_model_comes_back(family, every, tmp_path):
-    model = compress(tiny.FAMILIES[family](), every)
+def with_factorized_head() -> PreTrainedModel:
+    model = tiny.bert()
+    factorize_target(model, "classifier", *decompose(model.classifier.weight.detach(), ErrorNorm()).truncate(1))
+    return model
+
+
+MODELS = {
+    "bert": lambda: compress(tiny.bert()),
+    "gpt2, every third target": lambda: compress(tiny.gpt2(), 3),
+    "llama": lambda: compress(tiny.llama()),
+    "shared layers": lambda: compress(tiny.albert()),
+    "half precision": lambda: compress(tiny.llama()).bfloat16(),
+    "a factorized head": with_factorized_head,
+}
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_a_compressed_model_loads_as_it_was_saved(build, tmp_path):
+    model = build()
     save(model, tmp_path)
-    loaded = load(tmp_path)
+    loaded = load(tmp_path, dtype=model.dtype)
     assert type(loaded) is type(model)
     assert factorized(loaded) == factorized(model) != {}
     assert_same(loaded, model)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["ranks"]) == ("eckart", factorized(model))
+
+
+def test_a_dense_model_is_saved_as_any_other(tmp_path):
+    model = tiny.llama()
+    save(model, tmp_path)
+    assert not {"quantization_config", "transformers_weights"} & set(json.loads((tmp_path / "config.json").read_text()))
+    assert_same(load(tmp_path), model)
 
 
 @FAMILIES
-def test_a_model_of_pivots_and_factors_comes_back(family, tmp_path):
+def test_a_model_of_pivots_and_factors_loads_as_it_was_saved(family, tmp_path):
     model = compress(tiny.FAMILIES[family](), every=2)
     pivot(model)
     names = pivoted(model)
@@ -86,20 +108,6 @@ def test_a_model_of_pivots_and_factors_comes_back(family, tmp_path):
     assert_same(loaded, model)
 
 
-@FAMILIES
-def test_a_dense_model_comes_back(family, tmp_path):
-    model = tiny.FAMILIES[family]()
-    save(model, tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    assert_same(load(tmp_path), model)
-
-
-def test_a_model_with_shared_layers_comes_back(tmp_path):
-    model = compress(tiny.albert())
-    save(model, tmp_path)
-    assert_same(load(tmp_path), model)
-
-
 def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     model = tiny.causal_llama()
     for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
@@ -110,7 +118,7 @@ def test_a_head_that_is_tied_to_the_embedding_stays_tied(tmp_path):
     assert_same(loaded, model)
 
 
-def test_a_model_that_looks_at_the_weights_of_its_maps_runs_and_comes_back(tmp_path):
+def test_a_model_that_reads_the_weights_of_its_layers_runs_and_loads(tmp_path):
     model = tiny.t5().eval()
     tokens = {key: BATCH[key] for key in ("input_ids", "attention_mask")}
     for target in find_targets(model, tokens).targets:
@@ -121,19 +129,6 @@ def test_a_model_that_looks_at_the_weights_of_its_maps_runs_and_comes_back(tmp_p
     tiny.assert_same(T5EncoderModel.from_pretrained(tmp_path), model, tokens)
 
 
-def test_half_precision_comes_back(tmp_path):
-    model = compress(tiny.llama()).bfloat16()
-    save(model, tmp_path)
-    assert_same(load(tmp_path, dtype=torch.bfloat16), model)
-
-
-def test_a_factorized_head_comes_back(tmp_path):
-    model = tiny.bert()
-    factorize_target(model, "classifier", *decompose(model.classifier.weight.detach(), ErrorNorm()).truncate(1))
-    save(model, tmp_path)
-    assert_same(load(tmp_path), model)
-
-
 @FAMILIES
 def test_the_folder_holds_safetensors_and_no_pickles(family, tmp_path):
     save(compress(tiny.FAMILIES[family]()), tmp_path)
@@ -142,26 +137,11 @@ def test_the_folder_holds_safetensors_and_no_pickles(family, tmp_path):
     assert suffixes <= {".safetensors", ".json"}
 
 
-def test_the_configuration_says_what_is_factorized(tmp_path):
-    model = compress(tiny.bert(), every=3)
-    save(model, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert written["quant_method"] == "eckart"
-    assert written["ranks"] == factorized(model)
-
-
-def test_the_folder_is_smaller_where_the_model_is(tmp_path):
-    save(tiny.bert(), tmp_path / "dense")
-    save(compress(tiny.bert()), tmp_path / "compressed")
-    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("dense", "compressed")}
-    assert sizes["compressed"] < sizes["dense"]
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
 def train(model: PreTrainedModel, folder: Path) -> None:
-    """Two steps with the Trainer, as any other model."""
+    """Train two steps with the Trainer."""
     examples = [{key: tensor[0] for key, tensor in tiny.collate([sample], 8).items()} for sample in SAMPLES]
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -177,7 +157,7 @@ def train(model: PreTrainedModel, folder: Path) -> None:
 
 
 @FAMILIES
-def test_a_loaded_model_trains_and_comes_back_bit_for_bit(family, tmp_path):
+def test_a_loaded_model_can_be_trained_and_saved_again(family, tmp_path):
     model = compress(tiny.FAMILIES[family](), every=2)
     save(model, tmp_path / "first")
     loaded = load(tmp_path / "first")
@@ -191,16 +171,8 @@ def test_a_loaded_model_trains_and_comes_back_bit_for_bit(family, tmp_path):
     assert_same(load(tmp_path / "second"), loaded)
 
 
-def test_save_pretrained_keeps_the_format_of_a_loaded_model(tmp_path):
-    """As the Trainer calls it for its checkpoints."""
-    save(compress(tiny.bert()), tmp_path / "first")
-    loaded = load(tmp_path / "first")
-    loaded.save_pretrained(tmp_path / "second")
-    assert_same(load(tmp_path / "second"), loaded)
-
-
 def test_a_loaded_model_can_be_compressed_further(tmp_path):
-    """What is factorized later joins the ranks in the configuration."""
+    """The new ranks are added to those in the config."""
     save(compress(tiny.bert(), every=3), tmp_path / "first")
     loaded = load(tmp_path / "first")
     before = factorized(loaded)
@@ -213,16 +185,6 @@ def test_a_loaded_model_can_be_compressed_further(tmp_path):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_for_a_module_that_is_not_there_is_an_error(tmp_path):
-    save(compress(tiny.bert()), tmp_path)
-    file = tmp_path / "config.json"
-    written = json.loads(file.read_text())
-    written["quantization_config"]["ranks"]["bert.no.such.module"] = 2
-    file.write_text(json.dumps(written))
-    with pytest.raises(AttributeError):
-        load(tmp_path)
-
-
 def test_the_same_model_gives_the_same_bytes(tmp_path):
     for name in ("first", "second"):
         save(compress(tiny.bert()), tmp_path / name)
@@ -230,7 +192,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
     assert first == second
 
 
-def test_saving_leaves_the_model_as_it_was(tmp_path):
+def test_saving_does_not_change_the_model(tmp_path):
     model = compress(tiny.bert())
     expected = logits(model)
     save(model, tmp_path)
@@ -239,8 +201,8 @@ def test_saving_leaves_the_model_as_it_was(tmp_path):
 
 
 @FAMILIES
-def test_it_loads_without_its_head(family, tmp_path):
-    """Under other names, and without what was factorized of the head; with a new head it is whole again."""
+def test_a_compressed_model_loads_without_its_head(family, tmp_path):
+    """Its layers have shorter names then, and a factorized head is left out; saved like that, it can get a new head."""
     model = compress(tiny.FAMILIES[family]())
     save(model, tmp_path / "whole")
     bare = AutoModel.from_pretrained(tmp_path / "whole")
@@ -257,7 +219,7 @@ def test_it_loads_without_its_head(family, tmp_path):
     assert all(torch.equal(value, again[name]) for name, value in state.items())
 
 
-def test_a_map_that_the_model_has_not_is_an_error(tmp_path):
+def test_a_rank_for_a_module_that_does_not_exist_is_an_error(tmp_path):
     save(compress(tiny.bert()), tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -267,27 +229,22 @@ def test_a_map_that_the_model_has_not_is_an_error(tmp_path):
         load(tmp_path)
 
 
-def test_transformers_alone_refuses_it_and_names_the_package(tmp_path):
-    """It would skip the quantizer, and answer with random weights."""
+def test_transformers_without_this_package_fails_and_names_it(tmp_path, monkeypatch):
+    """Otherwise it would skip the unknown quantizer and load random weights."""
     save(compress(tiny.llama()), tmp_path)
-    code = f"from transformers import AutoModel; AutoModel.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert re.search(r"^ValueError: .*\beckart\b", done.stderr, re.MULTILINE)
     assert not hasattr(load(tmp_path).config, "transformers_weights")
-
-
-def test_what_is_dense_needs_nothing(tmp_path):
-    save(tiny.llama(), tmp_path)
-    assert "transformers_weights" not in json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.delitem(AUTO_QUANTIZER_MAPPING, "eckart")
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "eckart")
+    with pytest.raises(ValueError, match=r"\beckart\b"):
+        load(tmp_path)
 
 
 def guarded(folder: Path) -> bool:
     return "eckart" in json.loads((folder / "config.json").read_text()).get("transformers_weights", "")
 
 
-def test_whoever_saves_it_writes_what_transformers_alone_refuses(tmp_path, monkeypatch):
-    """The Trainer in its checkpoints, a copy, one that was pickled, one that was loaded, and the hub."""
+def test_every_way_to_save_writes_what_transformers_alone_refuses(tmp_path, monkeypatch):
+    """The Trainer, a loaded model, a copy, a pickled model, and an upload to the hub."""
     model = compress(tiny.bert())
     save(model, tmp_path / "saved")
     loaded = load(tmp_path / "saved")
@@ -310,7 +267,7 @@ def test_whoever_saves_it_writes_what_transformers_alone_refuses(tmp_path, monke
         assert factorized(load(tmp_path / folder)) == factorized(model)
 
 
-def test_what_was_merged_is_saved_as_any_model(tmp_path):
+def test_a_merged_model_is_saved_as_any_other(tmp_path):
     model = compress(tiny.bert())
     save(model, tmp_path / "small")
     for name in factorized(model):
@@ -320,8 +277,8 @@ def test_what_was_merged_is_saved_as_any_model(tmp_path):
     assert not guarded(tmp_path / "merged")
 
 
-def test_the_model_in_a_compressed_model_is_guarded_too(tmp_path):
-    """They share a config, which names factors."""
+def test_the_base_model_of_a_compressed_model_is_guarded_too(tmp_path):
+    """They share a config, which names the factors."""
     model = compress(tiny.bert())
     save(model, tmp_path / "whole")
     model.bert.save_pretrained(tmp_path / "part")

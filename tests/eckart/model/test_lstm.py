@@ -1,4 +1,4 @@
-"""The LSTM of linear maps is torch's own LSTM, and an ordinary Hugging Face model that compresses like any other."""
+"""The LSTM made of nn.Linear equals torch's own, and compresses like any other Hugging Face model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm
 from eckart.model.hf_format import save
 from eckart.model.layers import factorize_target, factorized
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM, LSTMModel
-from eckart.model.targets import find_targets, weight_of
+from eckart.model.targets import weight_of
 from eckart.recovery.distillation import Distillation, DistillationRule
 from tasks.models.model_io import size
 from tests import tiny
@@ -49,7 +48,7 @@ def tiny_lstm() -> LSTMForCausalLM:
 
 
 def padded(side: str = "right") -> dict[str, Tensor]:
-    """Rows of 2 to 5 tokens; padding is of a token that would count if it were read."""
+    """Return texts of 2 to 5 tokens, padded with a token that would change outputs if it were read."""
     batch = tiny.collate(tiny.samples(4, 2, 5), 7, side)
     ids, mask = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 9), batch["attention_mask"]
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -72,7 +71,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("options", PLAIN.values(), ids=PLAIN)
-def test_logits_and_gradients_are_those_of_torch(options):
+def test_logits_and_gradients_equal_those_of_torch(options):
     plain = parts(**options)
     model = LSTMForCausalLM.from_torch(*plain)
     logits, expected = model(IDS).logits, plain_logits(*plain, IDS)
@@ -91,7 +90,7 @@ def test_logits_and_gradients_are_those_of_torch(options):
         torch.testing.assert_close(ours.grad, torchs.grad, **EXACT)
 
 
-def test_the_plain_model_is_copied_and_no_random_number_is_drawn():
+def test_from_torch_copies_weights_and_draws_no_random_number():
     plain = parts()
     before, state = plain_logits(*plain, IDS), torch.get_rng_state()
     model = LSTMForCausalLM.from_torch(*plain)
@@ -102,7 +101,7 @@ def test_the_plain_model_is_copied_and_no_random_number_is_drawn():
     assert torch.equal(plain_logits(*plain, IDS), before)
 
 
-def test_dropout_and_padding_are_taken_over():
+def test_from_torch_keeps_dropout_and_the_padding_token():
     embedding, lstm, head = parts(dropout=0.25)
     embedding.padding_idx = 3
     config = LSTMForCausalLM.from_torch(embedding, lstm, head).config
@@ -126,7 +125,7 @@ def test_parts_that_do_not_fit_are_refused(change, named):
         LSTMForCausalLM.from_torch(**plain | change)
 
 
-def test_ties_of_different_widths_are_refused():
+def test_tied_embeddings_of_another_width_are_refused():
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         LSTMForCausalLM(LSTMConfig(embedding_size=EMBEDDING, hidden_size=HIDDEN, tie_word_embeddings=True))
 
@@ -135,7 +134,7 @@ def test_ties_of_different_widths_are_refused():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_is_saved_comes_back(tied, tmp_path):
+def test_a_saved_model_loads_with_and_without_its_head(tied, tmp_path):
     model = LSTMForCausalLM.from_torch(*parts(tied=tied)).float()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -148,7 +147,7 @@ def test_what_is_saved_comes_back(tied, tmp_path):
         torch.testing.assert_close(model.lm_head(base(IDS).last_hidden_state), model(IDS).logits)
 
 
-def test_new_weights_are_drawn_as_torch_draws_its_own():
+def test_new_weights_are_drawn_as_in_torch():
     model = LSTMForCausalLM(LSTMConfig(vocab_size=VOCABULARY, embedding_size=EMBEDDING, hidden_size=HIDDEN))
     for name, parameter in model.named_parameters():
         assert 0.8 * HIDDEN**-0.5 < parameter.abs().max() <= HIDDEN**-0.5, name
@@ -163,7 +162,7 @@ def test_the_loss_is_the_cross_entropy_of_the_next_tokens():
     torch.testing.assert_close(outputs.loss, -chances[labels[:, 1:] != -100].mean())
 
 
-def test_dropout_works_in_training_alone():
+def test_dropout_is_off_in_eval_mode():
     model = LSTMForCausalLM.from_torch(*parts(dropout=0.5))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
     model.train()
@@ -182,7 +181,7 @@ def test_hidden_states_are_the_embeddings_and_the_outputs_of_the_layers():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_real_token_and_no_gradient(side):
+def test_padding_changes_no_output_and_no_gradient(side):
     model, batch = LSTMForCausalLM.from_torch(*parts()), padded(side)
     logits = model(**batch).logits
     total = 0.0
@@ -199,7 +198,7 @@ def test_padding_changes_no_real_token_and_no_gradient(side):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_hidden_map_reads_zeros_where_a_token_is_padding(side):
+def test_hidden_map_reads_zeros_at_padding(side):
     """Statistics of what it reads need no mask."""
     model, batch = tiny_lstm(), padded(side)
     read: list[Tensor] = []
@@ -209,7 +208,7 @@ def test_the_hidden_map_reads_zeros_where_a_token_is_padding(side):
     assert not torch.stack(read, 1)[batch["attention_mask"] == 0].any()
 
 
-def test_the_trainer_trains_it(tmp_path):
+def test_the_trainer_lowers_its_loss(tmp_path):
     model = tiny_lstm()
     batch = padded()
     rows = [{name: values[row] for name, values in batch.items()} for row in range(len(batch["input_ids"]))]
@@ -231,7 +230,7 @@ def test_the_trainer_trains_it(tmp_path):
 # --- compression -----------------------------------------------------------------------------------------------------
 
 
-def maps(model: LSTMForCausalLM, kind: str) -> list[str]:
+def layers_named(model: LSTMForCausalLM, kind: str) -> list[str]:
     return [f"model.layers.{index}.{kind}_map" for index in range(len(model.model.layers))]
 
 
@@ -241,27 +240,9 @@ def compress(model: LSTMForCausalLM, *names: str) -> LSTMForCausalLM:
     return model
 
 
-def test_the_input_maps_are_targets_and_the_softmax_layer_is_a_head():
-    model = tiny_lstm()
-    found = find_targets(model, padded())
-    by_name = {target.name: (target.out_features, target.in_features) for target in found.targets}
-    shapes = dict(zip(maps(model, "input"), [(4 * HIDDEN, EMBEDDING), (4 * HIDDEN, HIDDEN)], strict=True))
-    assert shapes.items() <= by_name.items()
-    assert found.excluded["lm_head"] == "is a head"
-    assert "lm_head" in {target.name for target in find_targets(model, padded(), heads=True).targets}
-
-
-def test_statistics_of_the_input_maps_ignores_padding():
-    model, batch = tiny_lstm(), padded()
-    targets = [target for target in find_targets(model, batch).targets if target.name.endswith("input_map")]
-    gathered = collect(model, [batch], targets, ["inputs"])["inputs"][targets[0].name]
-    real = model.model.embed_tokens(batch["input_ids"])[batch["attention_mask"].bool()].detach()
-    torch.testing.assert_close(gathered, real.T @ real / len(batch["input_ids"]))
-
-
-def test_a_factorized_model_comes_back_and_teaches(tmp_path: Path):
+def test_a_factorized_model_loads_as_saved_and_can_be_distilled(tmp_path: Path):
     dense, model = tiny_lstm(), tiny_lstm()
-    compress(model, *maps(model, "input"), *maps(model, "hidden"), "lm_head")
+    compress(model, *layers_named(model, "input"), *layers_named(model, "hidden"), "lm_head")
     save(model, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert factorized(loaded) == factorized(model)
@@ -273,16 +254,6 @@ def test_a_factorized_model_comes_back_and_teaches(tmp_path: Path):
     extra = rule.extra_loss(loaded, batch, loaded(**batch, output_hidden_states=True))
     assert extra is not None
     assert float(extra.detach()) > 0
-
-
-def test_a_full_rank_factorization_changes_nothing():
-    model = LSTMForCausalLM.from_torch(*parts())
-    with torch.no_grad():
-        expected = model(IDS).logits
-        for name in maps(model, "input") + maps(model, "hidden"):
-            weight = weight_of(model.get_submodule(name))
-            factorize_target(model, name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
-        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("factorize_one", [False, True])

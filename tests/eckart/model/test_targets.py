@@ -1,4 +1,4 @@
-"""What probing finds: every linear map is a target or has a reason not to be."""
+"""Probing: every linear layer is a target or has a reason not to be."""
 
 from __future__ import annotations
 
@@ -57,17 +57,10 @@ HEADS = {"bert": "classifier", "gpt2": "score", "llama": "score"}
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_all_linear_maps_but_the_head_are_targets_in_order_of_execution(family):
+def test_all_linear_layers_but_the_head_are_targets_in_order_of_execution(family):
     result = found(tiny.FAMILIES[family]())
     assert names(result) == EXPECTED[family]
     assert result.excluded == {HEADS[family]: "is a head"}
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_heads_are_targets_on_demand(family):
-    result = found(tiny.FAMILIES[family](), heads=True)
-    assert names(result) == [*EXPECTED[family], HEADS[family]]
-    assert not result.excluded
 
 
 def test_a_model_without_a_head_has_none():
@@ -79,7 +72,7 @@ def test_a_model_without_a_head_has_none():
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_linear_map_is_a_target_or_has_a_reason(family):
+def test_every_linear_layer_is_a_target_or_has_a_reason(family):
     model = tiny.FAMILIES[family]()
     result = found(model, include=["*.1.*"], exclude=["*.mlp.*"])
     linear = {name for name, module in model.named_modules() if is_linear(module)}
@@ -98,12 +91,6 @@ def test_shapes_are_those_of_y_equals_x_w_transposed(family):
         assert target.parameters == module.weight.numel()
 
 
-def test_grouped_queries_give_keys_and_values_fewer_outputs():
-    by_name = {target.name: target for target in found(tiny.llama()).targets}
-    sizes = {name: by_name[f"model.layers.0.self_attn.{name}_proj"].out_features for name in "qkv"}
-    assert sizes == {"q": 16, "k": 8, "v": 8}
-
-
 def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
     convolution = Conv1D(3, 5)  # 5 inputs, 3 outputs
     nn.init.normal_(convolution.bias)
@@ -117,14 +104,14 @@ def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
 
 
 class Doubled(nn.Linear):
-    """It uses its weight in a way of its own."""
+    """A subclass of Linear that computes something else."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
 class Spelled(nn.Linear):
-    """As Falcon's."""
+    """A subclass of Linear that computes the same, as Falcon's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T + self.bias
@@ -143,7 +130,7 @@ def test_a_subclass_of_linear_is_a_target_if_it_computes_the_same():
     assert "Doubled" in result.excluded[EXPECTED["bert"][0]]
 
 
-def test_an_embedding_that_changes_its_weight_as_it_runs_is_no_linear_map():
+def test_an_embedding_that_changes_its_weight_cannot_be_a_target():
     class Special(nn.Embedding):
         pass
 
@@ -181,7 +168,7 @@ def test_targets_that_read_one_tensor_share_their_input(family, layer, groups):
 
 
 def test_the_first_reader_is_always_a_target():
-    """Also where the first of the model's own readers is excluded: statistics are gathered for targets alone."""
+    """Also if the first layer that reads the tensor is excluded: statistics are gathered for targets alone."""
     result = found(tiny.bert(), exclude=["*.query"])
     readers = {target.name: target.input_of for target in result.targets}
     assert set(readers.values()) <= set(readers)
@@ -191,21 +178,18 @@ def test_the_first_reader_is_always_a_target():
 # --- patterns --------------------------------------------------------------------------------------------------------
 
 
-def test_include_leaves_only_what_matches_one_of_its_patterns():
-    result = found(tiny.bert(), include=["*.query", "*.key"])
-    assert names(result) == [name for name in EXPECTED["bert"] if name.endswith(("query", "key"))]
-    assert result.excluded["bert.pooler.dense"] == "matches no include pattern"
-
-
-def test_exclude_takes_away_what_matches_one_of_its_patterns():
-    result = found(tiny.bert(), exclude=["*.pooler.*", "*.layer.0.*"])
-    assert names(result) == [name for name in EXPECTED["bert"] if ".layer.1." in name]
-    assert result.excluded["bert.pooler.dense"] == "matches an exclude pattern"
-
-
-def test_exclude_wins_over_include():
-    result = found(tiny.bert(), include=["*.query"], exclude=["*.0.*"])
-    assert names(result) == ["bert.encoder.layer.1.attention.self.query"]
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        (["*.query", "*.key"], [], [name for name in EXPECTED["bert"] if name.endswith(("query", "key"))]),
+        (["*"], ["*.pooler.*", "*.layer.0.*"], [name for name in EXPECTED["bert"] if ".layer.1." in name]),
+        (["*.query"], ["*.0.*"], ["bert.encoder.layer.1.attention.self.query"]),
+    ],
+)
+def test_targets_match_an_include_pattern_and_no_exclude_pattern(include, exclude, expected):
+    result = found(tiny.bert(), include=include, exclude=exclude)
+    assert names(result) == expected
+    assert "pattern" in result.excluded["bert.pooler.dense"]
 
 
 def test_patterns_match_whole_names():
@@ -224,7 +208,7 @@ def test_a_tied_head_shares_its_weight():
     assert find_targets(model, batch).excluded == {"lm_head": "is a head"}
 
 
-def test_two_maps_with_one_weight_are_both_excluded():
+def test_two_layers_with_one_weight_are_both_excluded():
     model = tiny.llama()
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     excluded = found(model).excluded
@@ -232,13 +216,7 @@ def test_two_maps_with_one_weight_are_both_excluded():
     assert excluded["model.layers.0.mlp.gate_proj"] == "shares its weight with model.layers.0.mlp.up_proj"
 
 
-def test_maps_of_a_shared_layer_run_several_times():
-    targets = found(tiny.albert()).targets
-    assert len(targets) == 8
-    assert all(target.repeated is (".albert_layers." in target.name) for target in targets)
-
-
-def test_a_map_that_never_runs_is_excluded():
+def test_a_layer_that_never_runs_is_excluded():
     model = tiny.llama()
     model.model.spare = nn.Linear(2, 2)
     assert found(model).excluded["model.spare"] == "its forward ran 0 times for one batch"
@@ -263,27 +241,20 @@ def test_no_targets_is_an_error_that_gives_each_reason():
 # --- the model afterwards --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_comes_back_as_it_was(training):
-    model = tiny.bert().train(training)
+def test_probing_does_not_change_the_model():
+    """Not even the mode of a block in eval mode within a model in training."""
+    model = tiny.bert().train()
+    model.bert.encoder.layer[0].eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = {name: module.training for name, module in model.named_modules()}
     found(model)
-    assert all(module.training is training for module in model.modules())
+    assert {name: module.training for name, module in model.named_modules()} == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_each_module_keeps_its_own_training_mode():
-    """A frozen block in eval mode inside a model in training is still in eval mode afterwards."""
-    model = tiny.bert().train()
-    model.bert.encoder.layer[0].eval()
-    before = {name: module.training for name, module in model.named_modules()}
-    found(model)
-    assert {name: module.training for name, module in model.named_modules()} == before
-
-
-def test_the_model_comes_back_when_the_batch_does_not_fit():
+def test_the_model_is_restored_if_the_batch_does_not_fit():
     model = tiny.bert().train()
     with pytest.raises(ValueError, match="input_ids"):
         find_targets(model, {"nothing_of_the_kind": torch.zeros(1)})
@@ -291,8 +262,8 @@ def test_the_model_comes_back_when_the_batch_does_not_fit():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_factors_of_a_factorized_target_are_no_targets():
-    """A layer inside a layer would have no rank, and no folder could hold it."""
+def test_a_factorized_target_is_no_target():
+    """Its factors must not be factorized again."""
     model = tiny.bert()
     name = "bert.encoder.layer.0.output.dense"
     factorize_target(model, name, torch.ones(16, 2), torch.ones(2, 40))
@@ -305,7 +276,7 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def changed(forward) -> Targets:
-    """What is found where the first block of feed-forward maps runs `forward(block, x)`."""
+    """Find targets if the first feed-forward block runs `forward(block, x)`."""
     model = tiny.llama()
     block = model.model.layers[0].mlp
     block.forward = lambda x: forward(block, x)
@@ -316,37 +287,39 @@ def plain(block, x):
     return block.down_proj(block.act_fn(block.gate_proj(x)) * block.up_proj(x))
 
 
-def test_a_weight_that_is_used_outside_its_forward_too_is_excluded():
-    """Its statistics would lack what the other use says."""
-    result = changed(lambda block, x: plain(block, x) + x @ block.up_proj.weight.T @ block.up_proj.weight)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda block, x: plain(block, x) + x @ block.up_proj.weight.T @ block.up_proj.weight,
+        # unseen by torch, as in a kernel
+        lambda block, x: plain(block, x) * float(block.up_proj.weight.detach().numpy().sum()),
+    ],
+)
+def test_a_layer_whose_weight_is_used_outside_its_forward_is_excluded(forward):
+    """Its statistics would not know of the other use."""
+    result = changed(forward)
     assert result.excluded[NAME] == "its weight is used outside its forward"
     assert len(result.targets) == len(EXPECTED["llama"]) - 1
 
 
-def test_so_it_is_where_torch_does_not_see_the_use():
-    """As in a kernel: here by way of numpy."""
-    result = changed(lambda block, x: plain(block, x) * float(block.up_proj.weight.detach().numpy().sum()))
-    assert result.excluded[NAME] == "its weight is used outside its forward"
-
-
-def test_a_look_at_the_type_of_a_weight_is_no_use_of_it():
+def test_reading_the_type_of_a_weight_excludes_nothing():
     result = changed(lambda block, x: plain(block, x.to(block.up_proj.weight.dtype).to(block.up_proj.weight.device)))
     assert names(result) == EXPECTED["llama"]
 
 
-def test_a_map_of_which_the_model_asks_more_than_a_low_rank_layer_has_is_excluded():
+def test_a_layer_with_an_attribute_that_low_rank_layers_lack_is_excluded():
     result = changed(lambda block, x: plain(block, x) if block.up_proj.reset_parameters else x)
     assert result.excluded[NAME].startswith("cannot be replaced: ")
     assert "reset_parameters" in result.excluded[NAME]
 
 
-def test_a_map_that_also_reads_what_belongs_to_no_sample_is_excluded():
-    """Its gradient cannot be told apart by sample."""
+def test_a_layer_that_also_reads_inputs_of_no_example_is_excluded():
+    """Its gradient cannot be attributed to examples."""
     result = changed(lambda block, x: plain(block, x) + block.up_proj(torch.ones(1, 16)).sum())
-    assert result.excluded[NAME] == "not all that it reads belongs to the samples of a batch"
+    assert result.excluded[NAME] == "not all of its inputs belong to examples of the batch"
 
 
-def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without_statistics():
+def test_unsampled_layers_are_targets_without_statistics():
     model = FAMILIES["deberta-v3"].build().eval()
     result = found(model, unsampled=True)
     mixed = [target for target in result.targets if not target.sampled]
@@ -363,12 +336,12 @@ def test_a_map_that_also_reads_what_belongs_to_no_sample_may_be_a_target_without
     torch.testing.assert_close(model(**BATCH).logits, before, rtol=1e-4, atol=1e-4)
 
 
-def test_a_map_that_reads_tokens_and_something_else_is_excluded():
+def test_a_layer_that_reads_tokens_and_something_else_is_excluded():
     result = changed(lambda block, x: plain(block, x) + block.up_proj(x.mean(1)).mean())
-    assert result.excluded[NAME] == "its rows are not the tokens of attention_mask"
+    assert result.excluded[NAME] == "its inputs are not the tokens of attention_mask"
 
 
-def test_a_map_that_runs_once_for_each_token_is_a_target():
+def test_a_layer_that_runs_once_for_each_token_is_a_target():
     def one_by_one(block, x):
         up = torch.stack([block.up_proj(token) for token in x.unbind(1)], 1)
         return block.down_proj(block.act_fn(block.gate_proj(x)) * up)
@@ -385,7 +358,7 @@ def test_a_map_that_runs_once_for_each_token_is_a_target():
 
 
 class _OtherInputs(nn.Module):
-    """A map that reads, from the second of three calls on, what nobody else does."""
+    """A layer that reads other inputs than its neighbours from the second of three calls on."""
 
     def __init__(self, map: nn.Linear) -> None:
         super().__init__()
@@ -397,7 +370,7 @@ class _OtherInputs(nn.Module):
         return self.map(x if self.calls % 3 == 1 else x + 1)
 
 
-def test_readers_share_their_input_only_where_all_their_calls_do():
+def test_layers_share_their_input_only_if_all_their_calls_do():
     by_name = {target.name: target for target in found(tiny.albert()).targets}
     layer = "albert.encoder.albert_layer_groups.0.albert_layers.0."
     assert by_name[f"{layer}attention.key"].input_of == f"{layer}attention.query"
@@ -414,7 +387,7 @@ def test_readers_share_their_input_only_where_all_their_calls_do():
 
 
 def translation() -> dict[str, torch.Tensor]:
-    """Encoder and decoder of one length."""
+    """Return a batch whose encoder and decoder texts have one length."""
     inputs = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
     return {**inputs, **{f"decoder_{name}": values for name, values in inputs.items()}, "labels": BATCH["input_ids"]}
 
@@ -456,8 +429,8 @@ def test_a_decoder_that_reads_what_the_encoder_reads_has_its_mask():
     assert {target.mask for target in result.targets} == {"attention_mask"}
 
 
-class TestWhatSlipsThrough:
-    """Modules that would be silently wrong, were they replaced: each has its reason."""
+class TestModulesThatMustNotBeReplaced:
+    """Their replacement would be silently wrong, so each has a reason."""
 
     def excluded(self, change: Callable[[nn.Linear, nn.Module], None]) -> str:
         model = tiny.bert()
@@ -465,7 +438,7 @@ class TestWhatSlipsThrough:
         change(intermediate.dense, intermediate)
         return found(model).excluded["bert.encoder.layer.0.intermediate.dense"]
 
-    def test_a_hook_on_the_map(self) -> None:
+    def test_a_hook_on_the_layer(self) -> None:
         assert "hook" in self.excluded(lambda map, _: map.register_forward_hook(lambda *args: 2 * args[2]))
 
     def test_a_forward_of_its_own(self) -> None:
@@ -480,8 +453,8 @@ class TestWhatSlipsThrough:
 
         assert "another reference" in self.excluded(by_reference)
 
-    def test_rows_in_order_of_tokens(self) -> None:
-        """Time first, then samples, flattened: nothing in their number tells."""
+    def test_inputs_in_order_of_tokens(self) -> None:
+        """Tokens first, then examples, flattened: their number is the same."""
 
         def time_first(map: nn.Linear, parent: nn.Module) -> None:
             def forward(x: Tensor) -> Tensor:
@@ -490,7 +463,7 @@ class TestWhatSlipsThrough:
 
             parent.forward = forward  # type: ignore[method-assign]
 
-        assert "order of samples" in self.excluded(time_first)
+        assert "order of the examples" in self.excluded(time_first)
 
     def test_tokens_that_the_model_makes_up(self) -> None:
         """Always eight, whatever the batch has."""

@@ -1,4 +1,4 @@
-"""An embedding and the head that has its weight are one target: one weight, one rank, one norm, one pair of factors."""
+"""A tied embedding and head are one target: one weight, one rank, one norm, one pair of factors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 def rows(count: int = 6, longest: int = 9, seed: int = 0) -> dict[str, Tensor]:
-    """Padded texts, whose labels leave padding out."""
+    """Return padded texts whose labels ignore padding."""
     batch = tiny.collate(tiny.samples(count, 2, longest, seed=seed), length=longest)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
@@ -48,7 +48,7 @@ def language() -> PreTrainedModel:
 
 
 def masked() -> PreTrainedModel:
-    """Its head has a bias and stands behind a map of its own."""
+    """Its head has a bias, and a linear layer before it."""
     config = BertConfig(
         vocab_size=tiny.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
     )
@@ -74,7 +74,7 @@ def in_factors(model: PreTrainedModel, rank: int) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_they_are_one_target_where_that_is_asked_for(make: Callable[[], PreTrainedModel]) -> None:
+def test_a_tied_pair_is_one_target_on_request(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     found = find_targets(model, rows(), tied=True)
     (target,) = (each for each in found.targets if isinstance(each, Tied))
@@ -88,19 +88,19 @@ def test_they_are_one_target_where_that_is_asked_for(make: Callable[[], PreTrain
     assert {each.name for each in others.targets} == {each.name for each in found.targets} - {target.name}
 
 
-def test_a_model_without_such_a_pair_is_refused() -> None:
+def test_a_model_without_a_tied_pair_is_refused() -> None:
     with pytest.raises(ValueError, match=r"targets\.tied"):
         find_targets(tiny.bert(), rows(), tied=True)
 
 
-def test_what_matches_no_pattern_leaves_the_other_no_target() -> None:
+def test_excluding_one_of_the_pair_excludes_both() -> None:
     found = find_targets(language(), rows(), exclude=[HEAD], tied=True)
     assert not any(isinstance(target, Tied) for target in found.targets)
     assert {EMBEDDING, HEAD} <= set(found.excluded)
 
 
-def test_statistics_is_that_of_each_and_of_many_outputs_squares_alone() -> None:
-    """Each token of a sample, by autograd."""
+def test_statistics_equal_autograds_and_are_diagonal_for_the_head() -> None:
+    """For each token of an example."""
     model, batch = language(), rows()
     found = collect(model, [batch], [pair_of(model)], ["inputs", "output_gradients"], causal_loss)
     ends = {}
@@ -125,8 +125,8 @@ def second_moment(size: int, seed: int) -> Tensor:
     return x.T @ x
 
 
-def test_one_norm_is_the_sum_of_both_where_it_can_be() -> None:
-    """Of two that differ by a factor alone, and of two with one side in common."""
+def test_the_norm_is_the_sum_of_both_if_they_are_proportional() -> None:
+    """For two norms that differ by a factor, and for two with one side in common."""
     target = pair_of(language())
     a, b, c = second_moment(16, 0), second_moment(30, 1).diagonal(), second_moment(16, 2)
     for others, left in (((2 * a, 3 * b), 7 * a), ((c, b), a + c)):
@@ -136,8 +136,8 @@ def test_one_norm_is_the_sum_of_both_where_it_can_be() -> None:
         torch.testing.assert_close(torch.kron(norm.left, norm.right.diag()), torch.kron(left, b.diag()))
 
 
-def test_of_norms_that_differ_it_is_the_nearest_there_is() -> None:
-    """As the singular vectors of the rearranged sum are (Van Loan and Pitsianis)."""
+def test_the_norm_is_the_nearest_to_the_sum_of_both() -> None:
+    """It is given by singular vectors of the rearranged sum (Van Loan and Pitsianis)."""
     target = pair_of(language())
     norms = [ErrorNorm(second_moment(16, seed), second_moment(30, seed + 5).diagonal()) for seed in (0, 1)]
     found = _nearest(*norms, target)
@@ -148,7 +148,7 @@ def test_of_norms_that_differ_it_is_the_nearest_there_is() -> None:
     assert torch.linalg.eigvalsh(found.left).min() > 0
 
 
-def test_a_norm_of_nothing_is_one_of_both() -> None:
+def test_zero_norms_give_a_zero_norm() -> None:
     target = pair_of(language())
     norm = weigh(PLAIN, target, {})
     torch.testing.assert_close(norm.left, torch.ones(16, dtype=torch.float64) * norm.left[0])
@@ -158,13 +158,13 @@ def test_a_norm_of_nothing_is_one_of_both() -> None:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_at_full_rank_the_model_answers_the_same(make: Callable[[], PreTrainedModel]) -> None:
+def test_at_full_rank_the_model_computes_the_same(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     expected = logits(model)
     torch.testing.assert_close(logits(in_factors(model, 16)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_both_are_the_same_weight_of_that_rank() -> None:
+def test_both_compute_with_the_same_low_rank_weight() -> None:
     model = language()
     target, before = pair_of(model), model.num_parameters()
     in_factors(model, 3)
@@ -178,7 +178,7 @@ def test_both_are_the_same_weight_of_that_rank() -> None:
     assert largest_rank(target) == 10
 
 
-def test_training_moves_both_and_copies_are_of_their_own() -> None:
+def test_training_changes_both_and_copies_are_independent() -> None:
     model = in_factors(language(), 3)
     other = copy.deepcopy(model)
     head, layer = other.get_submodule(HEAD), other.get_submodule(EMBEDDING)
@@ -193,9 +193,7 @@ def test_training_moves_both_and_copies_are_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_a_saved_model_loads_as_it_was_and_without_its_head(
-    make: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_saved_model_loads_with_and_without_its_head(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = in_factors(make(), 3)
     save(model, tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
@@ -211,7 +209,7 @@ def test_a_saved_model_loads_as_it_was_and_without_its_head(
         torch.testing.assert_close(bare(**inputs)[0], model.base_model(**inputs)[0])
 
 
-def test_a_config_with_one_of_the_text_in_it_says_of_both_that_nothing_is_tied(tmp_path: Path) -> None:
+def test_a_nested_text_config_is_untied_too(tmp_path: Path) -> None:
     text = {**tiny.causal_llama().config.to_dict(), "model_type": "llama", "tie_word_embeddings": True}
     vision = {"model_type": "clip_vision_model", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -222,7 +220,7 @@ def test_a_config_with_one_of_the_text_in_it_says_of_both_that_nothing_is_tied(t
 
 
 @pytest.mark.parametrize("make", [language, masked])
-def test_merged_they_share_a_dense_weight_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_a_merged_pair_shares_a_dense_weight_again(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = in_factors(make(), 3)
     expected = logits(model)
     for name in factorized(model):
@@ -235,7 +233,7 @@ def test_merged_they_share_a_dense_weight_again(make: Callable[[], PreTrainedMod
     torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_it_comes_first_in_order_and_is_not_pivoted() -> None:
+def test_in_order_the_pair_comes_first_and_is_not_pivoted() -> None:
     model = language()
     targets = stored(find_targets(model, rows(), tied=True).targets, "pivoted")
     statistics = collect(model, [rows()], targets, ["inputs", "output_gradients"], causal_loss)
@@ -247,7 +245,7 @@ def test_it_comes_first_in_order_and_is_not_pivoted() -> None:
     assert logits(model).isfinite().all()
 
 
-def test_the_call_takes_it_for_a_target() -> None:
+def test_compress_accepts_tied() -> None:
     model = language()
     small, report = eckart.compress(model, [rows(seed=each) for each in range(4)], 0.25, "kfac", tied=True)
     assert report.targets[EMBEDDING].rank == factorized(small)[EMBEDDING]
@@ -260,9 +258,9 @@ def test_the_call_takes_it_for_a_target() -> None:
     )
 
 
-def test_as_onnx_the_weight_is_there_once_and_rounded_once(tmp_path: Path) -> None:
+def test_as_onnx_the_weight_is_stored_once_and_rounded_once(tmp_path: Path) -> None:
     config = tiny.causal_llama().config
-    config.vocab_size = 20_000
+    config.vocab_size, config.num_hidden_layers = 20_000, 1
     model = in_factors(tiny.drawn(type(tiny.causal_llama()), config).eval(), 4)
     file, small = tmp_path / "model.onnx", tmp_path / "int8.onnx"
     export(model, tiny.words(), file)

@@ -1,4 +1,4 @@
-"""Models that read or label otherwise than most: what is found of them, gathered, and saved."""
+"""Models with unusual inputs, heads or losses: their targets, their calibration statistics, and saving them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertForPreTraining, IBertConfig, IBertForSequenceClassification
 
 import eckart
-from eckart.calibration.batches import checked
+from eckart.calibration.batches import prepare_batches
 from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import (
     causal_loss,
@@ -29,12 +29,12 @@ from eckart.model.targets import Targets, find_targets
 from tests import tiny, unusual
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fewer tokens:UserWarning", "ignore:Targets are only:UserWarning")
-NO_TOKENS = "its rows are not the tokens of attention_mask"
+NO_TOKENS = "its inputs are not the tokens of attention_mask"
 
 
 def probed(case: unusual.Case) -> Targets:
     model, batch = case
-    ready = checked(model, [batch])[0]
+    ready = prepare_batches(model, [batch])[0]
     return find_targets(model, {name: values[:2] for name, values in ready.items()})
 
 
@@ -58,30 +58,30 @@ def probed(case: unusual.Case) -> Targets:
         ("falcon", {"attention_mask": 8}, {"is a head": 1}),
     ],
 )
-def test_what_is_masked_by_what(name, masks, excluded):
+def test_each_target_has_the_right_mask(name, masks, excluded):
     found = probed(unusual.CASES[name]())
     assert Counter(target.mask for target in found.targets) == masks
     assert Counter(found.excluded.values()) == excluded
 
 
-def test_what_a_router_sends_to_an_expert_are_no_tokens():
-    """Whether it was sent any of two rows or none."""
+def test_experts_that_are_linear_layers_are_excluded():
+    """Whether the router sent it any of two examples' tokens or none."""
     found = probed(unusual.CASES["switch"]())
     reasons = [reason for name, reason in found.excluded.items() if ".experts." in name]
-    assert len(reasons) == 2 * 2 * 4  # maps of an expert, sides, experts
+    assert len(reasons) == 2 * 2 * 4  # layers of an expert, sides, experts
     assert set(reasons) - {NEVER_RAN}
     model, batch = unusual.CASES["switch"]()
     unmasked = probed((model, {name: values for name, values in batch.items() if name != "attention_mask"}))
     assert not any(".experts." in target.name for target in (*found.targets, *unmasked.targets))
 
 
-def test_where_nothing_can_be_told_apart_the_reason_is_said():
+def test_a_model_without_attributable_inputs_is_an_error_with_the_reason():
     with pytest.raises(ValueError, match=rf"\b{NO_TOKENS}\b"):
         probed(unusual.CASES["layoutlmv3"]())
 
 
-def test_a_mask_beside_the_texts_hides_padding_too():
-    """What the model computes of hidden patches is no statistics."""
+def test_masks_of_other_entries_hide_padding():
+    """Hidden patches do not count in the statistics."""
     model, batch = unusual.patches_with_a_mask()
     found = probed((model, batch))
     assert Counter(target.mask for target in found.targets)["pixel_attention_mask"] == 13
@@ -98,13 +98,13 @@ def test_hidden_parts_of_pictures_are_an_error():
         probed((model, batch | {"pixel_mask": torch.zeros(unusual.ROWS, 16, 16)}))
 
 
-def test_a_head_beside_the_layers_is_one():
+def test_a_head_beside_the_layers_is_excluded():
     model, batch = unusual.picture_classes()
     assert probed((model, batch)).excluded == {"classifier": "is a head"}
 
 
 class Adapted(nn.Linear):
-    """With something small of its own besides x Wᵀ + b."""
+    """A linear layer that adds something small to x Wᵀ + b."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)
@@ -114,20 +114,20 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.more
 
 
-def test_a_layer_with_a_parameter_more_stays():
+def test_a_linear_subclass_with_more_parameters_is_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     model.layoutlm.encoder.layer[0].attention.self.query = Adapted()
     assert "Adapted" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
 
 
-def test_a_weight_that_is_made_of_others_stays():
+def test_a_parametrized_weight_is_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     attention = model.layoutlm.encoder.layer[0].attention.self
     nn.utils.parametrizations.weight_norm(attention.query)
     assert "no parameter" in probed((model, batch)).excluded["layoutlm.encoder.layer.0.attention.self.query"]
 
 
-def test_what_is_drawn_at_random_is_said():
+def test_layers_with_random_inputs_are_excluded():
     model, batch = unusual.CASES["layoutlm"]()
     layer = model.layoutlm.encoder.layer[1]
     layer.register_forward_pre_hook(lambda _, args: (args[0] + torch.randn_like(args[0]), *args[1:]))
@@ -142,7 +142,7 @@ def test_a_mask_of_pairs_of_tokens_is_an_error():
         probed((model, batch | {"attention_mask": mask[:, None, None, :] * mask[:, None, :, None]}))
 
 
-def test_a_batch_that_the_model_does_not_take_is_an_error_that_names_its_inputs():
+def test_a_batch_that_does_not_fit_is_an_error_that_names_its_inputs():
     model, batch = unusual.CASES["embedded"]()
     with pytest.raises(ValueError, match=r"BertForSequenceClassification .*\binputs_embeds\b"):
         probed((model, batch | {"inputs_embeds": batch["inputs_embeds"][..., 1:]}))
@@ -162,7 +162,7 @@ def test_a_census_counts_a_shared_weight_once():
     assert not found.experts
 
 
-def test_experts_of_one_tensor_are_counted_and_warned_of():
+def test_experts_in_one_tensor_are_counted_and_warned_of():
     """By hand: 2 layers of 4 experts with 16 → 2 · 24 and 24 → 16; routers of 4 × 16; head and embedding of 64 × 16."""
     found = probed(unusual.mixtral())
     assert found.census.targets == 2 * 4 * 16 * 16
@@ -173,7 +173,7 @@ def test_experts_of_one_tensor_are_counted_and_warned_of():
     assert probed(unusual.CASES["falcon"]()).census.warning is None
 
 
-def test_experts_cost_what_the_tokens_that_reach_them_cost():
+def test_experts_cost_as_many_macs_as_tokens_reach_them():
     """Each token goes to 2 of 4: as many products as for a dense network of 2 experts."""
     model, batch = unusual.mixtral()
     rows, layers = batch["input_ids"].numel(), 2
@@ -183,7 +183,7 @@ def test_experts_cost_what_the_tokens_that_reach_them_cost():
     assert macs(model, batch) == rows * (layers * (2 * expert + router + attention) + head)
 
 
-def test_linear_layers_of_another_class_are_named():
+def test_other_linear_classes_are_named():
     config = IBertConfig(vocab_size=64, pad_token_id=1, max_position_embeddings=32, **unusual.LAYERS)
     with pytest.raises(ValueError, match="QuantLinear"):
         probed((IBertForSequenceClassification(config), unusual.labelled()))
@@ -205,15 +205,17 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_is_chosen_by_what_the_model_does(name):
+def test_the_loss_is_found_from_the_models_behaviour(name):
     model, batch = unusual.CASES[name]()
-    assert objective_of(model, checked(model, [batch]), "kfac").loss is LOSSES[name]
+    assert objective_of(model, prepare_batches(model, [batch]), "kfac").loss is LOSSES[name]
 
 
 @pytest.mark.parametrize("name", ["embedded", "swin", *LOSSES])
-def test_statistics_does_not_depend_on_how_samples_are_batched(name):
+def test_statistics_do_not_depend_on_how_examples_are_batched(name):
     model, batch = unusual.CASES[name]()
-    data = checked(model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}])
+    data = prepare_batches(
+        model.double(), [{key: x.double() if x.is_floating_point() else x for key, x in batch.items()}]
+    )
     targets = find_targets(model, row_of(data[0], 0)).targets
     loss = objective_of(model, data, "kfac").loss
     rows = [row_of(data[0], row) for row in range(unusual.ROWS)]
@@ -225,24 +227,24 @@ def test_statistics_does_not_depend_on_how_samples_are_batched(name):
 
 
 @pytest.mark.parametrize("build", [unusual.two_heads, unusual.told_from_made_up])
-def test_a_loss_that_is_no_sum_over_samples_is_an_error_unless_each_stands_alone(build):
+def test_a_loss_that_is_no_sum_over_examples_needs_batches_of_one(build):
     model, batch = build()
-    data = checked(model, [batch])
+    data = prepare_batches(model, [batch])
     with pytest.raises(ValueError, match=r"loss="):
         objective_of(model, data, "kfac")
     rows = [row_of(batch, row) for row in range(unusual.ROWS)]
     assert objective_of(model, rows, "kfac").loss is mean_loss_times_batch
 
 
-def test_a_loss_of_two_parts_is_no_loss_of_tokens():
+def test_a_loss_of_two_parts_is_an_error():
     model = BertForPreTraining(BertConfig(**unusual.WORDS, **unusual.LAYERS))
     batch = unusual.text() | {"labels": unusual.masked_words(), "next_sentence_label": torch.arange(unusual.ROWS) % 2}
     with pytest.raises(ValueError, match=r"loss="):
         objective_of(model, [batch], "kfac")
 
 
-def test_what_a_loss_adds_beside_its_logits_is_seen():
-    """The balance of a router is no mean over samples, though each has as many tokens."""
+def test_a_loss_with_a_term_beside_the_logits_is_an_error():
+    """The balance of a router is no mean over examples, even if all have the same number of tokens."""
     model, batch = unusual.mixtral()
     whole = {name: values[:, :4] for name, values in batch.items()}
     assert objective_of(model, [whole], "kfac").loss is causal_loss
@@ -251,7 +253,7 @@ def test_what_a_loss_adds_beside_its_logits_is_seen():
         objective_of(model, [whole], "kfac")
 
 
-def test_what_a_head_ignores_is_seen():
+def test_ignored_labels_are_detected():
     """Pixels of the label 255."""
     model, batch = unusual.pixels()
     assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
@@ -260,7 +262,7 @@ def test_what_a_head_ignores_is_seen():
         objective_of(model, [batch], "kfac")
 
 
-def test_rows_without_a_label_are_passed_over_where_that_is_right():
+def test_examples_without_labels_are_skipped_in_token_losses_only():
     model, batch = unusual.CASES["masked_language_model"]()
     batch["labels"][0] = -100
     assert objective_of(model, [batch], "kfac").loss is token_loss
@@ -276,7 +278,7 @@ def test_the_loss_is_found_in_half_precision_too(name):
     assert objective_of(model.to(torch.bfloat16), [batch], "kfac").loss is (LOSSES[name])
 
 
-def test_spans_are_found_by_what_the_batch_holds():
+def test_span_losses_are_found_from_the_batch():
     model = unusual.made("BertForQuestionAnswering", BertConfig, **unusual.WORDS, **unusual.LAYERS).eval()
     batch = unusual.text() | {
         "start_positions": torch.tensor([1, 1, 2, 1]),
@@ -292,7 +294,7 @@ def test_spans_are_found_by_what_the_batch_holds():
     torch.testing.assert_close(span_loss(model, unmasked), span_loss(model, {n: v[:1] for n, v in batch.items()}))
 
 
-def test_a_frozen_model_is_asked_all_the_same_and_stays_frozen():
+def test_a_frozen_model_works_and_stays_frozen():
     model, batch = unusual.CASES["layoutlm"]()
     model.requires_grad_(False)
     assert objective_of(model, [batch], "kfac").loss is mean_loss_times_batch
@@ -303,12 +305,12 @@ def test_a_frozen_model_is_asked_all_the_same_and_stays_frozen():
 
 
 @pytest.mark.parametrize("name", [name for name in unusual.CASES if name != "layoutlmv3"])
-def test_it_is_compressed_saved_and_loaded(name, tmp_path: Path):
-    """`compress` has compared the answers of a first time already."""
+def test_an_unusual_model_is_compressed_saved_and_loaded(name, tmp_path: Path):
+    """`compress` has already compared the outputs once."""
     model, batch = unusual.CASES[name]()
     small, report = eckart.compress(model, [batch], 0.5, "drone")
     assert math.isfinite(report.keep)
     assert report.parameters[1] < report.parameters[0]
     small.save_pretrained(tmp_path)
     loaded = type(small).from_pretrained(tmp_path)
-    tiny.assert_same(small, loaded, checked(model, [batch])[0])
+    tiny.assert_same(small, loaded, prepare_batches(model, [batch])[0])

@@ -31,7 +31,7 @@ TEXT = [3, 4, 5, 6, 7]
 
 
 def stand_in() -> Iterator[ModuleType]:
-    """The modules of vLLM that the plug-in imports, with what it takes of them."""
+    """Stand in for the modules of vLLM that the plug-in imports."""
     layers = "vllm.model_executor.layers"
     names = ["vllm", "vllm.model_executor", layers, f"{layers}.linear", f"{layers}.quantization"]
     for name in [*names, f"{layers}.quantization.base_config"]:
@@ -61,15 +61,15 @@ def drawn(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def some_maps() -> dict[str, list[nn.Module]]:
-    """What a layer of three maps can be made of."""
+def fused_parts() -> dict[str, list[nn.Module]]:
+    """Return the parts of fused layers of three, by how they are stored."""
     low = [drawn(LowRankLinear(IN, out, rank, bias=False)) for out, rank in zip(OUTS, (1, 3, 2), strict=True)]
     rows = [drawn(LowRankLinear(IN, out, 2, bias=False, rows=2)) for out in OUTS]
     pivots = [drawn(PivotedLinear(IN, out, rank, bias=False)) for out, rank in zip(OUTS, (2, 1, 3), strict=True)]
-    for one in rows:
-        one.rows.copy_(torch.tensor([3, 1]))
-    for one in pivots:
-        one.places.copy_(torch.randperm(len(one.places)))
+    for layer in rows:
+        layer.rows.copy_(torch.tensor([3, 1]))
+    for layer in pivots:
+        layer.places.copy_(torch.randperm(len(layer.places)))
     dense = [drawn(nn.Linear(IN, out, bias=False)) for out in OUTS]
     return {"factors": low, "rows": rows, "pivoted": pivots, "mixed": [pivots[0], dense[1], rows[2]]}
 
@@ -83,23 +83,23 @@ def as_part(plugin: Any, layer: nn.Module) -> Any:
 
 @pytest.mark.parametrize("shards", [("q", "k", "v"), (0, 1, 2)])
 @pytest.mark.parametrize("kind", ["factors", "rows", "pivoted", "mixed"])
-def test_maps_in_one_layer_answer_as_they_do_apart(plugin: Any, kind: str, shards: tuple[str | int, ...]) -> None:
+def test_a_fused_layer_computes_the_same_as_its_parts(plugin: Any, kind: str, shards: tuple[str | int, ...]) -> None:
     torch.manual_seed(0)
-    maps, layer, x, bias = some_maps()[kind], nn.Module(), torch.randn(3, IN), torch.randn(sum(OUTS))
-    method = plugin.LowRankMethod([as_part(plugin, each) for each in maps])
+    parts, layer, x, bias = fused_parts()[kind], nn.Module(), torch.randn(3, IN), torch.randn(sum(OUTS))
+    method = plugin.LowRankMethod([as_part(plugin, part) for part in parts])
     method.create_weights(layer, IN, list(OUTS), IN, sum(OUTS), torch.float32)
-    for shard, each in reversed(list(zip(shards, maps, strict=True))):  # a file has them in any order
-        for name, values in each.state_dict().items():
+    for shard, part in reversed(list(zip(shards, parts, strict=True))):  # a file has them in any order
+        for name, values in part.state_dict().items():
             parameter = layer.get_parameter(name)
             parameter.weight_loader(parameter, values, shard)
     method.process_weights_after_loading(layer)
-    wanted = torch.cat([each(x) for each in maps], -1)
+    wanted = torch.cat([part(x) for part in parts], -1)
     torch.testing.assert_close(method.apply(layer, x), wanted)
     torch.testing.assert_close(method.apply(layer, x, bias), wanted + bias)
 
 
-def test_a_layer_that_is_one_map_in_the_file(plugin: Any) -> None:
-    """As GPT-2's query, key and value are."""
+def test_a_fused_layer_that_is_one_layer_in_the_file(plugin: Any) -> None:
+    """So are GPT-2's query, key and value."""
     torch.manual_seed(0)
     whole, layer, x = drawn(LowRankLinear(IN, sum(OUTS), 3, bias=False)), nn.Module(), torch.randn(2, IN)
     method = plugin.LowRankMethod([plugin.Part(3)])
@@ -111,7 +111,7 @@ def test_a_layer_that_is_one_map_in_the_file(plugin: Any) -> None:
     torch.testing.assert_close(method.apply(layer, x), whole(x))
 
 
-def test_what_it_does_not_run_is_an_error(plugin: Any) -> None:
+def test_unsupported_storage_is_an_error(plugin: Any) -> None:
     method, layer = plugin.LowRankMethod([plugin.Part(2)]), nn.Module()
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         method.create_weights(layer, IN, [6], IN, 12, torch.float32)
@@ -126,7 +126,7 @@ def test_what_it_does_not_run_is_an_error(plugin: Any) -> None:
 
 
 def causal(family: str) -> PreTrainedModel:
-    """Heads as wide as vLLM's attention takes them."""
+    """Its heads have a width that vLLM's attention supports."""
     if family == "gpt2":
         config = GPT2Config(vocab_size=tiny.VOCABULARY, n_positions=64, n_embd=64, n_layer=2, n_head=2, pad_token_id=0)
         return tiny.drawn(GPT2LMHeadModel, config)
@@ -138,7 +138,7 @@ def causal(family: str) -> PreTrainedModel:
 
 
 def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
-    """Two maps of three at differing ranks, as factors or pivots, or with two rows of what the factors leave."""
+    """Factorize two layers of three at different ranks, as factors, pivots, or factors and two rows of the rest."""
     for number, target in enumerate(find_targets(model, {"input_ids": torch.tensor([TEXT])}).targets):
         if number % 3 == 1:
             continue
@@ -153,17 +153,19 @@ def compress(model: PreTrainedModel, stored: str) -> PreTrainedModel:
 
 
 def losses(model: PreTrainedModel) -> Tensor:
-    """Of each token of TEXT but the first."""
+    """Return the log-probability of each token of TEXT but the first."""
     with torch.no_grad():
         chances = model(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
     return -chances[range(len(TEXT) - 1), TEXT[1:]]
 
 
-@pytest.mark.skipif(not find_spec("vllm"), reason="vLLM has an environment of its own")
+@pytest.mark.skipif(
+    not find_spec("vllm"), reason="vLLM is not installed; it needs an environment of its own: pip install vllm pytest"
+)
 @pytest.mark.parametrize(
     ("family", "stored"), [("llama", "factors"), ("llama", "pivoted"), ("llama", "rows"), ("gpt2", "factors")]
 )
-def test_vllm_answers_as_transformers_do(family: str, stored: str, tmp_path: Path) -> None:
+def test_vllm_generates_as_transformers(family: str, stored: str, tmp_path: Path) -> None:
     from vllm import LLM, SamplingParams
 
     model = compress(causal(family), stored)

@@ -33,7 +33,18 @@ from flows.study import _run_all
 from flows.workspace import worktrees
 from tests.flows.forked import Command
 from tests.flows.servers import until
-from tests.flows.toy import BARE, ENVIRONMENT, PARAMS, PIPELINE, Study, call, ran, tiny_repository, toy_workspace
+from tests.flows.toy import (
+    BARE,
+    ENVIRONMENT,
+    PARAMS,
+    PIPELINE,
+    Study,
+    call,
+    commit,
+    ran,
+    tiny_repository,
+    toy_workspace,
+)
 
 ROOT = Path(__file__).parents[3]
 Enter = Callable[[Path], None]
@@ -48,11 +59,6 @@ stages:
     deps: [many/one]
     outs: [one.txt]
 """
-
-
-def commit(root: Path) -> None:
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
 def stages(root: Path) -> dict[str, Any]:
@@ -304,7 +310,7 @@ DRIVER = """\
 import json, sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from flows import cluster
+from flows.cluster import dask_runner
 from flows.engine import stage_processes
 from flows.engine import stages as engine
 from tasks.artifacts.errors import EckartError
@@ -320,7 +326,7 @@ def run(one):
 
 for line in sys.stdin:
     planned, jobs = engine.plan(), {}
-    running = cluster.workers(planned, *json.loads(line))
+    running = dask_runner.workers(planned, *json.loads(line))
     with stage_processes.reaping(), running as workers, ThreadPoolExecutor() as pool:
         print("READY", flush=True)
         sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""How far a study is: time left by hand, what is heard of stages, and the table in terminals of any width."""
+"""The progress of a study: time left by hand, what is heard of stages, and the display in terminals of any width."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows.display import terminal
-from flows.display.progress import Progress, duration, expectation, finish, roughly, steps_of
+from flows.display.progress import Progress, duration, expected_seconds, new_bars, roughly, steps_of
 from flows.engine import hang_detection
 from flows.engine.stages import Outcome, Planned
 from tests.flows.servers import until
@@ -46,70 +45,54 @@ PLAN = (
 SECONDS = {"data": 5.0, "train@a-1": 10.0, "train@b-1": 20.0, "train@c-1": 30.0, "time": 7.0, "table": 1.0}
 
 
-@pytest.mark.parametrize(("workers", "seconds"), [(1, 73), (2, 53), (3, 43), (9, 43)])
-def test_a_study_ends_when_its_workers_are_done(workers: int, seconds: float) -> None:
-    """Two: 5 for data, a until 15 and then c until 45, b until 25; time until 52, table until 53."""
-    assert finish(PLAN, SECONDS, workers) == seconds
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 73), (2, 40), (3, 37), (9, 37)])
+def test_workers_share_the_work_but_for_the_stages_that_run_alone(workers: int, seconds: float) -> None:
+    """Beside each other: 66 s, and no less than the longest stage's 30. Alone: 7 s."""
+    assert Progress(PLAN, workers, SECONDS).time_left() == (seconds, True)
 
 
-def test_what_measures_begins_when_nothing_else_runs() -> None:
-    other = planned("other")
-    plan = (other, planned("quick"), planned("time", "quick", alone=True), planned("late"))
-    assert finish(plan, {"other": 9, "quick": 1, "time": 2, "late": 4}, 4) == 9 + 2 + 4
+def test_a_result_that_is_taken_from_another_stage_takes_no_time() -> None:
+    plan = (planned("a"), planned("b", twin="a"))
+    assert Progress(plan, 1, {"a": 6, "b": 6}).time_left() == (6, True)
 
 
-def test_a_twin_waits_for_the_one_whose_result_it_takes() -> None:
-    plan = (planned("a"), planned("b", twin="a"), planned("c", "b"))
-    assert finish(plan, {"a": 6, "b": 0, "c": 3}, 2) == 9
-
-
-def test_a_stage_takes_as_long_as_its_like() -> None:
+def test_a_stage_is_expected_to_take_as_long_as_before_or_as_its_like() -> None:
     took = {"search@svd-0.5": 2.0, "search@ars-0.5": 400.0, "finetune@svd-0.5": 60.0}
-    assert expectation("search@ars-0.3", took, {}) == 400  # of its recipe
-    assert expectation("search@kfac-0.5", took, {}) == 201  # of any
-    assert expectation("search@ars-0.3", {}, took) == 400
-    assert expectation("table", took, took) is None
-
-
-def test_an_earlier_run_is_scaled_by_what_its_like_takes_now() -> None:
-    before = {"finetune@a-0.5": 10.0, "finetune@b-0.5": 20.0, "search@a-0.5": 3.0}
-    assert expectation("finetune@b-0.5", {"finetune@a-0.5": 15.0}, before) == 30
-    assert expectation("finetune@b-0.5", {"search@a-0.5": 30.0}, before) == 20
+    assert expected_seconds("search@svd-0.5", {}, took) == 2
+    assert expected_seconds("search@kfac-0.5", took, {}) == 201
+    assert expected_seconds("search@kfac-0.5", {}, took) == 201
+    assert expected_seconds("table", took, took) is None
 
 
 def test_time_left_is_known_as_soon_as_every_stage_has_a_like() -> None:
-    clock = Clock()
-    progress = Progress(PLAN, 2, {name: SECONDS[name] for name in ("data", "time", "table")}, clock=clock)
-    assert (progress.time_left().seconds, progress.time_left().known) == (13, False)
+    progress = Progress(PLAN, 2, {name: SECONDS[name] for name in ("data", "time", "table")})
+    assert progress.time_left() == (7 + 5, False)
     progress.done(executed("data", 5))
-    with progress.running("train@a-1"):
-        clock.now = 10
     progress.done(executed("train@a-1", 10))
-    assert (progress.time_left().seconds, progress.time_left().known) == (10 + 7 + 1, True)
+    assert progress.time_left() == (7 + (10 + 10 + 1) / 2, True)
 
 
 def test_a_training_says_by_its_steps_how_long_it_still_takes() -> None:
     """After 30 s of loading, 10 steps a second."""
-    clock, one = Clock(), planned("train")
-    progress = Progress([one], 1, {"train": 500.0}, clock=clock)
+    clock = Clock()
+    progress = Progress([planned("train")], 1, {"train": 500.0}, new_bars(Console(quiet=True), clock))
     with progress.running("train"):
         for clock.now, step in ((30, 0), (31, 10), (34, 40)):
             progress.heard("train", f"step {step}/100  loss 0.5")
+        assert progress.time_left()[0] == pytest.approx(6)
         clock.now = 35
-        assert progress.time_left().seconds == pytest.approx(5)
         progress.heard("train", "step 1/50  loss 0.5")  # a second training
-        assert progress.time_left().seconds == 500 - 35
+        assert progress.time_left()[0] == 500 - 35
 
 
-def test_what_follows_from_a_failure_is_not_waited_for() -> None:
+def test_stages_that_need_a_failed_one_are_not_waited_for() -> None:
     progress = Progress(PLAN, 2, SECONDS)
     progress.done(executed("data", 5))
     progress.failed("train@b-1", "a cause")
-    assert progress.now()[2] == 3  # with time and table
-    assert progress.time_left().seconds == 30  # a and c
+    assert progress.time_left()[0] == 30  # a and c
 
 
-def test_of_a_training_each_quarter_is_worth_a_line() -> None:
+def test_each_quarter_of_a_training_is_worth_a_line() -> None:
     progress = Progress([planned("train")], 1, {})
     with progress.running("train"):
         for _ in range(2):
@@ -132,52 +115,33 @@ def test_steps_are_read_from_lines(line: str, steps: tuple[int, int] | None) -> 
     assert steps_of(line) == steps
 
 
-def test_the_lines_of_a_traceback_are_noted_and_no_others() -> None:
-    noted: list[str] = []
-    progress = Progress([planned("a")], 1, {}, noted.append)
-    trace = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'lost'"]
+def test_the_traceback_of_a_stage_that_failed_is_noted() -> None:
+    notes: list[str] = []
+    progress = Progress([planned("a")], 1, {}, note=notes.append)
+    traceback = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 'lost'"]
     with progress.running("a"):
-        for line in ("begins", *trace):
+        for line in ("begins", *traceback):
             progress.heard("a", line)
-    assert noted == trace
+    progress.failed("a", "a: KeyError: 'lost'")
+    assert notes == [*traceback, "a failed: KeyError: 'lost'"]
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_table_fits_any_terminal(width: int) -> None:
-    progress = Progress(PLAN, 3, SECONDS)
-    names = [f"finetune@a_recipe_with_a_long_name-{number}" for number in range(9)]
+def test_the_display_fits_any_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=8, force_terminal=True)
+    bars = new_bars(console)
+    progress = Progress(PLAN, 3, SECONDS, bars)
     with ExitStack() as stack:
-        for name in names:
+        for number in range(3):
+            name = f"finetune@a_recipe_with_a_long_name-{number}"
             stack.enter_context(progress.running(name))
             progress.heard(name, "step 114/375  loss 0.4210  \x1b[31mtask_loss\x1b[0m 0.4 [/red] and so on and so on")
         with console.capture() as captured:
-            console.print(terminal.table(progress, console.height))
+            console.print(bars.get_renderable())
     lines = [Text.from_ansi(line).plain for line in captured.get().splitlines()]
-    assert len(lines) <= console.height
     assert max(map(len, lines)) <= width
-    assert sum("114/375" in line for line in lines) == 4
-    assert any("5 more" in line for line in lines)
-
-
-def drawn(progress: Progress) -> str:
-    console = Console(file=io.StringIO(), width=120, height=24, force_terminal=True)
-    with console.capture() as captured:
-        console.print(terminal.table(progress, console.height))
-    return Text.from_ansi(captured.get()).plain
-
-
-def test_a_row_says_for_how_long_its_stage_has_been_silent() -> None:
-    clock = Clock()
-    progress = Progress([planned("train")], 1, {}, clock=clock)
-    with progress.running("train"):
-        clock.now = 300
-        assert "no output for 5 min" in drawn(progress)
-        progress.heard("train", "step 1/4  loss 0.5")
-        clock.now = 301
-        assert "no output" not in drawn(progress)
-        clock.now = 900
-        assert "no output for 10 min loss 0.5" in drawn(progress)
+    assert "0/6" in lines[0]  # first, since a terminal that is too low cuts the last rows
+    assert sum("114/375" in line for line in lines) == 3
 
 
 def test_a_silence_is_told_when_it_is_long_and_whenever_it_has_doubled() -> None:
@@ -192,18 +156,7 @@ def test_a_silence_is_told_when_it_is_long_and_whenever_it_has_doubled() -> None
 
 
 def test_durations_read_well() -> None:
-    assert [duration(seconds) for seconds in (0.4, 59, 252, 3600, 7500)] == [
-        "0 s",
-        "59 s",
-        "4 min 12 s",
-        "1 h 0 min",
-        "2 h 5 min",
-    ]
-    assert [roughly(seconds) for seconds in (1, 44, 57, 250, 3590, 4000)] == [
-        "10 s",
-        "40 s",
-        "1 min",
-        "4 min",
-        "1 h",
-        "1 h 10 min",
-    ]
+    for seconds, text in {0.4: "0 s", 59: "59 s", 252: "4 min 12 s", 3600: "1 h 0 min", 7500: "2 h 5 min"}.items():
+        assert duration(seconds) == text
+    for seconds, text in {1: "10 s", 44: "40 s", 57: "1 min", 250: "4 min", 3590: "1 h", 4000: "1 h 10 min"}.items():
+        assert roughly(seconds) == text

@@ -1,4 +1,4 @@
-"""What changed between two runs, solved by hand."""
+"""Changes between two runs, solved by hand."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def changes(now: list[Outcome]) -> dict[str, list[tuple[str, Any, Any]]]:
     """Since the run that was kept."""
     before = run_diff.load()
     assert before
-    return run_diff.changes(before, run_diff.of("second", now))
+    return run_diff.changes(before, run_diff.current("second", now))
 
 
 def test_the_same_run_again_changes_nothing(workspace: Path) -> None:
-    run_diff.keep(run_diff.of("first", outcomes()))
+    run_diff.keep(run_diff.current("first", outcomes()))
     assert changes(outcomes()) == {}
 
 
 def test_inputs_that_changed_are_named_and_what_follows_from_them_is_not(workspace: Path) -> None:
-    run_diff.keep(run_diff.of("first", outcomes()))
+    run_diff.keep(run_diff.current("first", outcomes()))
     assert changes(outcomes(raw="b" * 32, splits="t" * 32)) == {"data": [("data/raw", "a" * 10, "b" * 10)]}
     assert changes(outcomes(code="e" * 32)) == {"code": [("extract", "c" * 10, "e" * 10)]}
     assert changes(outcomes(steps=3, rate=0.5)) == {
@@ -67,7 +67,7 @@ def test_inputs_that_changed_are_named_and_what_follows_from_them_is_not(workspa
 
 def test_metrics_that_changed_came_or_went(workspace: Path) -> None:
     compared("0.75", "kfac,0.5,0.875,0.5,0.8125,\n")
-    run_diff.keep(run_diff.of("first", outcomes()))
+    run_diff.keep(run_diff.current("first", outcomes()))
     compared("0.625", "kfac,0.33,0.875,0.5,0.8125,\n")
     assert set(changes(outcomes())["metrics"]) == {
         ("svd-0.5 recovered", 0.75, 0.625),

@@ -1,4 +1,4 @@
-"""A run in a terminal, a real one: what is drawn, and that it is left clean however the run ends."""
+"""A run in a real terminal: the display, and that the terminal is left clean however the run ends."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from tests.flows import forked
 from tests.flows.servers import until
-from tests.flows.toy import BARE
-from tests.workspace import tiny_params, write_params
+from tests.flows.toy import BARE, toy_study
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -43,7 +39,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """All that was ever shown, without colours and movements of the cursor."""
+        """The whole output, without colours and movements of the cursor."""
         return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", self.raw)
 
     def end(self) -> int | None:
@@ -61,21 +57,14 @@ def _interruptible(words: list[str], root: str, environment: dict[str, str], sai
 
 
 def workspace(root: Path, last: str) -> Path:
-    """Its first stage tells its steps and waits while there is a file `hold`; the `last` command is the second's."""
-    write_params(root, tiny_params())
+    """Make a study whose first stage waits while there is a file `hold`, and whose second runs the command `last`."""
     training = "echo step 1/4 loss 0.75; while [ -e hold ]; do sleep 0.1; done; mkdir -p reports; echo > reports/a"
     stages = {
         "train": {"cmd": training, "outs": ["reports/a"]},
         "compare": {"cmd": last, "deps": ["reports/a"], "outs": ["reports/comparison.txt"]},
     }
-    with (root / "dvc.yaml").open("w") as file:
-        YAML().dump({"stages": stages}, file)
-    (root / "reports").mkdir()
-    columns = "recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup"
-    (root / "reports/comparison.csv").write_text(f"{columns}\nsvd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\n")
+    toy_study(root, stages)
     (root / "hold").touch()
-    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
-        subprocess.run(words, cwd=root, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
     return root
 
 
@@ -99,7 +88,7 @@ def test_running_stages_are_drawn_and_the_terminal_is_left_clean(
     drawn, _, after = terminal.raw.rpartition(_SHOW)
     assert _HIDE in drawn
     assert _HIDE not in after
-    assert "0 of 2" in drawn
+    assert "0/2" in drawn
     assert re.search(r"MLflow .*127\.0\.0\.1", drawn)  # a warning
     assert "| INFO " not in terminal.shown
     assert "Finished in state" not in terminal.shown

@@ -20,9 +20,9 @@ from flows.workspace import reproduce
 from flows.workspace.reproduce import Reproduction
 from tasks.artifacts import stage_inputs
 from tests.flows.gc.test_gc import PROMOTION
-from tests.flows.toy import Study, call, ran
+from tests.flows.toy import Study, call, commit, ran
 from tests.flows.workspace.test_reproduce import PARAMS as STUDY
-from tests.flows.workspace.test_reproduce import PIPELINE, clone, commit, repository, run
+from tests.flows.workspace.test_reproduce import PIPELINE, clone, repository, run
 from tests.workspace import digests
 
 PARAMS = STUDY + PROMOTION

@@ -1,4 +1,4 @@
-"""Which runs are taken for killed: those whose file nobody holds."""
+"""A run counts as killed if no process holds its file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from flows.environment import crashed_runs
 
 
-def test_a_run_that_nobody_holds_is_ended_and_one_that_goes_on_or_begins_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_is_marked_as_crashed_and_others_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ended: list[UUID] = []
     monkeypatch.setattr(crashed_runs, "_end", lambda run: ended.append(run) or True)

@@ -1,12 +1,9 @@
-"""No secret in anything that a run writes."""
+"""Nothing that a run writes holds a secret."""
 
 from __future__ import annotations
 
 import base64
-import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from ruamel.yaml import YAML
 
 from flows.servers import notifications
 from flows.study import study as flow
@@ -23,14 +19,19 @@ from tests.flows import forked
 from tests.flows.forked import Command
 from tests.flows.month import one_night
 from tests.flows.servers import mlflow_server, until
-from tests.flows.toy import BARE, Study, toy_workspace
+from tests.flows.toy import BARE, Study, toy_study, toy_workspace
 from tests.test_safety import SECRET, URL
 from tests.workspace import tiny_params, write_params
 
 
-def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, str], tmp_path: Path) -> None:
-    """Not on the terminal, not in Prefect's database and logs, not in the workspace: of the flow or of a stage."""
-    root, home = toy_study(tmp_path / "workspace"), Path(prefect["PREFECT_HOME"])
+def test_a_run_with_an_unreachable_mlflow_writes_no_password(prefect: dict[str, str], tmp_path: Path) -> None:
+    """No password of the flow or a stage is on the terminal, in Prefect's database and logs, or in the workspace."""
+    commands = [
+        "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
+        "mkdir -p reports && echo done > reports/comparison.txt",
+    ]
+    stages = {"compare": {"cmd": commands, "outs": ["reports/comparison.txt"]}}
+    root, home = toy_study(tmp_path / "workspace", stages), Path(prefect["PREFECT_HOME"])
     told = {"MLFLOW_TRACKING_URI": URL, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "HF_TOKEN": f"hf_{SECRET}"}
     code, said = Command(root, BARE | prefect | told, "run").end()
     assert code == 0, said
@@ -43,10 +44,10 @@ def test_a_run_with_an_unreachable_mlflow_writes_it_nowhere(prefect: dict[str, s
 
 
 @pytest.mark.parametrize("error", [EckartError, RuntimeError])
-def test_the_state_of_a_run_that_failed_holds_none(
+def test_the_state_of_a_failed_run_holds_no_password(
     error: type[Exception], prefect: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which Prefect's server stores, and sends to whoever is told."""
+    """Prefect's server stores the state, and sends it in notifications."""
 
     def fail(*_: object) -> None:
         raise error(f"{URL} does not answer")
@@ -61,27 +62,8 @@ def test_the_state_of_a_run_that_failed_holds_none(
     assert SECRET not in str(state.message)
 
 
-def toy_study(root: Path) -> Path:
-    """A workspace whose only stage tells what it was told."""
-    write_params(root, tiny_params())
-    commands = [
-        "echo connected to $MLFLOW_TRACKING_URI with $HF_TOKEN",
-        "mkdir -p reports && echo done > reports/comparison.txt",
-        "printf 'recipe,keep,metric,dense,factorized,recovered,target_parameters,macs_per_token,speedup\\n"
-        "svd,0.5,accuracy,0.8,0.7,0.75,10,20,1.5\\n' > reports/comparison.csv",
-    ]
-    outs = ["reports/comparison.txt", "reports/comparison.csv"]
-    with (root / "dvc.yaml").open("w") as file:
-        YAML().dump({"stages": {"compare": {"cmd": commands, "outs": outs}}}, file)
-    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
-        subprocess.run(words, cwd=root, check=True, env={**os.environ, "DVC_NO_ANALYTICS": "1"})
-    return root
-
-
-def test_a_promotion_behind_passwords_writes_them_nowhere(
-    study: Study, prefect: dict[str, str], tmp_path: Path
-) -> None:
-    """Of MLflow, Prefect, the DVC remote and a webhook, whose servers all are there but for the remote's."""
+def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], tmp_path: Path) -> None:
+    """No password of MLflow, Prefect, the DVC remote or a webhook; all servers but the remote's are there."""
     root = study.copied(tmp_path / "workspace")
     promotion = {"largest_drop": 1.0, "keep": None, "least_speedup": None}
     write_params(root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion, benchmark={"repetitions": 7}))
@@ -110,12 +92,12 @@ def test_a_promotion_behind_passwords_writes_them_nowhere(
 
 
 def behind(address: str) -> str:
-    """An address as a user has it whose server asks for a password."""
+    """Return an address with user and password."""
     return address.replace("://", f"://user:{SECRET}@")
 
 
 def places_of(secret: str, *folders: Path) -> list[Path]:
-    """The files that hold a password, or what a browser makes of it."""
+    """Return the files that hold a password, plain or in base64."""
     ways = [secret.encode(), base64.b64encode(f"user:{secret}".encode())]
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
     return [file for file in files if any(way in file.read_bytes() for way in ways)]

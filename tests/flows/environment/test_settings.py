@@ -1,4 +1,4 @@
-"""What the tools around the pipeline are told, and when: by a process that begins, never by an import."""
+"""Defaults of the tools around the pipeline are set when a process begins, never by an import."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ print(len(names), sorted(slow), begun == first, state() == second)
 """
 SETTINGS_HOLD = """
 import logging, sys
-from flows import cli, settings
+from flows import cli
 hook, factory = sys.excepthook, logging.getLogRecordFactory()
 cli.main()
 cli.main()
@@ -46,7 +46,7 @@ assert not prefect.settings.get_current_settings().server.analytics_enabled
 
 
 def fresh(code: str) -> str:
-    """What an interpreter prints that was told nothing of the tools."""
+    """Return the last line that a fresh interpreter prints, without settings of the tools."""
     told = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
@@ -55,18 +55,18 @@ def fresh(code: str) -> str:
 
 
 def test_an_import_changes_nothing_of_its_process() -> None:
-    """And that of a scheduled flow waits neither for MLflow, which then reads its settings, nor for torch."""
+    """The import of a scheduled flow waits neither for MLflow, which then reads its settings, nor for torch."""
     count, *rest = fresh(EVERY_MODULE).split()
     assert int(count) > 20
     assert rest == ["[]", "True", "True"]
 
 
-def test_a_command_tells_the_tools_before_they_are_imported() -> None:
+def test_a_command_sets_the_defaults_before_the_tools_are_imported() -> None:
     fresh(SETTINGS_HOLD)
 
 
-def test_a_server_that_is_busy_gets_the_time_that_prefect_gives_it() -> None:
-    """In a run of all tests it needed more than five seconds once, and three runs ended before they began."""
+def test_a_busy_server_gets_prefects_own_timeout() -> None:
+    """A busy server once needed more than five seconds, and three runs failed before they began."""
 
     class Slow(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

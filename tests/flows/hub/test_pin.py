@@ -1,4 +1,4 @@
-"""What is taken from the hub, pinned to its newest commit."""
+"""Inputs from the hub are pinned to their newest commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our servers: who reaches them, and what is said where they do not start."""
+"""Our servers: access control, and messages if they do not start."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SECRET = "topsecret"
 OWN = "eckart:of-this-server"
 BEGIN_AND_BE_KILLED = """
 import os, signal
-from flows import prefect_server
+from flows.servers import prefect_server
 
 def await_(server, *_):
     print(server.pid, flush=True)
@@ -130,7 +130,7 @@ def pages(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
 
 
 async def asked(kind: str, path: str, headers: dict[str, str]) -> str:
-    """Whom a request reaches: the application, the proof, or nobody."""
+    """Return what a request reaches: the application, the proof, or nobody."""
     reached: list[str] = []
 
     async def app(*_: object) -> None:
@@ -171,7 +171,7 @@ SITES = [
 class TestGuard:
     @pytest.mark.parametrize(("headers", "own"), SITES)
     @pytest.mark.parametrize("kind", ["http", "websocket"])
-    def test_what_is_not_of_this_machine_reaches_nothing(self, kind: str, headers: dict[str, str], own: bool) -> None:
+    def test_foreign_requests_are_refused(self, kind: str, headers: dict[str, str], own: bool) -> None:
         assert asyncio.run(asked(kind, "/any", headers)) == ("the application" if own else "nobody")
 
     def test_a_link_may_lead_to_a_page(self) -> None:
@@ -179,14 +179,14 @@ class TestGuard:
         assert asyncio.run(asked("http", "/any", link)) == "the application"
 
     @pytest.mark.parametrize("kind", ["http", "websocket"])
-    def test_the_proof_is_an_answer_to_http_alone(self, kind: str) -> None:
+    def test_only_http_gets_the_proof(self, kind: str) -> None:
         found = asyncio.run(asked(kind, PROOF, {"host": "localhost"}))
         assert found == ("the proof" if kind == "http" else "the application")
         assert asyncio.run(asked(kind, PROOF, {"host": "evil.example"})) == "nobody"
 
 
 class TestPages:
-    def test_they_listen_at_loopback_alone_and_no_command_line_or_word_has_the_key(self, pages: Pages) -> None:
+    def test_they_listen_only_on_loopback_and_nothing_shows_the_key(self, pages: Pages) -> None:
         family = [pages.process, *pages.process.children(recursive=True)]
         found: set[str] = set()
         for one in family:
@@ -200,12 +200,12 @@ class TestPages:
         assert SECRET not in pages.said + httpx.get(f"{pages.prefect.address}/ui-settings").text
         assert {f"Prefect: {pages.prefect.address}", f"MLflow:  {pages.mlflow.address}"} <= set(pages.said.splitlines())
 
-    def test_the_key_is_its_owner_s_and_the_command_that_is_named_shows_it(self, pages: Pages) -> None:
+    def test_only_the_owner_can_read_the_key_and_the_printed_command_shows_it(self, pages: Pages) -> None:
         assert stat.S_IMODE((pages.home / "eckart.key").stat().st_mode) == 0o600
         (command,) = re.findall(r"(echo .*)$", pages.said, re.MULTILINE)
         assert subprocess.check_output(command, shell=True, text=True).strip() == pages.prefect.key
 
-    def test_what_each_serves_is_said_to_who_has_the_key(self, pages: Pages) -> None:
+    def test_a_holder_of_the_key_learns_what_each_server_shows(self, pages: Pages) -> None:
         for door, database in ((pages.prefect, pages.home / DATABASE), (pages.mlflow, pages.workspace / "mlflow.db")):
             answer = httpx.get(f"{door.address}{SERVES}", auth=basic(door.key))
             assert answer.text.endswith(f"///{database}")
@@ -213,7 +213,7 @@ class TestPages:
                 assert httpx.get(f"{door.address}{SERVES}", auth=basic(wrong)).status_code == 401
             assert door.get(door.key, Origin="http://evil.example").status_code == 403
 
-    def test_a_second_ui_joins_what_is_there_and_not_the_store_of_another_workspace(
+    def test_a_second_ui_uses_running_servers_but_not_the_store_of_another_workspace(
         self, pages: Pages, tmp_path: Path
     ) -> None:
         def again(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -235,8 +235,8 @@ class TestPages:
         assert pages.mlflow.get(pages.mlflow.key).status_code == pages.prefect.get(pages.prefect.key).status_code == 200
 
     @pytest.mark.parametrize("which", ["prefect", "mlflow"])
-    def test_who_reaches_them(self, pages: Pages, which: str) -> None:
-        """A page of another origin or name does not, the key or not; another user lacks the key."""
+    def test_foreign_pages_and_users_without_the_key_are_refused(self, pages: Pages, which: str) -> None:
+        """Pages of another origin or name are refused even with the key; other users lack it."""
         door: Door = getattr(pages, which)
         port = door.address.rpartition(":")[2]
         assert door.get(door.key).status_code == 200
@@ -253,8 +253,8 @@ class TestPages:
         page = httpx.get(door.address, auth=basic(door.key))
         assert "frame-ancestors 'self'" in page.headers["content-security-policy"]
 
-    def test_the_page_s_own_requests_are_answered(self, pages: Pages) -> None:
-        """Through a tunnel, too, where the port is another one; Prefect's after its page has asked for a token."""
+    def test_the_pages_own_requests_are_answered(self, pages: Pages) -> None:
+        """Also through a tunnel with another port. Prefect's page first asks for a token."""
         assert pages.mlflow.ask(pages.mlflow.key, Host="localhost:1", Origin="http://localhost:1").status_code == 200
         door = pages.prefect
         assert door.ask(door.key).status_code == 403
@@ -272,8 +272,10 @@ class TestPages:
         with pytest.raises(InvalidStatus), connect(address, **ours | {"origin": "http://evil.example"}):
             pass
 
-    def test_who_has_no_key_is_told_nothing_of_it(self, pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By a client of ours: another program on the port, or one that passes on what ours says, proves nothing."""
+    def test_the_key_is_not_sent_to_servers_that_do_not_have_it(
+        self, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another program on the port, or one that relays our server's answers, proves nothing."""
         monkeypatch.setenv("PREFECT_HOME", str(pages.home))
         monkeypatch.delenv("PREFECT_API_URL", raising=False)
         refresh_global_settings_context()
@@ -285,13 +287,13 @@ class TestPages:
             assert not prefect_server.is_ours(address)
             assert not prefect_server.serves(address)
             given = {"PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": pages.prefect.key}
-            with told(given), pytest.raises(ServerError, match="not told"):
+            with told(given), pytest.raises(ServerError, match="not sent"):
                 prefect_server.require()
         monkeypatch.undo()
         refresh_global_settings_context()
 
     @pytest.mark.parametrize("given", ["eckart:another", None])
-    def test_another_key_is_said(self, pages: Pages, home: Path, given: str | None) -> None:
+    def test_another_key_is_an_error(self, pages: Pages, home: Path, given: str | None) -> None:
         address = {"PREFECT_API_URL": f"{pages.prefect.address}/api", "PREFECT_API_AUTH_STRING": given}
         with told(address), pytest.raises(ServerError, match=r"another key.*PREFECT_API_AUTH_STRING"):
             prefect_server.require()
@@ -312,7 +314,7 @@ def told(variables: dict[str, str | None]) -> Iterator[None]:
 
 @contextmanager
 def passing_on(address: str) -> Iterator[str]:
-    """The address of a program that answers as another one does."""
+    """Run a program that relays the answers of another, and yield its address."""
 
     async def app(scope: dict[str, object], receive: object, send: Callable[..., object]) -> None:
         query = bytes(scope["query_string"]).decode()  # type: ignore[arg-type]
@@ -336,19 +338,21 @@ def passing_on(address: str) -> Iterator[str]:
 
 
 class TestKey:
-    def test_two_first_uses_agree(self, home: Path) -> None:
+    def test_concurrent_first_uses_agree_on_a_key(self, home: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             made = list(pool.map(lambda _: key.made(), range(8)))
         assert set(made) == {key.known()}
         assert [file.name for file in home.iterdir()] == ["eckart.key"]
 
-    def test_one_that_others_can_read_is_refused(self, home: Path) -> None:
+    def test_a_key_that_others_can_read_is_refused(self, home: Path) -> None:
         key.made()
         key.path().chmod(0o640)
         with pytest.raises(ServerError, match=str(key.path())):
             key.made()
 
-    def test_the_user_s_own_wins_and_an_empty_one_is_none(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_users_own_key_wins_and_an_empty_one_means_none(
+        self, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for own, wanted in (("me:secret", "me:secret"), ("", None)):
             monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", own)
             refresh_global_settings_context()
@@ -359,14 +363,14 @@ class TestKey:
 
 @pytest.fixture
 def copied(home: Path, prefect_home: Callable[[Path], Path], tmp_path: Path) -> Path:
-    """The same with a database."""
+    """A home of Prefect's with a database."""
     (tmp_path / "prefect").rename(home) if (tmp_path / "prefect").exists() else prefect_home(tmp_path).rename(home)
     return home
 
 
-class TestTheServerOfARun:
-    def test_it_is_behind_the_same_guard_and_ends_after_ctrl_c(self, copied: Path) -> None:
-        """Which a terminal sends to its foreground processes; the server is to hear how the run ended."""
+class TestTemporaryServer:
+    def test_it_has_the_same_guard_and_survives_ctrl_c(self, copied: Path) -> None:
+        """A terminal sends Ctrl-C to its foreground processes, but the server must hear how the run ended."""
         with prefect_server.started(0, pages=False, auth=OWN) as address:
             (process,) = [
                 one for one in psutil.Process().children() if "flows.servers.guarded_prefect" in one.cmdline()
@@ -384,14 +388,14 @@ class TestTheServerOfARun:
             assert "PREFECT_API_URL" not in os.environ
         assert not settings.answers(f"{address}/api/health")
 
-    def test_no_other_version_touches_its_database(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_version_of_prefect_has_its_own_database(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         name = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
         assert prefect_server._environment(False, OWN)[name].endswith(f":///{home / DATABASE}")
         monkeypatch.setenv(name, "postgresql+asyncpg://db/prefect")
         refresh_global_settings_context()
         assert prefect_server._environment(False, OWN)[name] == "postgresql+asyncpg://db/prefect"
 
-    def test_it_ends_with_a_run_that_is_killed(self, home: Path) -> None:
+    def test_it_ends_with_a_killed_run(self, home: Path) -> None:
         code = [sys.executable, "-c", BEGIN_AND_BE_KILLED]
         run = subprocess.run(code, env=BARE | {"PREFECT_HOME": str(home)}, cwd=REPOSITORY, stdout=subprocess.PIPE)
         assert run.returncode == -signal.SIGKILL
@@ -404,7 +408,7 @@ def corrupt(database: Path) -> None:
 
 
 def damaged(database: Path) -> None:
-    """In the middle, where no start looks by itself."""
+    """Damage the middle of the file, which a server does not read at its start."""
     whole = database.read_bytes()
     middle = len(whole) // 2
     database.write_bytes(whole[:middle] + b"\xff" * 8192 + whole[middle + 8192 :])
@@ -415,7 +419,7 @@ def newer(database: Path) -> None:
         opened.execute("UPDATE alembic_version SET version_num = 'of_tomorrow'")
 
 
-class TestWhatIsSaid:
+class TestMessages:
     @pytest.mark.parametrize("act", [corrupt, damaged, newer])
     def test_a_database_that_cannot_be_used(
         self, copied: Path, act: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
@@ -449,15 +453,9 @@ class TestWhatIsSaid:
         with pytest.raises(ServerError, match=f"chmod go-w {home}"), prefect_server.started(0, False, OWN):
             pass
 
-    def test_a_database_in_no_folder(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{copied}/nowhere/a.db")
-        refresh_global_settings_context()
-        with pytest.raises(ServerError, match=f"{copied}/nowhere/a.db"), prefect_server.started(0, False, OWN):
-            pass
-
     def test_a_disk_that_is_full(self, copied: Path) -> None:
         mount = f"mount -t tmpfs -o size=64k,mode=700 tmpfs {copied}"
-        code = f"from flows import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
+        code = f"from flows.servers import prefect_server\nwith prefect_server.started(0, False, {OWN!r}): pass"
         command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
         if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
             pytest.skip("this machine lets no user mount a file system")

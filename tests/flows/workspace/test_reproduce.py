@@ -1,4 +1,4 @@
-"""Results that travel and come back: clones that share a remote, and stages got back from any revision."""
+"""Clones share results through a remote, and stages of any revision are reproduced."""
 
 import re
 import shutil
@@ -13,12 +13,11 @@ from flows.cli import app
 from flows.engine import cached_objects, dvc_transport, stage_processes
 from flows.engine import stages as engine
 from flows.workspace import reproduce as module
-from flows.workspace import worktrees
 from flows.workspace.reproduce import CannotReproduce, Reproduction, record
 from tasks.artifacts.task_spec import REFERENCE
 from tests.flows.forked import Command, gone
 from tests.flows.servers import until
-from tests.flows.toy import BARE, MLFLOW, Study, call, ran
+from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[3]
@@ -56,11 +55,6 @@ CHECKED = f"""{PIPELINE}
 MODEL = "models/finetuned/a-0.5/model"
 CONFIGURATION = "models/finetuned/a-0.5/deep/config"
 CURVE = "reports/finetune/a-0.5.jsonl"
-
-
-def commit(root: Path) -> None:
-    call(root, "git", "add", "-A")
-    call(root, "git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "state")
 
 
 def run(root: Path) -> dict[str, str]:
@@ -125,7 +119,7 @@ def another(main: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def own_files(root: Path) -> dict[str, str]:
-    """What is a person's in a workspace: everything but what git, DVC, Python and other workspaces keep there."""
+    """Return the files of a workspace except those of git, DVC, Python and other workspaces."""
     others = (".git/", ".dvc/", "workspaces/", "data/.gitignore", "models/.gitignore")
     found = digests(root).items()
     return {name: each for name, each in found if not name.startswith(others) and "__pycache__" not in name}
@@ -158,24 +152,12 @@ def works_in(folder: Path, process: psutil.Process) -> bool:
 
 
 class TestClones:
-    def test_dvc_push_and_pull_with_the_lock_file_are_enough(
-        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        call(main, "dvc", "push", "-q")
-        assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, out of the box
-        other = clone(tmp_path / "other", monkeypatch)
-        call(other, "dvc", "pull", "-q")
-        assert set(run(other).values()) == {"Cached"}
-        assert ran(other) == []
-        assert call(other, "dvc", "status", "--json").strip() == "{}"
-        assert call(other, "git", "status", "--porcelain") == ""
-        assert (other / "data/raw/rows.csv").read_text() == "rows\n"
-
     @pytest.mark.parametrize("lock", [True, False], ids=["recorded", "not recorded"])
-    def test_push_and_pull_are_enough_without_it_too(
+    def test_push_and_pull_are_enough_with_and_without_the_lock_file(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: bool
     ) -> None:
         dvc_transport.push()
+        assert (tmp_path / "eckart-storage").is_dir()  # beside the clones, without any setting
         other = clone(tmp_path / "other", monkeypatch, lock)
         assert dvc_transport.pull().lacking == []
         assert set(run(other).values()) == {"Cached" if lock else "Restored"}
@@ -196,7 +178,7 @@ class TestClones:
         assert run(other) == {"extract": "Cached", "finetune@a-0.5": "Restored", "finetune@b-0.5": "Restored"}
         assert ran(other) == []
 
-    def test_what_was_checked_against_a_champion_comes_without_its_data(
+    def test_a_check_against_a_champion_travels_without_its_data(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (main / "dvc.yaml").write_text(CHECKED)
@@ -208,7 +190,7 @@ class TestClones:
         assert statuses.pop("check") == "Executed"
         assert set(statuses.values()) == {"Cached"}
 
-    def test_pull_names_what_cannot_be_had_and_the_rest_comes(
+    def test_pull_names_lost_objects_and_brings_the_rest(
         self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dvc_transport.push()
@@ -230,7 +212,7 @@ class TestClones:
         with pytest.raises(engine.WorkspaceUnusable, match=r"data/raw.*eckart pull"):
             engine.plan()
 
-    def test_a_remote_that_cannot_be_used_is_said_in_a_line(self, main: Path) -> None:
+    def test_an_unusable_remote_is_reported_in_a_line(self, main: Path) -> None:
         call(main, "dvc", "remote", "modify", "--local", "storage", "url", "s3://nowhere")  # whose plug-in is missing
         for command in ("push", "pull"):
             done = CliRunner().invoke(app, [command])
@@ -296,7 +278,7 @@ class TestReproduce:
         assert found.same
         assert ran(found.folder) == []
 
-    def test_made_again_where_no_one_has_it_and_kept(self, main: Path) -> None:
+    def test_a_lost_result_is_made_again_and_kept(self, main: Path) -> None:
         raw = cached_objects.measured(main / "data/raw")["rows.csv"]
         outs = record("a-0.5").outs
         call(main, "dvc", "push", "-q", "data/raw")
@@ -321,14 +303,14 @@ class TestReproduce:
         assert ran(found.folder) == ([] if pushed else ["finetune@a-0.5"])
         assert path.read_bytes() == (main / MODEL).read_bytes()
 
-    def test_a_corrupt_object_of_a_stage_before_does_not_go_in(self, main: Path) -> None:
+    def test_a_corrupt_object_of_an_upstream_stage_is_not_used(self, main: Path) -> None:
         spoil(main, cached_objects.measured(main / "data/splits/train")[""])
         cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / MODEL)[""]).unlink()
         found = reproduce()
         assert found.same
         assert ran(found.folder) == ["extract", "finetune@a-0.5"]
 
-    def test_again_runs_all_it_follows_from_and_changes_no_cache(self, main: Path) -> None:
+    def test_again_runs_all_upstream_stages_and_leaves_the_cache(self, main: Path) -> None:
         before = digests(main / ".dvc/cache")
         found = reproduce(again=True)
         assert found.same
@@ -359,7 +341,7 @@ class TestReproduce:
         call(main, "git", "reset", "-q", "--hard", "HEAD~1")
         call(main, "dvc", "checkout", "-q")
 
-    def test_any_revision_whatever_the_parameters_are_now(self, main: Path) -> None:
+    def test_any_revision_with_any_present_parameters(self, main: Path) -> None:
         first = call(main, "git", "rev-parse", "HEAD").strip()
         (main / "params.yaml").write_text(PARAMS.replace("[a, b]", "[b]").replace("gain: 1", "gain: 2"))
         run(main)
@@ -391,7 +373,7 @@ class TestReproduce:
     def test_any_other_stage_by_its_name(self) -> None:
         assert [file.path for file in reproduce("extract").files] == ["data/splits/train"]
 
-    def test_what_is_not_recorded_is_refused_with_what_to_do(self, main: Path) -> None:
+    def test_an_unrecorded_stage_or_revision_is_refused_with_advice(self, main: Path) -> None:
         for arguments, named in {
             ("c-0.5",): r"dvc\.lock\b.* c-0\.5\b.* a-0\.5, b-0\.5$",
             ("a-0.5", "--rev", "nope"): r"^nope .*`git log --oneline`",
@@ -406,7 +388,7 @@ class TestReproduce:
             record("a-0.5")
         call(main, "git", "reset", "-q", "HEAD~1")
 
-    def test_an_input_that_is_nowhere_is_named(self, main: Path) -> None:
+    def test_a_lost_input_is_named(self, main: Path) -> None:
         forget(main)
         with pytest.raises(CannotReproduce, match=r"^data/raw .*data/raw\.dvc\b"):
             reproduce()
@@ -418,14 +400,7 @@ class TestReproduce:
         monkeypatch.undo()
         assert found.same
 
-    def test_two_at_once_are_refused(self, main: Path) -> None:
-        with (
-            worktrees.held(main / record("a-0.5").folder),
-            pytest.raises(worktrees.WorkspaceError, match=record("a-0.5").folder.name),
-        ):
-            reproduce()
-
-    def test_one_that_is_killed_leaves_nothing_that_runs_and_the_next_one_works(self, main: Path) -> None:
+    def test_a_killed_reproduction_leaves_no_process_and_the_next_one_works(self, main: Path) -> None:
         hold = main.parent / "hold"
         waiting = f"echo extract >> ran.log && while [ -e {hold} ]; do sleep 0.1; done"
         (main / "dvc.yaml").write_text(PIPELINE.replace("echo extract >> ran.log", waiting))
@@ -447,7 +422,7 @@ class TestReproduce:
         call(main, "git", "reset", "-q", "--hard", "HEAD~1")
         call(main, "dvc", "checkout", "-q")
 
-    def test_a_stage_that_fails_is_said_with_its_cause(self, main: Path) -> None:
+    def test_a_failing_stage_is_reported_with_its_cause(self, main: Path) -> None:
         (main / "dvc.yaml").write_text(PIPELINE.replace("tr a-z A-Z <", "tr a-z A-Z < missing"))
         commit(main)
         with pytest.raises(CannotReproduce, match=r"finetune@a-0\.5\b.*\bmissing\b"):
@@ -455,7 +430,7 @@ class TestReproduce:
         call(main, "git", "reset", "-q", "--hard", "HEAD~1")
 
 
-def test_packages_that_are_not_those_of_the_revision_are_named() -> None:
+def test_packages_that_differ_from_the_revision_are_named() -> None:
     lines = "torch==0.1\nno-such-package==2\n# comment\n-e .\n"
     torch, missing = module._packages(lines)
     assert torch.startswith("torch 2.")

@@ -15,14 +15,13 @@ from typing import Any, get_args
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ruamel.yaml import YAML
 
 from eckart.calibration.statistics import STATISTIC_KINDS
 from tasks.artifacts.metrics import BY_KIND, METRICS, TASK_KINDS, TaskKindName
 from tasks.config import validation as checking
-from tasks.config.schema import Importance, ParamsError
+from tasks.config.schema import Importance, Params, ParamsError
 from tasks.config.validation import check, mistakes
-from tests.workspace import REPOSITORY, merged, plain, tiny_params, write_params
+from tests.workspace import REPOSITORY, merged, plain, repository_params, tiny_params, write_params
 
 Place = tuple[str | int, ...]
 TINY = tiny_params()
@@ -85,7 +84,6 @@ KEYS = [place for place in EVERYWHERE if isinstance(place[-1], str)]
 MAPPINGS = [place for place, value in EVERYWHERE.items() if isinstance(value, dict) and place != ("recipes",)]
 NUMBERS = [place for place, value in EVERYWHERE.items() if type(value) in (int, float)]
 KINDS_OF_PARTS = [place for place in KEYS if place[-1] == "kind"]
-RECIPES = [("recipes",), ("recipes", "svd"), ("recipes", "kfac")]  # whose absence the study notices
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +93,7 @@ def _in_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_repository_s_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    content = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
-    assert {"recipes", *check()} == set(content)
+    assert {"recipes", "recovery", *check()} == set(Params.model_fields)
 
 
 def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
@@ -171,15 +168,12 @@ class TestFoundGood:
         assert check()["study"].name == "tiny"
 
 
-def test_a_missing_key_is_one_line() -> None:
-    for place in set(KEYS) - set(RECIPES) - set(KINDS_OF_PARTS):
+def test_a_missing_key_takes_its_default_and_one_without_a_default_is_one_line() -> None:
+    required = [("study", "name"), ("study", "recipes"), ("study", "keeps"), ("export", "recipes")]
+    for place in {*KEYS} - {*required, ("study",), ("export",)}:
+        assert mistakes(without(place)) == [], place
+    for place in required:
         only(without(place), dotted(place))
-
-
-def test_a_missing_kind_is_one_line() -> None:
-    for place in KINDS_OF_PARTS:
-        (line,) = mistakes(without(place))
-        assert line.startswith(dotted(place[:-1]))
 
 
 def test_an_unknown_kind_is_one_line_with_those_there_are() -> None:
@@ -211,7 +205,7 @@ def test_no_number_is_below_zero() -> None:
         only(put(place, -1), dotted(place))
 
 
-@pytest.mark.parametrize("value", [None, [], {}, ["svd"]], ids=str)
+@pytest.mark.parametrize("value", [None, [], ["svd"]], ids=str)
 def test_recipes_that_are_none_are_one_line(value: Any) -> None:
     """There is no use in a line for each recipe of the study then: what may it be replaced by?"""
     only(put(("recipes",), value), "recipes")
@@ -224,9 +218,7 @@ def test_a_range_begins_with_its_least() -> None:
 def test_a_misspelt_section_is_told_from_an_unknown_one() -> None:
     params = plain(TINY)
     params["techer"] = params.pop("teacher")
-    lines = mistakes(params)
-    assert sorted(paths(lines)) == ["teacher", "techer"]
-    assert any(line.startswith("techer:") and "teacher" in advice(line) for line in lines)
+    assert "teacher" in advice(only(params, "techer"))
 
 
 def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
@@ -431,7 +423,6 @@ def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
             "colour": "red",
         },
     )
-    del params["model"]["base"]
     write_params(tmp_path, params)
     with pytest.raises(ParamsError) as caught:
         check()
@@ -445,7 +436,6 @@ def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
         "recipes.kfac.weighting",
         "recipes.x-y",
         "colour",
-        "model.base",
     }
 
 
@@ -457,7 +447,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path
         check()
 
 
-FINETUNE = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))["recipes"]["svd"]["recovery"]
+FINETUNE = repository_params()["recipes"]["svd"]["recovery"]
 IN_ORDER = {"anchor": 0.0, "ridge": 0.01}
 CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
     ({"weighting": {"kind": "movement"}}, "weighting"),
@@ -498,7 +488,7 @@ CONTRADICTIONS: list[tuple[dict[str, object], str]] = [
 
 def test_parts_that_make_no_sense_together_are_refused() -> None:
     """A part is given as itself or by the recipe it is taken from."""
-    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours = repository_params()
     for parts, where in CONTRADICTIONS:
         params = plain(ours)
         recipe = params["recipes"]["svd"]
@@ -512,7 +502,7 @@ def test_parts_that_make_no_sense_together_are_refused() -> None:
 
 
 def test_factorizing_in_order_is_told_of_all_weightings_that_read_inputs() -> None:
-    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours = repository_params()
     ours["recipes"]["svd"]["sequential"] = IN_ORDER
     told = advice(only(ours, "recipes.svd.sequential"))
     assert told & {"none", "fisher", "taylor", "inputs", "movement", "kfac", "fisher_inputs"} == {
@@ -530,7 +520,7 @@ def test_the_parameters_know_every_kind_of_statistics() -> None:
 
 @pytest.mark.parametrize("option", ["products", "tied"])
 def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> None:
-    ours = plain(YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text()))
+    ours = repository_params()
     ours["targets"][option] = True
     ours["study"]["recipes"], ours["export"]["recipes"] = ["svd", "kfac", "drone_tolerance"], []
     assert mistakes(ours) == []
@@ -553,7 +543,7 @@ class TestProcesses:
         assert paths(mistakes(params)) == ["recipes.svd.recovery.then.batch_size"]
 
     def test_a_step_of_shaping_has_them_too(self) -> None:
-        lpaf = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())["recipes"]["lpaf"]
+        lpaf = repository_params()["recipes"]["lpaf"]
         params = tiny(trainer={"processes": 2}, recipes={"svd": {"shaping": {**lpaf["shaping"], "batch_size": 7}}})
         assert paths(mistakes(params)) == ["recipes.svd.shaping.batch_size"]
 
@@ -625,7 +615,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     return params
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=mutated())
 def test_whatever_stands_in_the_file_is_taken_or_said_in_lines(params: dict[str, Any], tmp_path: Path) -> None:
     """Each with a path and what to write, whatever name or value it quotes."""

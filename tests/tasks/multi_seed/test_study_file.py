@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from eckart.recipe import merge
+from tasks.config.resolved import resolve
 from tasks.config.schema import ParamsError
-from tasks.multi_seed.overlay import merge
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.study_file import StudyFile, load
 from tasks.multi_seed.trials import Trial, Trials
@@ -58,6 +59,12 @@ class TestMerge:
         old = {"weighting": {"kind": "fisher", "axis": "input", "power": 1}}
         assert merge(old, {"weighting": change}) == {"weighting": {"kind": "fisher", "axis": "output", "power": 1}}
 
+    @pytest.mark.parametrize("old", ["kfac", {"kind": "kfac", "shrinkage": 0.5}])
+    def test_a_bare_word_is_its_kind(self, old: Any) -> None:
+        assert merge({"weighting": old}, {"weighting": "inputs"})["weighting"] in ("inputs", {"kind": "inputs"})
+        changed = {"kind": "kfac", "shrinkage": 0.1}
+        assert merge({"weighting": old}, {"weighting": {"shrinkage": 0.1}}) == {"weighting": changed}
+
     def test_a_part_can_be_switched_on_and_off(self) -> None:
         part = {"kind": "pruning", "steps": 3}
         assert merge({"shaping": None}, {"shaping": part}) == {"shaping": part}
@@ -96,14 +103,14 @@ def mistakes(file: Path, tasks: Sequence[str] = ()) -> list[str]:
 class TestStudyFiles:
     def test_only_what_is_stated_differs(self, write: Callable[..., Path]) -> None:
         study = only(write({"study": {"keeps": [0.25]}, "teacher": {"epochs": 2}}))
-        expected = tiny_params(study={"keeps": [0.25]}, teacher={"epochs": 2})
+        expected = resolve(tiny_params(study={"keeps": [0.25]}, teacher={"epochs": 2}))
         assert study.content(0) == expected
         assert (study.name, study.path) == ("other", Path("studies/other.yaml"))
 
     def test_a_whole_new_recipe_may_be_added(self, write: Callable[..., Path]) -> None:
         mine = {**tiny_params()["recipes"]["svd"], "weighting": {"kind": "inputs"}}
         study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
-        assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
+        assert study.params["recipes"]["mine"] == mine
 
     def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path]) -> None:
         parts = {"ranks": {"kind": "uniform", "by": "share"}, "weighting": {"kind": "fisher", "axis": "input"}}
@@ -157,7 +164,7 @@ class TestTasks:
 
     def test_each_is_merged_on_top_of_the_file(self, write: Callable[..., Path]) -> None:
         one, two = load(write(FILE))
-        expected = tiny_params(teacher={"epochs": 2}, data={"seed": 1}, study={"name": "tiny-one"})
+        expected = resolve(tiny_params(teacher={"epochs": 2}, data={"seed": 1}, study={"name": "tiny-one"}))
         assert one.content(0) == expected
         assert (two.params["data"]["seed"], two.metric, two.params["teacher"]["epochs"]) == (0, "f1", 2)
 

@@ -29,6 +29,7 @@ from tasks.multi_seed import seeds_table
 from tasks.report import conclusion, heatmap, names, numbers, plots, results, summary
 from tasks.runtime.stage_runner import StageError
 from tests.tasks.multi_seed.test_seeds_table import finished, made_up
+from tests.workspace import repository_params
 
 HOSTILE = "<script>alert(1)</script> & $x_1$"
 KINDS = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
@@ -72,7 +73,7 @@ def make_study(
 ) -> None:
     """A workspace whose candidates score as `metric_of` says; the kind is by default the first with the metric."""
     kind = kind or next(kind for kind, metrics in BY_KIND.items() if metric in metrics)
-    params = YAML(typ="safe").load((REPOSITORY / "params.yaml").read_text())
+    params = repository_params()
     part = {
         "weighting": {"kind": "none"},
         "ranks": {"kind": "uniform", "by": "share"},

@@ -1,0 +1,106 @@
+"""Sums of squares and Gram matrices of a batch, computed fast and in little memory.
+
+Notation as in eckart/calibration/statistics.py: X_n `(tokens, in)` and Δ_n `(tokens, out)` are an example's inputs and
+output gradients, and G_n = Δ_nᵀ X_n `(out, in)` is the gradient by the weight W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+SquareSums = dict[str, tuple[Tensor, Tensor]]
+"""fisher or taylor → its squares summed over outputs `(in,)` and over inputs `(out,)`."""
+
+_PANEL = 128  # rows of a Gram matrix that are computed at once
+_STRIP = 256  # rows of a squared gradient: so many of it and of the gradient stay in the cache
+
+
+def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
+    """Return Fisher's Σ_n G_n ⊙ G_n and Taylor's Σ_n (G_n ⊙ W) ⊙ (G_n ⊙ W), as far as they are in `kinds`.
+
+    Args:
+        x: `(batch, tokens, in)`.
+        delta: `(batch, tokens, out)`.
+        weight: `(out, in)`.
+    """
+    tokens, columns, rows = x.shape[1], x.shape[2], delta.shape[2]
+    if set(kinds) == {"fisher"} and 2 * tokens * (rows + columns) <= rows * columns:
+        return {"fisher": _fisher_of_few_tokens(x, delta)}
+    squares, sums = _squared_gradients(x, delta), {}
+    if "fisher" in kinds:
+        sums["fisher"] = squares.sum(0), squares.sum(1)
+    if "taylor" in kinds:
+        squares.mul_(weight.to(x.dtype).square())  # W² is the same for all examples
+        sums["taylor"] = squares.sum(0), squares.sum(1)
+    return sums
+
+
+def _fisher_of_few_tokens(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Fisher's sums without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis."""
+    by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
+    by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
+    return by_input.clamp(min=0), by_output.clamp(min=0)  # sums of squares, but for cancellation
+
+
+def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
+    """Return Σ_n G_n ⊙ G_n `(out, in)`, forming the gradient of one example at a time."""
+    squares = x.new_zeros(delta.shape[2], x.shape[2])
+    for rows in _row_blocks(squares, _STRIP):
+        for inputs, gradients in zip(x, delta, strict=True):
+            gradient = gradients[:, rows].T @ inputs
+            squares[rows].addcmul_(gradient, gradient)
+    return squares
+
+
+def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
+    """Return the `square_sums` of an embedding, where only the columns that an example looks up have gradients.
+
+    Args:
+        ids: `(batch, tokens, 1)`.
+        delta: `(batch, tokens, out)`, zero where the token is padding.
+        weight: `(out, in)`.
+    """
+    sums = {kind: (delta.new_zeros(weight.shape[1]), delta.new_zeros(weight.shape[0])) for kind in kinds}
+    for example_ids, gradients in zip(ids.squeeze(-1), delta, strict=True):
+        seen, places = example_ids.unique(return_inverse=True)
+        gradient = delta.new_zeros(len(seen), weight.shape[0]).index_add_(0, places, gradients)
+        for kind, (by_input, by_output) in sums.items():
+            squares = (gradient * weight.T[seen] if kind == "taylor" else gradient).square()
+            by_input[seen] += squares.sum(1)
+            by_output += squares.sum(0)
+    return sums
+
+
+def lookup_counts(ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
+    """Count how often each of `size` ids is looked up `(size,)`: the diagonal of Σ_n X_nᵀ X_n for one-hot X_n."""
+    flat = ids.flatten() if mask is None else ids.flatten()[mask.flatten() != 0]
+    return torch.bincount(flat, minlength=size)
+
+
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Add XᵀX of `x` `(tokens, features)` to the upper triangle of `total` `(features, features)`, in place.
+
+    A single product would compute both triangles and take up to 1.9 times as long. Blocks on the diagonal are computed
+    whole; `mirror` fills what is below them.
+    """
+    for rows in _row_blocks(total, _PANEL):
+        total[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
+
+
+def mirror(total: Tensor) -> None:
+    """Copy the upper triangle that `add_gram` computed into the lower one."""
+    for end in range(_PANEL, len(total), _PANEL):
+        rows = slice(end - _PANEL, end)
+        total[end:, rows] = total[rows, end:].T
+
+
+def _row_blocks(matrix: Tensor, size: int) -> Iterator[slice]:
+    """Yield the rows of `matrix`, `size` at a time on the CPU; all at once elsewhere.
+
+    Accelerators are faster with few large products, and mps cannot add into parts of a tensor.
+    """
+    size = size if matrix.device.type == "cpu" else len(matrix)
+    return (slice(start, start + size) for start in range(0, len(matrix), size))

@@ -1,0 +1,60 @@
+"""The built-in recipes: what each states beyond the defaults of eckart/recipe.py.
+
+`eckart.recipes()`, the pipeline and the reference page read them here. params.yaml may change parts of them and add
+others under `recipes:`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Published(NamedTuple):
+    """A recipe, and where its method was published."""
+
+    title: str
+    paper: str | None
+    """A link; None for our own."""
+    parts: Mapping[str, Any]
+    """What differs from the defaults; a bare word stands for `{"kind": word}`."""
+
+
+PUBLISHED: Mapping[str, Published] = {
+    "svd": Published("Truncated SVD (Eckart and Young 1936)", "https://doi.org/10.1007/BF02288367", {}),
+    "fwsvd": Published("FWSVD (Hsu et al., ICLR 2022)", "https://arxiv.org/abs/2207.00112", {"weighting": "fisher"}),
+    "iwsvd": Published("IWSVD, by Taylor scores", None, {"weighting": "taylor"}),
+    "drone": Published(
+        "DRONE (Chen et al., NeurIPS 2021), at uniform ranks",
+        "https://neurips.cc/virtual/2021/poster/28707",
+        {"weighting": "inputs"},
+    ),
+    "kfac": Published(
+        "K-FAC weighting with waterfilled ranks (ours)", None, {"weighting": "kfac", "ranks": "waterfill"}
+    ),
+    "anchored": Published(
+        "kfac, each layer corrected for the error of earlier ones (ours)",
+        None,
+        {"weighting": "kfac", "ranks": "waterfill", "sequential": {"anchor": 0.5}},
+    ),
+    "ars": Published(
+        "ARS (Gao et al., NAACL 2024)",
+        "https://aclanthology.org/2024.naacl-long.13/",
+        {"weighting": "fisher", "ranks": "hypernetwork"},
+    ),
+    "drone_tolerance": Published(
+        "DRONE with its own search of ranks, algorithm 2",
+        "https://neurips.cc/virtual/2021/poster/28707",
+        {"weighting": "inputs", "ranks": "tolerance"},
+    ),
+    "softlm": Published("SoftLM (Bhatnagar et al. 2024)", "https://arxiv.org/abs/2411.10543", {"ranks": "threshold"}),
+    "lpaf": Published(
+        "LPAF (Ren and Zhu, LREC-COLING 2024)",
+        "https://arxiv.org/abs/2306.14152",
+        {"shaping": "pruning", "weighting": "movement", "recovery": "mixed_rank"},
+    ),
+    "losparse": Published(
+        "LoSparse (Li et al., ICML 2023)", "https://arxiv.org/abs/2306.11222", {"residual": "sparse_rows"}
+    ),
+}
+"""Name → recipe."""

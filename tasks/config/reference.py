@@ -1,0 +1,180 @@
+"""The parameters for people: `eckart params`, and the page docs/params.md. Both print the types' descriptions.
+
+`python -m tasks.config.reference` prints the page.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from eckart.factorization.factorize import InOrder
+from eckart.factorization.weightings import Weighting
+from eckart.published_recipes import PUBLISHED
+from eckart.ranks import RankSearch
+from eckart.recipe import PARTS, Recipe
+from eckart.recovery import Recovery
+from eckart.recovery.distillation import Distillation
+from eckart.residual import Residual
+from eckart.shaping import Shaping
+from tasks.config.schema import Goal, Params, ParamsError, kinds_of, models_in
+
+_COLUMN = 40  # where comments begin
+_WIDTH = 120
+_FAMILIES = {
+    "shaping": Shaping,
+    "weighting": Weighting,
+    "ranks": RankSearch,
+    "residual": Residual,
+    "recovery": Recovery,
+}
+
+
+def text(tree: Mapping[str, Any], path: str = "") -> str:
+    """Return resolved parameters as YAML, each with its description at its first mention.
+
+    Args:
+        tree: as `resolve` returns it.
+        path: dotted name of the part to print; empty: all.
+
+    Raises:
+        ParamsError: there is no such part.
+    """
+    content: Any = tree
+    models: list[type[BaseModel]] = [Params]
+    for key in filter(None, path.split(".")):
+        if not isinstance(content, Mapping) or key not in content:
+            near = get_close_matches(key, content, n=1) if isinstance(content, Mapping) else []
+            raise ParamsError(
+                f"there is no parameter {path}: " + (f"write {near[0]}" if near else "see `eckart params`")
+            )
+        part = {key: content[key]}
+        content, here, models = content[key], models, _models_at(models, key, content[key])
+    lines = _lines(tree, [Params], "", set()) if not path else _lines(part, here, "", set())
+    return "\n".join(lines) + "\n"
+
+
+def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type[BaseModel]]:
+    """The type of what stands at `key` of a mapping of one of `models`; none for a name that users choose."""
+    if models == [Params] and key in ("recipes", "recovery"):
+        found = [Recipe] if key == "recipes" else models_in(Recovery)
+    elif models == [Recipe] and key not in Recipe.model_fields:
+        return models  # the name of a recipe
+    else:
+        found = [inner for model in models if key in model.model_fields for inner in _inner(model, key)]
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    return [model for model in found if kind in kinds_of(model)] or found
+
+
+def _inner(model: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    return models_in(model.model_fields[key].annotation)
+
+
+def _lines(
+    content: Mapping[str, Any], models: list[type[BaseModel]], indent: str, mentioned: set[tuple[type, str]]
+) -> Iterator[str]:
+    for key, value in content.items():
+        comment = _comment(models, key, mentioned)
+        if isinstance(value, Mapping) and value:
+            yield from _commented(f"{indent}{key}:", comment, indent)
+            yield from _lines(value, _models_at(models, key, value), indent + "  ", mentioned)
+        else:
+            yield from _commented(f"{indent}{key}: {_flow(value)}", comment, indent)
+        if not indent and len(content) > 1:
+            yield ""
+
+
+def _comment(models: list[type[BaseModel]], key: str, mentioned: set[tuple[type, str]]) -> str:
+    if models == [Recipe] and key in PUBLISHED:
+        return PUBLISHED[key].title
+    for model in models:
+        if key in model.model_fields and (model, key) not in mentioned:
+            mentioned.add((model, key))
+            return model.model_fields[key].description or ""
+    return ""
+
+
+def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
+    beside = f"{line:<{_COLUMN}}  # {comment}"
+    if comment and len(beside) > _WIDTH:
+        yield from textwrap.wrap(comment, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+    yield beside if comment and len(beside) <= _WIDTH else line
+
+
+def _flow(value: Any) -> str:
+    """A value on one line of YAML."""
+    return (
+        yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+        .removesuffix("...\n")
+        .strip()
+    )
+
+
+def page() -> str:
+    """Return docs/params.md."""
+    lines = [
+        "# Parameters",
+        "",
+        "<!-- Written by `make docs` from the types; edits are overwritten. -->",
+        "",
+        "`params.yaml` states what differs from these defaults; `eckart params` prints all of it as resolved, and",
+        "`eckart params recipes.kfac` a part. `study.name`, `study.recipes`, `study.keeps` and `export.recipes` are",
+        "required. A bare word stands for a kind: `weighting: inputs` is `weighting: {kind: inputs}`.",
+    ]
+    for name, field in Params.model_fields.items():
+        if name not in ("recipes", "recovery"):
+            inner = _inner(Params, name)
+            lines += ["", f"## {name}", "", f"{_sentence(field.description)}", ""]
+            lines += _table(inner[0]) if inner else [f"Default: `{_flow(field.default)}`."]
+    lines += ["", "### A goal of study.goals", "", *_table(Goal)]
+    lines += ["", "## recipes", "", f"{_sentence(Params.model_fields['recipes'].description)}", "", *_built_in()]
+    lines += ["", "The parts of a recipe:", "", *_table(Recipe)]
+    lines += ["", "Where `sequential` is not null:", "", *_table(InOrder)]
+    for name, family in _FAMILIES.items():
+        lines += ["", f"## {name}", "", f"{_sentence(Recipe.model_fields[name].description)}"]
+        for method in models_in(family):
+            kinds = " or ".join(f"`{kind}`" for kind in kinds_of(method))
+            lines += ["", f"{kinds}: {method.model_fields['kind'].description}.", "", *_table(method)]
+    lines += ["", "Where `distillation` is not null:", "", *_table(Distillation)]
+    return "\n".join(line for place, line in enumerate(lines) if line or lines[place - 1]) + "\n"
+
+
+def _sentence(words: str | None) -> str:
+    return f"{(words or '')[:1].upper()}{(words or '')[1:]}."
+
+
+def _built_in() -> list[str]:
+    rows = [
+        f"| `{name}` | {f'[{recipe.title}]({recipe.paper})' if recipe.paper else recipe.title} "
+        f"| `{_flow(dict(recipe.parts))}` |"
+        for name, recipe in PUBLISHED.items()
+    ]
+    return ["| built in | method | what differs from the defaults |", "|---|---|---|", *rows]
+
+
+def _table(model: type[BaseModel]) -> list[str]:
+    rows = [f"| `{name}` | {default} | {meaning} |" for name, default, meaning in _rows(model) if name != "kind"]
+    return ["| key | default | meaning |", "|---|---|---|", *rows] if rows else []
+
+
+def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for name, field in model.model_fields.items():
+        inner = _inner(model, name)
+        if isinstance(field.annotation, type) and inner and not kinds_of(inner[0]):
+            yield from _rows(inner[0], f"{prefix}{name}.")
+            continue
+        value = None if field.is_required() else to_jsonable_python(field.default)
+        if isinstance(value, dict) and name in PARTS:
+            value = value["kind"]
+        default = "required" if field.is_required() else f"`{_flow(value)}`"
+        yield f"{prefix}{name}", default, (field.description or "").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")
