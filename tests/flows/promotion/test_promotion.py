@@ -242,10 +242,10 @@ def written(root: Path) -> None:
     recorded = json.loads((root / "reports/evaluate/svd-0.5.json").read_text())["recovered"]["metric"]
     assert json.loads(tags["eckart.numbers"])["recorded"] == recorded
     gates = {gate["name"]: gate for gate in json.loads(tags["eckart.gates"])}
-    assert set(gates) == {"files other than measured", "difference from the record", "drop from the teacher"}
+    assert set(gates) == {"files other than measured", "difference from the record", "drop from the original"}
     assert gates["difference from the record"]["value"] == 0.0
     assert tags["eckart.smoke"].startswith("passed")
-    assert "| drop from the teacher " in version.description
+    assert "| drop from the original " in version.description
     assert tags["eckart.decision"].startswith("Promoted at ")
     assert tags["eckart.decision"] in version.description
 

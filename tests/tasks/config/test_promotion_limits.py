@@ -40,7 +40,7 @@ def refusals(wanted: Limits = WANTED, metric: MetricName = "accuracy", **changes
 class TestGates:
     def test_a_candidate_within_all_limits_passes_each(self) -> None:
         found = gates(CANDIDATE, "accuracy", WANTED)
-        assert [gate.name for gate in found] == ["drop from the teacher", "keep", "speed-up"]
+        assert [gate.name for gate in found] == ["drop from the original", "keep", "speed-up"]
         assert all(gate.passed for gate in found)
 
     def test_a_limit_itself_passes_however_it_was_rounded(self) -> None:
@@ -85,7 +85,7 @@ class TestGates:
         """However few the rows."""
         vague = dataclasses.replace(CANDIDATE, metric=0.842 - 0.021, standard_error=0.2)
         assert [name for name, *_ in refused(gates(vague, "accuracy", wanting(standard_errors=1.0)))] == [
-            "drop from the teacher"
+            "drop from the original"
         ]
 
     def test_two_of_170_rows_are_no_reason_to_refuse(self) -> None:
@@ -98,7 +98,7 @@ class TestGates:
     def test_a_higher_perplexity_than_the_teacher_s_is_a_drop(self) -> None:
         wanted = wanting(largest_drop=1.0, standard_errors=1.0)
         over = dataclasses.replace(PERPLEXITY, metric=21.3, teacher=20.1, standard_error=0.1)
-        assert [name for name, *_ in refused(gates(over, "perplexity", wanted))] == ["drop from the teacher"]
+        assert [name for name, *_ in refused(gates(over, "perplexity", wanted))] == ["drop from the original"]
         assert not refused(gates(dataclasses.replace(over, metric=21.1), "perplexity", wanted))
         assert not refused(gates(dataclasses.replace(over, standard_error=0.2), "perplexity", wanted))
 

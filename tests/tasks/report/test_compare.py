@@ -690,7 +690,7 @@ def test_where_none_is_within_the_limits_each_limit_and_the_nearest_are_said(wor
     found = limited(largest_drop=1.0)
     assert (found.choice.chosen, found.choice.nearest) == (None, "kfac-0.5")
     text = " ".join(conclusion.conclusion(found))
-    assert "drop from the teacher of 2 candidates" in text
+    assert "drop from the original of 2 candidates" in text
     assert "kfac-0.5" in text
 
 
