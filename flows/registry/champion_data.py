@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,10 +48,9 @@ def refresh(study: str, model: str) -> None:
 
 def _digests(study: str, model: str) -> dict[str, str]:
     """Part of the reference → DVC's digest of it; none where the study has no champion."""
-    users = os.environ.get("MLFLOW_TRACKING_URI")
-    if not (users or database.FILE.exists() or last_champion.last(model)):
+    if database.is_local() and not database.FILE.exists() and not last_champion.last(model):
         return {}  # the first run here: MLflow would need seconds to make a database
-    client = MlflowClient(users or database.address())
+    client = MlflowClient(database.address())
     found = [one.aliases.get("champion") for one in client.search_registered_models(f"name = '{model}'")]
     if not any(found):
         if last_champion.last(model):

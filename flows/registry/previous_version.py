@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -42,7 +41,7 @@ def refuse(model: str) -> None:
 
 def _counts(model: str) -> tuple[int, int] | None:
     """Champions and earlier champions in the registry's file; None where that cannot be told."""
-    address = os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI") or database.address()
+    address = database.registry_address()
     if not address.startswith(_SQLITE) or "?" in address:
         return None
     if not (file := Path(address.removeprefix(_SQLITE))).exists():

@@ -86,16 +86,15 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
     """
     database.set_aside_damaged()
     users = os.environ.get("MLFLOW_TRACKING_URI")
-    store = _absolute(users or database.address())
-    registry = _absolute(os.environ.get("MLFLOW_REGISTRY_URI", store))
+    registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
-        mlflow.set_tracking_uri(store)  # the processes that ask versions inherit it
+        mlflow.set_tracking_uri(_absolute(database.address()))  # the processes that ask versions inherit it
         try:
             with _explained(Exception):  # a database fails to open in many ways
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
-                models = Registry(name, client, not users, check)
+                models = Registry(name, client, check)
                 models.look_for_champion(first)
                 yield models
         finally:
@@ -114,12 +113,11 @@ def _absolute(address: str) -> str:
 
 
 class Registry:
-    """The versions of one model; `local` if the store is the workspace's own, `check` raises once the turn is lost."""
+    """The versions of one model; `check` raises once the lock on it is lost."""
 
-    def __init__(self, name: str, client: MlflowClient, local: bool, check: Callable[[], None]) -> None:
+    def __init__(self, name: str, client: MlflowClient, check: Callable[[], None]) -> None:
         self.name = name
         self.client = client
-        self._local = local
         self._check = check
 
     def _models(self) -> list[RegisteredModel]:
@@ -161,7 +159,7 @@ class Registry:
         """The last champion, in words, or where one may be that was not noted here."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
-        damaged = database.damaged() if self._local else []
+        damaged = database.damaged() if database.is_local() else []
         return f"another registry, which is kept as {damaged[-1]}" if damaged else ""
 
     def _note(self, number: str) -> None:
@@ -191,7 +189,7 @@ class Registry:
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
         """MLflow's run of the candidate whose stages have `key`, if MLflow knows it, and the study's experiment."""
-        experiment = mirror.experiment(self.client, study, self._local)
+        experiment = mirror.experiment(self.client, study)
         return mirror.find(self.client, experiment, key), experiment
 
     def with_content(self, content: str) -> ModelVersion | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import subprocess
 import threading
@@ -109,9 +108,8 @@ class Mirror:
     @_mirrored
     def start(self, parameters: Mapping[str, Any]) -> None:
         """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
-        users = os.environ.get("MLFLOW_TRACKING_URI")
-        self.client = MlflowClient(users or database.address())
-        self.experiment = experiment(self.client, self.study, local=not users)
+        self.client = MlflowClient(database.address())
+        self.experiment = experiment(self.client, self.study)
         self._end_abandoned()
         self._parameters = _params(parameters)
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
@@ -206,7 +204,7 @@ class Mirror:
 
     def page(self, run: str | None = None) -> str:
         """The address of a run's page, by default the parent's; the experiment's must have been found."""
-        address = os.environ.get("MLFLOW_TRACKING_URI", "")
+        address = database.address()
         server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
 
@@ -329,12 +327,12 @@ def _shared(planned: Sequence[Planned]) -> list[str]:
     return [one.name for one in planned if one.name not in own]
 
 
-def experiment(client: MlflowClient, study: str, local: bool) -> str:
-    """The id of the study's experiment; a new one in a `local` store keeps its artifacts in the workspace, too."""
+def experiment(client: MlflowClient, study: str) -> str:
+    """Return the id of the study's experiment; a new one in the workspace's own store keeps its artifacts there."""
     if found := client.get_experiment_by_name(study):
         return found.experiment_id
     try:
-        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if local else None)
+        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
         if found := client.get_experiment_by_name(study):  # another flow was faster
             return found.experiment_id
