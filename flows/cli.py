@@ -283,11 +283,10 @@ def other_study(
         raise EckartError(f"--table {table}: write a name that ends with .md")
     from flows.workspace import seeds as other_studies  # slow imports, not for --help
     from tasks.multi_seed import seeds_table, study_file
-    from tasks.report import pairwise_differences
 
     studies = study_file.load(path, seed or (), task or ())
     other_studies.check_committed(studies[0])
-    ran, found, failed = _run_tasks(studies, Options(workers, timeout))
+    ran, found, apart, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and found:
         print(
             seeds_table.to_text(
@@ -296,9 +295,6 @@ def other_study(
         )
     if table and not failed:
         command = _command(studies[0].path, seed or (), task or (), table)
-        apart = {
-            one.task: pairwise_differences.differences(found[one.task], other_studies.folders_of(one)) for one in ran
-        }
         rows, text = seeds_table.page(ran, found, apart, table.stem, command)
         written = seeds_table.write(table, rows, seeds_table.joined(apart), text)
         print(f"Written to {', '.join(map(str, written))}.")
@@ -312,13 +308,14 @@ def other_study(
 
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
-) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str, str]]:
-    """The studies as they ran, what each task found, printed as soon as it is there, and the causes of what failed."""
+) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
+    """Run each task and print its table; return the studies as they ran, rows, pairs, and causes of failures."""
     from flows.workspace import seeds as other_studies
     from tasks.multi_seed import seeds_table
 
     ran: list[StudyFile] = []
     found: dict[str | None, pd.DataFrame] = {}
+    apart: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
         chosen, causes = other_studies.run_all(study, options)
@@ -327,9 +324,9 @@ def _run_tasks(
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
         finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
         if finished:
-            found[study.task] = seeds_table.collect(finished)
+            found[study.task], apart[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(found[study.task])), flush=True)
-    return ran, found, failed
+    return ran, found, apart, failed
 
 
 @app.command()
@@ -373,11 +370,7 @@ def promote(
 
 
 def _roll_back() -> None:
-    from flows.registry import previous_version  # slow imports, not for --help
-    from tasks.config import validation
-
-    previous_version.refuse(validation.typed_section("promotion").model)
-    from flows.promotion import flow  # slower ones
+    from flows.promotion import flow  # slow imports, not for --help
 
     print(flow.rollback())
 

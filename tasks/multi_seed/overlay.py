@@ -1,4 +1,4 @@
-"""What a study states on top of what stands."""
+"""Merge the parameters that a study states into those of params.yaml."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`old` with what `new` states: mappings merge key by key, anything else replaces.
+    """Merge `new` into a copy of `old`: mappings merge key by key, anything else replaces.
 
     A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another.
     """

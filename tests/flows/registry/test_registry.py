@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,10 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
-from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.registry import model_package, previous_version, versions
+from flows.registry import model_package, versions
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -39,7 +36,7 @@ from flows.registry.versions import (
     connected,
 )
 from tasks.artifacts.metrics import BY_KIND, TASK_KINDS, TaskKindName
-from tests.workspace import REPOSITORY, a_task
+from tests.workspace import a_task
 
 
 @pytest.fixture(scope="module")
@@ -135,38 +132,13 @@ def test_without_a_champion_there_is_nothing_to_go_back_from(models: Registry) -
         models.roll_back()
 
 
-@pytest.mark.parametrize(("promoted", "back"), [("", 0), ("1", 0), ("12", 1), ("123", 2), ("121", 1)])
-def test_that_there_is_nothing_to_go_back_to_is_known_beforehand(models: Registry, promoted: str, back: int) -> None:
+@pytest.mark.parametrize(("promoted", "back"), [("1", 0), ("12", 1), ("123", 2), ("121", 1)])
+def test_a_rollback_past_the_first_champion_is_refused(models: Registry, promoted: str, back: int) -> None:
     promote(models, *promoted)
     for _ in range(back):
-        previous_version.refuse("m")
         models.roll_back()
     with pytest.raises(NothingBefore):
-        previous_version.refuse("m")
-    with pytest.raises(NothingBefore):
         models.roll_back()
-
-
-def test_a_rollback_without_a_registry_makes_none_and_starts_no_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(REPOSITORY / "params.yaml", tmp_path)
-    for name in ("flows.promotion.flow", "flows.servers.prefect_server"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that it cannot be imported
-    done = CliRunner().invoke(app, ["promote", "--rollback"])
-    assert done.exit_code == 1
-    assert "nothing to go back from" in done.output
-    assert [file.name for file in tmp_path.iterdir()] == ["params.yaml"]
-
-
-def test_a_champion_that_was_noted_or_set_aside_is_for_the_registry_to_look_for(
-    models: Registry, tmp_path: Path
-) -> None:
-    promote(models, "1")
-    models.client.delete_registered_model_alias("m", CHAMPION)
-    previous_version.refuse("m")
-    (tmp_path / "mlflow.db.damaged").touch()
-    previous_version.refuse("never-registered")
 
 
 def test_the_version_to_go_back_to_must_answer(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,12 +68,13 @@ def test_noise_that_turns_time_around_ends_the_search() -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two recipes at two keeps: what they keep, they have in bytes and on validation rows."""
+    """Two recipes at two keeps, whose bytes, parameters and validation metrics grow with the keep."""
     monkeypatch.chdir(tmp_path)
     make_study(["one", "two"], [0.5, 0.25], TARGETS)
     for path in Path("reports/evaluate").glob("*.json"):
         content = json.loads(path.read_text())
-        content["size"]["bytes"] = int(4000 * float(path.stem.partition("-")[2]))
+        keep = float(path.stem.partition("-")[2])
+        content["size"]["bytes"], content["target_parameters"] = int(4000 * keep), int(200 * keep)
         path.write_text(json.dumps(content))
     return tmp_path
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, smallest, statistics
+from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, statistics
 from tasks.report.results import CONTROL, DENSE, load_results
 from tests.tasks.report.test_compare import make_candidate, make_perplexities, make_study, score, write, write_dense
 
@@ -123,7 +123,7 @@ def test_of_equally_small_ones_the_best_on_validation_rows(workspace: Path) -> N
     path = Path("reports/evaluate/svd-0.5.json")
     write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
     found = load_results()
-    best = smallest(found, found.candidates)
+    best = found.smallest(found.candidates)
     assert best is not None
     assert best.name == "svd-0.5"
-    assert smallest(found, []) is None
+    assert found.smallest([]) is None
