@@ -96,7 +96,7 @@ def _goals(results: Results) -> str | None:
         return None
     named = "; ".join(f"{words(goal.goal)}: {goal.candidate.name}" for goal in others)
     return (
-        f"Other candidates meet the goals, because a goal takes the smallest model for a drop ({named}): `eckart "
+        f"The goals choose other candidates ({named}), because they take the smallest model within a drop: `eckart "
         f"promote {others[0].candidate.name}` takes that one to the gates."
     )
 
