@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tasks.config.promotion_limits import Chosen
-from tasks.report.goals import asked, words
+from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
@@ -91,10 +91,10 @@ def _best_on_test(results: Results) -> str | None:
 
 def _goals(results: Results) -> str | None:
     """Name the goals that another candidate meets."""
-    others = [goal for goal in asked(results) if goal.met and goal.candidate.name != results.choice.chosen]
+    others = [goal for goal in goal_results(results) if goal.met and goal.candidate.name != results.choice.chosen]
     if not others:
         return None
-    named = "; ".join(f"{words(goal.goal)}: {goal.candidate.name}" for goal in others)
+    named = "; ".join(f"{goal_text(goal.goal)}: {goal.candidate.name}" for goal in others)
     return (
         f"The goals choose other candidates ({named}), because they take the smallest model within a drop: `eckart "
         f"promote {others[0].candidate.name}` takes that one to the gates."

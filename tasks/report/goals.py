@@ -26,7 +26,7 @@ _SMALLEST = 0.02  # keep; below it little is left of any model
 
 
 @dataclass(frozen=True)
-class Asked:
+class GoalResult:
     """A goal and its result for a recipe.
 
     met: whether `candidate` meets it; otherwise it is the nearest that does not.
@@ -59,25 +59,25 @@ class GoalRow:
     speedup: str
 
 
-def asked(results: Results) -> list[Asked]:
+def goal_results(results: Results) -> list[GoalResult]:
     """Return every goal of the study for every recipe; a goal of another runtime for those that are exported."""
     exported = {candidate.recipe for candidate in results.candidates if candidate.name in results.exports}
     return [
-        _asked(results, goal, recipe)
+        _goal_result(results, goal, recipe)
         for goal in results.goals
         for recipe in results.recipes
         if goal.runtime == "torch" or recipe in exported
     ]
 
 
-def _asked(results: Results, goal: Goal, recipe: str) -> Asked:
+def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
     amounts = {candidate.keep: _amount(results, goal, candidate) for candidate in results.of(recipe)}
     meeting = [candidate for candidate in results.of(recipe) if amounts[candidate.keep] <= _limit(goal) + ROUNDING]
     choose = results.best if goal.largest_drop is None else results.smallest
     candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
     known = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _dense_amount(results, goal)}
     keep = closer(known, _limit(goal), linear=goal.largest_drop is None)
-    return Asked(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
+    return GoalResult(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
 
 
 def _limit(goal: Goal) -> float:
@@ -150,12 +150,12 @@ def _close(low: float, high: float) -> bool:
 
 def goal_rows(results: Results) -> Iterator[GoalRow]:
     """Yield the rows that the page and the terminal show."""
-    for goal in asked(results):
+    for goal in goal_results(results):
         name = goal.candidate.name
         run = way(results, name, goal.goal.runtime)
         interval = results.difference(run.scored, DENSE)
         yield GoalRow(
-            goal=words(goal.goal),
+            goal=goal_text(goal.goal),
             candidate=name if goal.met else f"none of {goal.recipe}; nearest {name}",
             found=_found(results, goal),
             shown=_shown(results, goal),
@@ -166,7 +166,7 @@ def goal_rows(results: Results) -> Iterator[GoalRow]:
         )
 
 
-def words(goal: Goal) -> str:
+def goal_text(goal: Goal) -> str:
     """Return the goal as people read it."""
     if goal.largest_drop is not None:
         return f"drop at most {score(goal.largest_drop)}"
@@ -174,8 +174,8 @@ def words(goal: Goal) -> str:
     return limit if goal.runtime == "torch" else f"{limit} in {TITLES[goal.runtime]}"
 
 
-def _found(results: Results, asked: Asked) -> str:
-    goal, candidate = asked.goal, asked.candidate
+def _found(results: Results, result: GoalResult) -> str:
+    goal, candidate = result.goal, result.candidate
     amount = _amount(results, goal, candidate)
     if goal.largest_drop is not None:
         found, metric = results.validation_difference(candidate), candidate.evaluation.validation.metric
@@ -184,14 +184,14 @@ def _found(results: Results, asked: Asked) -> str:
     return times(1 / amount) if goal.speedup is not None else size(int(amount))
 
 
-def _shown(results: Results, asked: Asked) -> str:
-    margin = asked.goal.largest_drop
+def _shown(results: Results, result: GoalResult) -> str:
+    margin = result.goal.largest_drop
     if margin is None:
         return ""
-    shown = (one for one in results.of(asked.recipe) if statistics(results, one, DENSE, margin).holds)
+    shown = (one for one in results.of(result.recipe) if statistics(results, one, DENSE, margin).holds)
     if safe := results.smallest(shown):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
-    chosen = statistics(results, asked.candidate, DENSE, margin)
-    needed = "" if chosen.wanted is None else f"; for {asked.candidate.name} {rows_wanted([chosen])} would be needed"
+    chosen = statistics(results, result.candidate, DENSE, margin)
+    needed = "" if chosen.wanted is None else f"; for {result.candidate.name} {rows_wanted([chosen])} would be needed"
     return f"none{needed}"

@@ -298,7 +298,7 @@ class TestChoice:
         change(workspace, "promotion", keep=0.25)
         message = refusal(workspace)
         for name in ("svd-0.5", "kfac-0.5"):
-            assert re.search(rf"^  {name}: keep .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
+            assert re.search(rf"^  {name}: .*parameter ratio .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
 
     def test_a_named_one_is_taken_whatever_the_limits_say_and_no_other_name(self, workspace: Path) -> None:
         """And though the report was not made again by these limits: its gates are closed to it."""
