@@ -68,12 +68,12 @@ class Recorded:
     teacher: float
     """The original model's metric on the test examples."""
     parameters: int
-    """Of its target layers."""
+    """Parameters of its target layers."""
     keep: float
     """Parameters ÷ those of the original model's target layers."""
     speedup: float
     outcomes: tuple[Outcome, ...]
-    """Of its own stages."""
+    """The results of its own stages."""
     inputs: dict[str, str]
     """The data and models that it was made from: path → DVC's digest."""
 

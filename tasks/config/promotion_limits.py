@@ -54,15 +54,15 @@ class Gate:
     words: str
     """The value and the limit in a sentence."""
     lacking: str
-    """What is wrong with a value beyond the limit, such as `too large`."""
+    """The fault of a value beyond the limit, such as `too large`."""
     standard_error: float | None = None
-    """Of a value measured on a sample of examples; None of an exact one."""
+    """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """How far beyond the limit still passes, because chance may have taken the value there."""
+    """The distance beyond the limit that still passes, because chance may explain it."""
 
     @property
     def excess(self) -> float:
-        """How far the value is beyond the limit; negative if it is within."""
+        """The distance of the value beyond the limit; negative if it is within."""
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property
@@ -105,9 +105,9 @@ class Measured:
     teacher: float
     """The metric of the original model."""
     standard_error: float
-    """Of the difference between the two metrics."""
+    """The standard error of the difference between the two metrics."""
     parameters: int
-    """Of the target layers."""
+    """Parameters of the target layers."""
     keep: float
     """Parameters of the target layers ÷ those of the original model's."""
     speedup: float

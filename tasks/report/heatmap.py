@@ -46,7 +46,7 @@ class Columns:
     layers: tuple[tuple[str, int], ...]
     """Label, empty where it has no room, and number of targets."""
     kinds: tuple[str, ...]
-    """Of each target; empty where the cells are too narrow."""
+    """The kind of each target; empty where the cells are too narrow."""
 
     @property
     def shows_ranks(self) -> bool:

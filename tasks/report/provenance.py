@@ -1,4 +1,4 @@
-"""How the numbers were made, from params.yaml; without date and machine, so that equal inputs give equal pages."""
+"""The settings behind the numbers, from params.yaml, without date and machine: equal inputs give equal pages."""
 
 from __future__ import annotations
 

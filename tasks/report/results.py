@@ -93,9 +93,9 @@ class CandidateResults:
     evaluation: Evaluation
     benchmark: Benchmark
     search_curve: Curve
-    """Of shaping and rank search."""
+    """The curve of shaping and rank search."""
     curve: Curve
-    """Of recovery."""
+    """The curve of recovery fine-tuning."""
 
     @property
     def name(self) -> str:

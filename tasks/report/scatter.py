@@ -75,7 +75,7 @@ class Scatter:
     title: str
     axes: tuple[Axis, ...]
     ticks: tuple[Tick, ...]
-    """Of the metric."""
+    """Ticks of the metric."""
     marks: tuple[Mark, ...]
     legend: tuple[Entry, ...]
 

@@ -79,7 +79,7 @@ def start(root: Path, prefect: dict[str, str]) -> Command:
 
 
 def said(process: Command) -> str:
-    """What it prints; it ends with code 0."""
+    """Return its output; it ends with code 0."""
     code, printed = process.end()
     assert code == 0, printed
     return printed
@@ -107,13 +107,13 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
 
 
 def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
-    """What `eckart promote` ends with, run in this process."""
+    """Run `eckart promote` in this process and return its message."""
     with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
         return promotion.promotion(again).message
 
 
 def scheduled(root: Path, prefect: dict[str, str]) -> State[Any]:
-    """How a scheduled run ends that promotes."""
+    """Return the state of a scheduled run that promotes."""
     with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
         return run_study(promote=True, return_state=True)
 
@@ -227,7 +227,7 @@ def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
 
 
 def written(root: Path) -> None:
-    """What was checked, and where it comes from, is on the version, for programs and for people."""
+    """The gates and the origin are on the version, for programs and for people."""
     (version,) = versions(root)
     tags = version.tags
     finetune, evaluate = entry(root, "finetune@svd-0.5"), entry(root, "evaluate@svd-0.5")

@@ -1,4 +1,4 @@
-"""The registry against a real MLflow database: who is champion, what stands before it, and what a kill leaves."""
+"""The registry against a real MLflow database: the champion, the version before it, and the state after a kill."""
 
 from __future__ import annotations
 

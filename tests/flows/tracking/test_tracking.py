@@ -1,4 +1,4 @@
-"""The mirror against a real MLflow database: what is told, once, of whom, and what a failing store costs."""
+"""The mirror against a real MLflow database: what it logs, that it logs it once, and what a failing store costs."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def started(root: Path, plan: list[Planned]) -> Mirror:
 
 
 def record_shared(mirror: Mirror) -> None:
-    """What comes before the stages of the candidate, and beside them."""
+    """Record the stages before the candidate's, and beside them."""
     for name in ("teacher", "dense"):
         mirror.record(outcome(name, "Cached"))
 

@@ -1,4 +1,4 @@
-"""The limits of a promotion: what passes, what chance excuses, and which candidate is chosen within them."""
+"""The limits of a promotion: passing values, the allowance for chance, and the choice within them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TestGates:
         ]
 
     def test_two_of_170_rows_are_no_reason_to_refuse(self) -> None:
-        """Of which the one model gets four that the other does not, and the other two that it does not."""
+        """One model is right on four that the other misses, and the other on two."""
         error = (6 / 170 - (2 / 170) ** 2) ** 0.5 / 170**0.5
         one = dataclasses.replace(CANDIDATE, metric=0.9 - 2 / 170, teacher=0.9, standard_error=error)
         assert refused(gates(one, "accuracy", wanting()))

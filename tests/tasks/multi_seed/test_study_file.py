@@ -1,6 +1,6 @@
-"""What a file of studies/ may say, and the parameters that are made of it.
+"""The content of a file of studies/, and the parameters made from it.
 
-Of a mistake the path is compared, which stands before the colon; how one is worded, tests/test_messages.py says.
+Tests compare the path of a mistake, which stands before the colon; tests/test_messages.py has the wording.
 """
 
 import copy
@@ -177,7 +177,7 @@ class TestTasks:
             load(write({"seed": 1}), (), ["one"])
 
     def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path]) -> None:
-        """Of all tasks, the chosen ones or not."""
+        """Mistakes of all tasks, chosen or not."""
         tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
         found = mistakes(write({"teacher": {"epoch": 1}, "tasks": tasks}), ["three"])
         assert found == ["teacher.epoch", "tasks.one.data.metric", "tasks.two.bnechmark"]
@@ -233,7 +233,7 @@ class TestPublished:
 
 
 class TestTrials:
-    """What may be tried first; tests/tasks/multi_seed/test_trials.py has the rest."""
+    """Mistakes in trials; tests/tasks/multi_seed/test_trials.py has the rest."""
 
     def test_the_study_and_its_trials_have_workspaces_of_their_own(self, write: Callable[..., Path]) -> None:
         study = only(write({"trials": ASKED, "seeds": [0, 1]}))

@@ -119,7 +119,7 @@ def write_dense(dense: float, control: float, **changes: Any) -> None:
 
 
 def write_rows(name: str, **models: float | None) -> None:
-    """What 400 rows contributed to models of these metrics, to the row; correlations are not met.
+    """Write the results of 400 examples for models with exactly these metrics, but for correlations.
 
     Test rows, and of models that could be shipped validation rows, which say the same.
     """
@@ -269,7 +269,7 @@ def plain(text: str) -> str:
 
 
 def columns_of(text: str) -> set[int]:
-    """How many cells the rows of the page's first table have."""
+    """Return the numbers of cells in the rows of the page's first table."""
     table = re.search(r"<table.*?</table>", text, re.DOTALL)
     assert table
     return {len(re.findall(r"<t[hd][ >]", row)) for row in re.findall(r"<tr.*?</tr>", table[0], re.DOTALL)}
@@ -333,7 +333,7 @@ def test_tables_have_the_steps_before_factorization_if_there_are_any(workspace: 
 
 
 def test_tables_have_the_score_after_shaping_if_anything_was_shaped(workspace: Path) -> None:
-    """What pruning cost, and what the factorization after it."""
+    """It separates the cost of pruning from that of the factorization."""
     make_study(["svd", "lpaf"], [0.5], bert_like(1))
     compare.compare()
     assert "shaped" not in compare.TEXT.read_text()
@@ -785,7 +785,7 @@ def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_den
 
 
 def ticks_of(plot: str) -> dict[float, float]:
-    """What the ticks of the vertical axis say → how high they are, in points."""
+    """Return the height in points of each tick of the vertical axis, by its value."""
     found = {}
     for text in ElementTree.fromstring(plot).iter("{http://www.w3.org/2000/svg}text"):
         if "text-anchor: end" in text.get("style", ""):

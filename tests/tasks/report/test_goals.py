@@ -125,7 +125,7 @@ def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
 
 
 def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
-    """Of the recipe that is exported alone: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
+    """Only one recipe is exported: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
     content = json.loads(Path("params.yaml").read_text())
     Path("params.yaml").write_text(json.dumps(content | {"export": {"recipes": ["two"]}}))
     for name, bytes_, speed in (("dense", 1000, 4.0), ("two-0.5", 800, 6.0), ("two-0.25", 500, 8.0)):

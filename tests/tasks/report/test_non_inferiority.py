@@ -52,7 +52,7 @@ def test_what_holds_for_a_margin_holds_for_a_wider_one(
 
 
 def test_few_rows_without_any_difference_show_little() -> None:
-    """Of 12 rows none differs: that may be so by chance where a quarter of all differ, and of 368 where 1 % do."""
+    """None of 12 examples may differ by chance where a quarter of all do, and none of 368 where 1 % do."""
     assert not Statistics(0.0, 0.0, 0.25, 12, is_mean=True).holds
     assert Statistics(0.0, 0.0, 0.27, 12, is_mean=True).holds
     assert 0.99**368 < 0.025 < 0.99**367
@@ -62,7 +62,7 @@ def test_few_rows_without_any_difference_show_little() -> None:
 
 
 def test_few_blocks_of_a_perplexity_show_nothing() -> None:
-    """Of one block every resample is the same, of few the intervals are too narrow."""
+    """Every resample of one block is the same, and the intervals of few are too narrow."""
     for rows in (1, 5, 29):
         found = Statistics(0.0, 0.0, 0.01, rows, is_mean=False)
         assert not found.holds

@@ -115,7 +115,7 @@ def one_of(page: Chrome, selector: str) -> WebElement:
 
 
 def rows(page: Chrome, table: int = 0) -> list[str]:
-    """What the rows that are shown are called."""
+    """Return the names of the visible rows."""
     heads = all_of(page, "table.sortable")[table].find_elements(By.CSS_SELECTOR, "tbody th")
     return [head.text for head in heads if head.is_displayed()]
 
@@ -362,7 +362,7 @@ def test_no_script_runs_but_the_page_s_own(browser: Chrome, study: Path, tmp_pat
 
 @pytest.mark.parametrize("width", [400, 1280])
 def test_the_page_is_as_wide_as_the_window(page: Chrome, width: int) -> None:
-    """What is wider scrolls by itself."""
+    """Wider parts scroll by themselves."""
     metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:
