@@ -29,7 +29,7 @@ from tasks.multi_seed import published_numbers
 from tasks.multi_seed.published_numbers import TaskMetrics
 from tasks.multi_seed.study_file import StudyFile
 from tasks.report.numbers import between, count, counted, percent, score, times
-from tasks.report.provenance import cut
+from tasks.report.provenance import base, cut, source
 from tasks.report.results import CONTROL as CONTROL_MODEL
 from tasks.report.results import DENSE as DENSE_MODEL
 from tasks.report.results import Results, ScoredModel, load_results
@@ -328,7 +328,6 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     teacher = Training(**params["teacher"])
     seeds = list(dict.fromkeys(rows.seed))
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
-    source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     metric = METRICS[data.metric]
     retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
     test = f"on {rows.test_rows.iloc[0]:,} test examples"
@@ -340,8 +339,9 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
         "Differences": "recovered minus dense and minus control, averaged over the seeds, with the "
         f"{100 * LEVEL:.0f} % interval of {RESAMPLES:,} paired resamples of the test examples, the same for all "
         "seeds. One such interval in 20 misses.",
-        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; {cut(data)}.",
-        "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the original model, "
+        "Data": f"{source(data)}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; "
+        f"{cut(data)}.",
+        "Model": f"{base(model)}; as the original model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",
         "Seconds": "search, factorization and recovery of a candidate on this machine, while others ran; without the "

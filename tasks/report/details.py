@@ -33,14 +33,14 @@ def _candidate(results: Results, candidate: CandidateResults, card: str) -> dict
 
 def _facts(results: Results, row: Row) -> list[tuple[str, str]]:
     """Return the content of a row of the table in pairs."""
-    difference = f" ({row.of_dense.difference} vs. original)" if row.of_dense.difference else ""
-    speed = f" ({row.speedup.share})" if row.speedup.share else ""
+    difference = f" ({row.of_dense.below} vs. original)" if row.of_dense.below else ""
+    speed = f" ({row.speedup.below})" if row.speedup.below else ""
     return [
         (results.metric.title, row.recovered + difference),
         ("before recovery", row.factorized),
-        ("size", f"{row.bytes.value}, {row.bytes.share} of the original"),
-        ("parameters", f"{row.model.value}, {row.model.share}"),
-        ("MACs per token", f"{row.macs.value}, {row.macs.share}"),
+        ("size", f"{row.bytes.value}, {row.bytes.below} of the original"),
+        ("parameters", f"{row.model.value}, {row.model.below}"),
+        ("MACs per token", f"{row.macs.value}, {row.macs.below}"),
         ("speed", row.speedup.value + speed),
     ]
 

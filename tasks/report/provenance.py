@@ -42,12 +42,11 @@ def _facts(results: Results) -> dict[str, str]:
     teacher, timing = schema.section("teacher", schema.Training), schema.section("benchmark", schema.Benchmark)
     rows, tokens = timing.shapes[0]
     seed, trainer = schema.section("seed", schema.Seed), schema.section("trainer", schema.Trainer)
-    source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
     return {
-        "Data": f"{source}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test examples, "
+        "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test examples, "
         f"the same for every model; {cut(data)}.",
-        "Base model": " at ".join(filter(None, (model.base, model.revision))) + _in(model.dtype),
+        "Base model": base(model) + _in(model.dtype),
         "Original model": _training(teacher, seed),
         **_machines(trainer),
         "Recovery": f"Each factorized model is fine-tuned on the task with seed {seed} as its recipe says{search}.",
@@ -56,6 +55,16 @@ def _facts(results: Results) -> dict[str, str]:
         "the original model and the candidate alternate in one process, and its 95 % interval; candidates of the same "
         "shapes are timed once.",
     }
+
+
+def source(data: schema.Data) -> str:
+    """Name the data set with its configuration and revision."""
+    return " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
+
+
+def base(model: schema.Model) -> str:
+    """Name the base model with its revision."""
+    return " at ".join(filter(None, (model.base, model.revision)))
 
 
 def cut(data: schema.Data) -> str:

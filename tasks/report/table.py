@@ -48,19 +48,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Relative:
-    """A number of a model and its share of the original model's."""
+class Cell:
+    """A number, and below it its share of the original model's, or its interval."""
 
     value: str = _NONE
-    share: str = ""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A metric beside that of a reference: the share retained, and the interval of the difference."""
-
-    retained: str
-    difference: str
+    below: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,14 +66,14 @@ class Row:
     recovered: str
     mark: str
     """`*` for the best at its keep, `≈` for one that is not significantly different from it."""
-    of_dense: Compared
-    of_control: Compared
-    targets: Relative
-    model: Relative
-    macs: Relative
-    bytes: Relative
-    speedup: Relative
-    """With its interval in place of a share."""
+    of_dense: Cell
+    """The share of the original model's metric that is retained, and the interval of the difference."""
+    of_control: Cell
+    targets: Cell
+    model: Cell
+    macs: Cell
+    bytes: Cell
+    speedup: Cell
     order: Mapping[str, float | None]
     """Column → the number by which the page sorts it."""
 
@@ -201,7 +193,7 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
     whole = results.dense.size.model_dump() | {"targets": results.target_parameters}
     cost = model.size.model_dump() | {"targets": model.target_parameters} if model.size else {}
     relative = {
-        name: Relative((size if name == "bytes" else count)(value), percent(value / whole[name]))
+        name: Cell((size if name == "bytes" else count)(value), percent(value / whole[name]))
         for name, value in cost.items()
     }
     return Row(
@@ -213,10 +205,10 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
         mark=mark,
         of_dense=_compared(results, model, DENSE),
         of_control=_compared(results, model, CONTROL),
-        targets=relative.get("targets", Relative()),
-        model=relative.get("model_parameters", Relative()),
-        macs=relative.get("macs_per_token", Relative()),
-        bytes=relative.get("bytes", Relative()),
+        targets=relative.get("targets", Cell()),
+        model=relative.get("model_parameters", Cell()),
+        macs=relative.get("macs_per_token", Cell()),
+        bytes=relative.get("bytes", Cell()),
         speedup=_speedup(model.speedup),
         order={
             "steps": model.steps,
@@ -234,22 +226,22 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
     )
 
 
-def _speedup(speedup: Times | None) -> Relative:
+def _speedup(speedup: Times | None) -> Cell:
     if speedup is None:
-        return Relative()
+        return Cell()
     measured = speedup.low < speedup.high  # that of the original model over itself is 1
-    return Relative(times(speedup.median), times_between(speedup.low, speedup.high) if measured else "")
+    return Cell(times(speedup.median), times_between(speedup.low, speedup.high) if measured else "")
 
 
 def _score(metric: float | None) -> str:
     return _NONE if metric is None else score(metric)
 
 
-def _compared(results: Results, model: Entry, reference: ScoredModel) -> Compared:
+def _compared(results: Results, model: Entry, reference: ScoredModel) -> Cell:
     """Compare a model with a reference; with itself it has no difference."""
     share, found = results.retained(model.metric, reference), results.difference(model.scored, reference)
     difference = "" if model.scored == reference else between(found.low, found.high, model.metric)
-    return Compared(_NONE if share is None else percent(share), difference)
+    return Cell(_NONE if share is None else percent(share), difference)
 
 
 def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -337,8 +329,8 @@ def _cells(row: Row, results: Results) -> Iterator[str]:
     yield row.factorized
     yield f"{row.recovered} {row.mark or ' '}"
     for compared in (row.of_dense, row.of_control):
-        yield from (compared.retained, compared.difference)
-    yield from (row.targets.share, row.model.share, row.macs.share, row.speedup.value)
+        yield from (compared.value, compared.below)
+    yield from (row.targets.below, row.model.below, row.macs.below, row.speedup.value)
 
 
 def _goals(results: Results) -> Table:

@@ -358,6 +358,18 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
 
 
+def test_addresses_are_those_of_the_environment_or_the_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+    own = f"sqlite:///{root / 'mlflow.db'}"
+    assert (database_file.address(), database_file.registry_address()) == (own, own)
+    assert database_file.is_local()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
+    assert (database_file.address(), database_file.registry_address()) == ("http://team", "http://team")
+    assert not database_file.is_local()
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "http://models")
+    assert database_file.registry_address() == "http://models"
+
+
 def test_a_damaged_database_is_kept_and_said(root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture) -> None:
     for number, name in enumerate(("mlflow.db.damaged", "mlflow.db.damaged-2"), start=1):
         (root / "mlflow.db").write_text(f"no database {number}")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.config.promotion_limits import Gate, Limits, Measured, choose, gates, short
+from tasks.config.promotion_limits import Gate, Limits, Measured, best_first, choose, gates, short, smallest_first
 
 WANTED = Limits(largest_drop=0.01, keep=0.5, least_speedup=1.2, standard_errors=0.0)
 CANDIDATE = Measured(metric=0.84, teacher=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
@@ -175,3 +175,10 @@ class TestChoice:
             "slow": ["speed-up"],
             "large": ["keep"],
         }
+
+    def test_each_order_breaks_ties_by_the_other(self) -> None:
+        small, best = dataclasses.replace(CANDIDATE, parameters=3), dataclasses.replace(CANDIDATE, metric=0.9)
+        both = dataclasses.replace(CANDIDATE, metric=0.9, parameters=3)
+        some = [CANDIDATE, small, best, both]
+        assert sorted(some, key=lambda one: best_first(one, "accuracy")) == [both, best, small, CANDIDATE]
+        assert sorted(some, key=lambda one: smallest_first(one, "accuracy")) == [both, small, best, CANDIDATE]
