@@ -233,7 +233,8 @@ def _size_label(results: Results, keep: str) -> str:
 
 def _legend(results: Results, palette: Palette) -> list[Line2D]:
     entry = partial(Line2D, [], [])
-    ink, muted = {"color": palette.ink, "marker": "o"}, {"color": palette.muted, "linewidth": 1.2}
+    ink: dict[str, Any] = {"color": palette.ink, "marker": "o"}
+    muted: dict[str, Any] = {"color": palette.muted, "linewidth": 1.2}
     dense, control = (score(results.metric_of(model)) for model in (DENSE, CONTROL))
     return [
         *(entry(color=look.colour, marker=look.marker, label=name) for name, look in looks(results.recipes).items()),

@@ -221,7 +221,7 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
             "model": cost.get("model_parameters"),
             "macs": cost.get("macs_per_token"),
             "bytes": cost.get("bytes"),
-            "speedup": model.speedup and model.speedup.median,
+            "speedup": model.speedup.median if model.speedup else None,
         },
     )
 

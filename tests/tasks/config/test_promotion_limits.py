@@ -88,13 +88,6 @@ class TestGates:
             "drop from the original"
         ]
 
-    def test_two_of_170_rows_are_no_reason_to_refuse(self) -> None:
-        """One model is right on four that the other misses, and the other on two."""
-        error = (6 / 170 - (2 / 170) ** 2) ** 0.5 / 170**0.5
-        one = dataclasses.replace(CANDIDATE, metric=0.9 - 2 / 170, teacher=0.9, standard_error=error)
-        assert refused(gates(one, "accuracy", wanting()))
-        assert not refused(gates(one, "accuracy", wanting(standard_errors=1.0)))
-
     def test_a_higher_perplexity_than_the_teacher_s_is_a_drop(self) -> None:
         wanted = wanting(largest_drop=1.0, standard_errors=1.0)
         over = dataclasses.replace(PERPLEXITY, metric=21.3, teacher=20.1, standard_error=0.1)

@@ -105,13 +105,6 @@ class TestStudyFiles:
         study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
         assert set(study.params["recipes"]) == {"svd", "kfac", "mine"}
 
-    def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path]) -> None:
-        parts = {"ranks": {"kind": "uniform", "by": "share"}, "weighting": {"kind": "fisher", "axis": "input"}}
-        study = only(write({"recipes": {"kfac": parts}}))
-        assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
-        again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}
-        assert only(write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
-
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path]) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
         assert set(mistakes(file)) == {"study.keeps.0", "study.recipes", "teacher.epoch", "bnechmark"}
