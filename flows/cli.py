@@ -298,12 +298,15 @@ def other_study(
 
     studies = study_file.load(file, seed or (), task or ())
     other_studies.check_committed(studies[0])
-    ran, results, failed = _run_tasks(studies, Options(workers, timeout))
+    ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
         metrics = {study.task: study.metric for study in studies}
         print(seeds_table.to_text(*seeds_table.combined(seeds_table.joined(results), metrics)))
     if table and not failed:
-        _write_seeds(ran, results, table, _command(studies[0].path, seed or (), task or (), table))
+        command = _command(studies[0].path, seed or (), task or (), table)
+        rows, text = seeds_table.page(ran, results, pairs, table.stem, command)
+        written = seeds_table.write(table, rows, seeds_table.joined(pairs), text)
+        print(f"Written to {', '.join(map(str, written))}.")
     if failed:
         causes = "".join(f"\n  {where}: {cause}" for where, cause in failed.items())
         what = "runs" if studies[0].task else "seeds"
@@ -314,17 +317,18 @@ def other_study(
 
 def _run_tasks(
     studies: Sequence[StudyFile], options: Options
-) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str, str]]:
+) -> tuple[list[StudyFile], dict[str | None, pd.DataFrame], dict[str | None, pd.DataFrame], dict[str, str]]:
     """Run all studies and print the results of each task as soon as they are there.
 
     Returns:
-        The studies as they ran, the results of each task, and the cause of each failure.
+        The studies as they ran, the results and the pairwise differences of each task, and the cause of each failure.
     """
     from flows.workspace import seeds as other_studies
     from tasks.multi_seed import seeds_table
 
     ran: list[StudyFile] = []
     results: dict[str | None, pd.DataFrame] = {}
+    pairs: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
         chosen, causes = other_studies.run_all(study, options)
@@ -333,25 +337,9 @@ def _run_tasks(
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
         finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
         if finished:
-            results[study.task] = seeds_table.collect(finished)
+            results[study.task], pairs[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
-    return ran, results, failed
-
-
-def _write_seeds(
-    studies: Sequence[StudyFile], results: dict[str | None, pd.DataFrame], table: Path, command: str
-) -> None:
-    from flows.workspace import seeds as other_studies
-    from tasks.multi_seed import seeds_table
-    from tasks.report import pairwise_differences
-
-    differences = {
-        study.task: pairwise_differences.differences(results[study.task], other_studies.folders_of(study))
-        for study in studies
-    }
-    rows, text = seeds_table.page(studies, results, differences, table.stem, command)
-    written = seeds_table.write(table, rows, seeds_table.joined(differences), text)
-    print(f"Written to {', '.join(map(str, written))}.")
+    return ran, results, pairs, failed
 
 
 @app.command()

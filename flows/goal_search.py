@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tasks.config import schema, validation, yaml_edit
 from tasks.config.schema import PARAMS
-from tasks.report.goals import asked, words
+from tasks.report.goals import goal_results, goal_text
 from tasks.report.results import load_results
 
 
@@ -29,9 +29,9 @@ def pursue(run: Callable[[], None], log: Callable[[str], None]) -> None:
             f"{PARAMS}: study.goals is empty: write goals, such as [{{largest_drop: 0.01}}], or run without --goals"
         )
     run()
-    while open_goals := [goal for goal in asked(load_results()) if goal.closer]:
+    while open_goals := [goal for goal in goal_results(load_results()) if goal.closer]:
         keeps = list(dict.fromkeys(goal.closer for goal in open_goals if goal.closer))
-        reasons = "; ".join(f"{goal.recipe}, {words(goal.goal)}" for goal in open_goals)
+        reasons = "; ".join(f"{goal.recipe}, {goal_text(goal.goal)}" for goal in open_goals)
         log(f"Trying keep {', '.join(keeps)}, now in {PARAMS}, for {reasons}.")
         more = {*schema.section("study.keeps", list), *map(float, keeps)}
         yaml_edit.update({"study": {"keeps": sorted(more, reverse=True)}})

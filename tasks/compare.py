@@ -1,4 +1,4 @@
-"""Compare: every candidate beside the dense model → reports/comparison.csv, .html, .txt, .png, runtimes.csv,
+"""Compare every candidate with the original model → reports/comparison.csv, .html, .txt, .png, runtimes.csv,
 choice.json, and model cards in reports/cards."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ RUNTIMES = REPORTS / "runtimes.csv"
 
 
 def compare() -> None:
-    """Write the table, the page, the trade-off plot and the cards; the same inputs give the same bytes."""
+    """Write the table, the page, the trade-off plot and the cards; equal inputs give equal bytes."""
     results = load_results()
-    cards = {one.name: card(results, one) for one in results.candidates}
+    cards = {candidate.name: card(results, candidate) for candidate in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)
     warn(teacher_warning(results))
     TABLE.write_text(table)

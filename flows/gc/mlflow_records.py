@@ -51,18 +51,18 @@ def look(recent: int) -> Iterator[Tracked]:
         RegistryError: MLflow fails.
         CannotCollect: a registered version has no files, or a damaged database may name some.
     """
-    server = os.environ.get("MLFLOW_TRACKING_URI")
     model = validation.typed_section("promotion").model
     database.set_aside_damaged()
     if damaged := database.damaged():
         raise CannotCollect(
             f"{damaged[0]} is damaged, and its versions may need any object: repair it, or move it elsewhere"
         )
-    if not (server or os.environ.get("MLFLOW_REGISTRY_URI") or database.FILE.exists() or last_champion.last(model)):
+    own = database.is_local() and not os.environ.get("MLFLOW_REGISTRY_URI")
+    if own and not database.FILE.exists() and not last_champion.last(model):
         yield Tracked(set(), [_registered(0)])
         return
     with versions.connected(model) as registry:
-        yield _tracked(registry.client, recent, local=not server)
+        yield _tracked(registry.client, recent, local=database.is_local())
 
 
 def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:

@@ -1,1 +1,1 @@
-"""How the best candidate becomes the champion of the model registry."""
+"""Promotion of the best candidate to the champion of the model registry."""

@@ -1,4 +1,4 @@
-"""The promotion flow: the study's candidate becomes the champion of the registry, if it passes the gates."""
+"""The promotion flow: make the study's candidate the champion of the registry if it passes the gates."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from tasks.nlp_tasks.nlp_task import Answers
 from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
-"""Tag: DVC's digest of the test rows that a version was gated on."""
+"""Tag: DVC's digest of the test examples that a version was gated on."""
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What came of a promotion that was not refused."""
+    """The outcome of a promotion that was not refused."""
 
     message: str
     gates: tuple[Gate, ...]
-    """Empty where the candidate was the champion before."""
+    """Empty where the candidate was the champion already."""
 
 
 @flow(name="promotion", persist_result=False)
@@ -56,14 +56,14 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
     """Promote a candidate of the study, a finished one, that params.yaml of the working directory describes.
 
     Args:
-        candidate: which one; None: the best on validation rows within the limits, as the report says it.
-        again: take it even if someone went back from it.
-        first: make it the first champion of a registry that knows none, though the workspace has had one.
+        candidate: its name; None: the best on validation examples within the limits, which the report names.
+        again: promote it even if it was rolled back.
+        first: make it the first champion of a registry that has none, although the workspace has had one.
 
     Raises:
-        Refused: nothing was promoted; the champion is the one before.
-        OtherWorkspace: the run's deployment is of another folder.
-        RegistryError: the registry failed; what was begun is finished or undone by the next promotion.
+        Refused: nothing was promoted; the champion has not changed.
+        OtherWorkspace: the run's deployment belongs to another folder.
+        RegistryError: the registry failed; the next promotion finishes or undoes what was begun.
         ParamsError: params.yaml has mistakes.
     """
     settings.apply()  # a deployment's run begins here
@@ -72,7 +72,7 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
         stages.check_workspace()
         with crashed_runs.noted(str(flow_run.id)):
             conclusion = _promoted(_terms(), again, first, candidate)
-    except EckartError as error:  # no traceback in the log of every night: a refusal is no fault
+    except EckartError as error:  # without a traceback, because a refusal is no fault
         name = "Refused" if isinstance(error, Refused) else "Failed"
         message = shown(str(error))
         return Failed(name=name, message=message, data=error)  # type: ignore[return-value]  # Prefect raises it
@@ -80,11 +80,11 @@ def promotion(again: bool = False, first: bool = False, candidate: str | None = 
 
 
 def rollback() -> str:
-    """Go back to the version that the champion replaced, and say what was done.
+    """Go back to the version that the champion replaced; return a message.
 
     Raises:
         NothingBefore: there is none; the champion stays.
-        SmokeFailed: it does not answer, or a champion that an earlier promotion left did not and was taken back.
+        SmokeFailed: it does not answer, or the champion of an earlier promotion did not and was taken back.
         RegistryError: the registry failed.
         ParamsError: params.yaml has mistakes.
     """
@@ -93,7 +93,7 @@ def rollback() -> str:
         before, after = models.roll_back()
     return (
         f"Version {after} of {models.name} is the champion again. Version {before} is rolled back: "
-        "only `promote --again` takes it again."
+        "only `promote --again` promotes it again."
     )
 
 
@@ -119,10 +119,10 @@ def _promoted(terms: Terms, again: bool, first: bool, name: str | None) -> Concl
     return conclusion
 
 
-def _show(terms: Terms, decision: str, found: Sequence[Gate]) -> None:
+def _show(terms: Terms, decision: str, checked: Sequence[Gate]) -> None:
     try:
-        if found:
-            prefect_artifacts.gates(terms.wanted.model, decision, found)
+        if checked:
+            prefect_artifacts.gates(terms.wanted.model, decision, checked)
     except httpx.HTTPError as error:  # the registry has them, too
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is not complete", error)
 
@@ -135,10 +135,10 @@ def _promote(terms: Terms, again: bool, first: bool, name: str | None) -> Conclu
         except SmokeFailed as error:
             log.warning("left by an earlier promotion: %s", error)
         candidate = choose(name)
-        why = "was named" if name else "is the best on validation rows within the limits of promotion in params.yaml"
-        log.info("%s %s", candidate.name, why)
-        if found := _champion_already(candidate, models.champion()):
-            return found
+        best = "is the best on validation examples within the limits of promotion in params.yaml"
+        log.info("%s %s", candidate.name, "was named" if name else best)
+        if conclusion := _champion_already(candidate, models.champion()):
+            return conclusion
         version = register(models, terms, candidate, again)
         log.info("it is version %s of %s, and goes through the gates", version, models.name)
         return _challenge(models, terms, candidate, version)
@@ -151,13 +151,13 @@ def _champion_already(candidate: Recorded, champion: ModelVersion | None) -> Con
 
 
 def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str) -> Conclusion:
-    """Gate the version against the champion, and make it the champion; what came of it is written on it."""
+    """Gate the version against the champion, make it the champion, and write the outcome on it."""
     passed: tuple[Gate, ...] = ()
     try:
         while True:
             champion = models.champion()
-            if found := _champion_already(candidate, champion):
-                return found
+            if conclusion := _champion_already(candidate, champion):
+                return conclusion
             passed = gate(models, terms, candidate, version, champion)
             _write_down(models, terms, candidate, version, passed, "All gates are passed.")
             if make_champion(models, version, champion):
@@ -172,71 +172,73 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 
 
 def choose(name: str | None = None) -> Recorded:
-    """The candidate of that name, or the one that the report names: `tasks.config.promotion_limits.choose` has chosen
-    it.
+    """Return the candidate of that name, or the one that `tasks.config.promotion_limits.choose` chose for the report.
 
-    By validation rows: what the test rows say stays unseen until the gates.
+    Validation examples choose; the test examples are not looked at before the gates.
 
     Raises:
         Refused: stages are not up to date, there is no such candidate, or none is within the limits.
     """
     planned = nothing_to_do.plan()
-    # The report shows the choice, and is no part of it: new limits hold before it is made again.
-    if stale := [one.name for one in planned if not one.cached and one.name != "compare"]:
-        some = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
-        raise Refused(f"{len(stale)} stages are not up to date ({some}): run `eckart run` first")
+    # The report only shows the choice: new limits count before it is made again.
+    if stale := [stage.name for stage in planned if not stage.cached and stage.name != "compare"]:
+        listed = ", ".join(stale[:3]) + (", …" if len(stale) > 3 else "")
+        raise Refused(f"{len(stale)} stages are not up to date ({listed}): run `eckart run` first")
     results = load_results()
-    names = [one.name for one in results.candidates]
+    names = [candidate.name for candidate in results.candidates]
     if name and name not in names:
         raise Refused(f"there is no candidate {name}: write one of {', '.join(names)}")
     if not (chosen := name or results.choice.chosen):
         closed = results.choice.closed
-        lines = "\n".join(f"  {one}: {'; '.join(gate.refusal for gate in some)}" for one, some in closed.items())
-        raise Refused(
-            f"No candidate is within the limits of promotion in params.yaml on validation rows:\n{lines}\n"
-            f"The nearest is {results.choice.nearest}; `eckart promote NAME` takes one to the gates nevertheless"
+        lines = "\n".join(
+            f"  {other}: {'; '.join(gate.refusal for gate in refused)}" for other, refused in closed.items()
         )
-    return _recorded(results, results.named(chosen), {one.name: one.cached for one in planned if one.cached})
+        raise Refused(
+            f"No candidate is within the limits of promotion in params.yaml on validation examples:\n{lines}\n"
+            f"The nearest is {results.choice.nearest}; `eckart promote NAME` takes any candidate to the gates"
+        )
+    return _recorded(results, results.named(chosen), {stage.name: stage.cached for stage in planned if stage.cached})
 
 
-def _recorded(results: Results, one: CandidateResults, outcomes: Mapping[str, Outcome]) -> Recorded:
-    own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == one.name)
-    read = (outcomes["extract"], outcomes["teacher"], *own)
-    measured = results.measured(one)
+def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[str, Outcome]) -> Recorded:
+    name = candidate.name
+    own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == name)
+    read = [item for outcome in (outcomes["extract"], outcomes["teacher"], *own) for item in outcome.deps.items()]
+    measured = results.measured[name]
     return Recorded(
-        name=one.name,
-        content=outcomes[stage_name("finetune", one.name)].outs[str(FINETUNED / one.name)],
-        test=outcomes[stage_name("evaluate", one.name)].deps[str(gates.TEST)],
-        metric=one.recovered,
+        name=name,
+        content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
+        test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
+        metric=candidate.recovered,
         validation=measured.metric,
         teacher=results.dense.score.metric,
         parameters=measured.parameters,
         keep=measured.keep,
         speedup=measured.speedup,
         outcomes=own,
-        inputs={path: md5 for each in read for path, md5 in each.deps.items() if path.startswith(("data/", "models/"))},
+        inputs={path: md5 for path, md5 in read if path.startswith(("data/", "models/"))},
     )
 
 
 def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -> str:
-    """The version with the candidate's files, made if there is none yet, as the challenger.
+    """Return the version with the candidate's files as the challenger; create it if there is none yet.
 
     Raises:
-        Refused: someone went back from it, and it is not to be taken `again`.
+        Refused: it was rolled back, and `again` is False.
     """
     run, experiment = models.origin(terms.study, mirror.key_of(candidate.outcomes))
     version = models.with_content(candidate.content)
     if version and versions.ROLLED_BACK in version.tags and not again:
         raise Refused(
             f"{candidate.name} is version {version.version} of {models.name}, which was "
-            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` takes it nevertheless"
+            f"rolled back at {version.tags[versions.ROLLED_BACK]}: `promote --again` promotes it nevertheless"
         )
     if not version:
         pairs = "text_pair" in load_split("test")
         with tempfile.TemporaryDirectory() as folder:
             saved = Path(folder) / "saved"
             files, continuation = FINETUNED / candidate.name, terms.wanted.continuation
-            exported = any(one.stage == stage_name("export", candidate.name) for one in candidate.outcomes)
+            exported = stage_name("export", candidate.name) in [outcome.stage for outcome in candidate.outcomes]
             onnx = ONNX / candidate.name if exported else None
             model_package.save(files, saved, load_task(), pairs, terms.batch_size, continuation, onnx)
             lineage = _lineage(terms, candidate, run)
@@ -247,7 +249,7 @@ def register(models: Registry, terms: Terms, candidate: Recorded, again: bool) -
 
 
 def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, str]:
-    """Where a version comes from: the study, MLflow's run, data and models, DVC and git."""
+    """Return tags of a version's origin: the study, MLflow's run, data and models, DVC and git."""
     return {
         "eckart.study": terms.study,
         "eckart.candidate": candidate.name,
@@ -261,10 +263,10 @@ def _lineage(terms: Terms, candidate: Recorded, run: str | None) -> dict[str, st
 def gate(
     models: Registry, terms: Terms, candidate: Recorded, version: str, champion: ModelVersion | None
 ) -> tuple[Gate, ...]:
-    """Measure the version, and the champion beside it, with the files that the registry has.
+    """Measure the version and the champion from the registry's files, and return the gates.
 
     Raises:
-        Refused: a gate is closed, the champion cannot be compared with, or the version does not answer.
+        Refused: a gate is not passed, the champion cannot be compared with, or the version does not answer.
     """
     name = f"{candidate.name} (version {version})"
     with tempfile.TemporaryDirectory() as folder:
@@ -273,43 +275,43 @@ def gate(
         if champion:
             place = models.fetch(str(champion.version), Path(folder) / "champion")
             theirs = Champion(place, _called(champion, candidate))
-        found, answers = gates.measure(files, candidate, theirs, terms)
-        if closed := [gate.refusal for gate in found if not gate.passed]:
-            raise Refused("\n  ".join([f"{name} is refused:", *closed]), found)
+        checked, answers = gates.measure(files, candidate, theirs, terms)
+        if closed := [gate.refusal for gate in checked if not gate.passed]:
+            raise Refused("\n  ".join([f"{name} is refused:", *closed]), checked)
         try:
             _smoke(files.parents[1], answers)
         except SmokeFailed as error:
-            raise Refused(f"{name} cannot be served: {error}", found) from error
-    return tuple(found)
+            raise Refused(f"{name} cannot be served: {error}", checked) from error
+    return tuple(checked)
 
 
 def _called(champion: ModelVersion, candidate: Recorded) -> str:
     name = f"version {champion.version}"
     if champion.tags.get(_TEST) == candidate.test:
         return name
-    return f"{name}, which was tested on other rows and may have been trained on some of these"
+    return f"{name}, which was tested on other examples and may have been trained on some of these"
 
 
 def _smoke(version: Path, expected: Sequence[Answers]) -> None:
-    """Ask the version, a folder, what the model that was scored has answered.
+    """Check that the version, a folder, answers what the scored model answered.
 
-    (choice) Of summaries most must be the same, and not all: rounding may turn a choice between two tokens that are as
-    likely, and with it all that follows.
+    (choice) Of summaries only most must be the same: rounding may decide between two equally likely tokens, and with
+    them all that follow.
     """
     answers = ask(str(version), gates.questions())
-    other = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
+    differing = [pair for pair in zip(answers, expected, strict=True) if not _same(*pair)]
     allowed = (len(expected) - 1) // 2 if "summary" in expected[0] else 0
-    if len(other) > allowed:
-        raise SmokeFailed(f"it answers {answers}, where the model that was scored answers {list(expected)}")
+    if len(differing) > allowed:
+        raise SmokeFailed(f"it answers {answers}, but the scored model answers {list(expected)}")
 
 
 def _same(answer: Mapping[str, Any], wanted: Answers) -> bool:
-    """Whether an answer has all that is wanted; it may say more."""
+    """Whether an answer has all wanted values; it may have more."""
     return all(_alike(answer[column], value) for column, value in wanted.items())
 
 
 def _alike(answer: Any, wanted: Any) -> bool:
-    """(choice) A hundredth: batches that are padded otherwise move a loss in bfloat16 by thousandths."""
+    """Whether two values agree to a hundredth (choice): other padding moves a loss in bfloat16 by thousandths."""
     if isinstance(wanted, float) and isinstance(answer, float):
         return math.isclose(answer, wanted, rel_tol=1e-2, abs_tol=1e-2)
     if isinstance(wanted, list) and isinstance(answer, list):
@@ -318,10 +320,10 @@ def _alike(answer: Any, wanted: Any) -> bool:
 
 
 def make_champion(models: Registry, version: str, champion: ModelVersion | None) -> bool:
-    """Make the version the champion; False if `champion` no longer is: then nothing was moved.
+    """Make the version the champion; return False, with nothing moved, if `champion` no longer is.
 
     Raises:
-        Refused: it does not answer as the champion; the one before is the champion again.
+        Refused: it does not answer as the champion; the previous one is the champion again.
     """
     try:
         return models.promote(version, champion)
@@ -331,9 +333,9 @@ def make_champion(models: Registry, version: str, champion: ModelVersion | None)
 
 
 def _write_down(
-    models: Registry, terms: Terms, candidate: Recorded, version: str, found: Sequence[Gate], decision: str
+    models: Registry, terms: Terms, candidate: Recorded, version: str, checked: Sequence[Gate], decision: str
 ) -> None:
-    """Write on the version what was checked, for programs and for people; the registry adds what comes of it."""
+    """Write the gates on the version, for programs and for people; the registry adds the outcome."""
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,
@@ -347,10 +349,10 @@ def _write_down(
         versions.DECISION: decision,
         _TEST: candidate.test,
         "eckart.numbers": json.dumps(numbers),
-        "eckart.gates": json.dumps([gate.plain for gate in found]),
+        "eckart.gates": json.dumps([gate.plain for gate in checked]),
         "prefect.flow_run": str(flow_run.id),
     }
-    rows = pd.DataFrame([gate.row for gate in found], columns=["gate", "value", "limit", ""])
+    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
     table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
     models.describe(version, f"**{candidate.name}**, {clock()}\n\n{decision}\n\n{table}")

@@ -1,4 +1,4 @@
-"""The gates of a promotion: a candidate measured anew, beside the champion, and each number held against its limit."""
+"""The gates of a promotion: score the candidate and the champion again, and hold each number against its limit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tasks.scoring.bootstrap import resampled, standard_error
 
 TEST = SPLITS / "test.parquet"
 SMOKED = 8
-"""Test rows to which a version must answer as the model that was scored does."""
+"""Number of test examples to which a version must give the scored model's answers."""
 
 _LONGEST = 2000  # characters of a running text that a version is asked about
 _UNBOUNDED_DIFFERENCE = 1e-3  # from the record, ÷ the record
 
 
 class Refused(EckartError):
-    """Nothing was promoted; the message says which number failed by how much, or what else stands against it."""
+    """Nothing was promoted; the message says which number failed by how much, or the other reason."""
 
     def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Refused(EckartError):
 
 @dataclass(frozen=True)
 class Terms:
-    """What a promotion reads of params.yaml."""
+    """The parameters of a promotion."""
 
     study: str
     metric: MetricName
@@ -54,33 +54,33 @@ class Terms:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A candidate as the study has recorded it."""
+    """A candidate as the study recorded it."""
 
     name: str
     content: str
     """DVC's digest of its folder."""
     test: str
-    """DVC's digest of the test rows."""
+    """DVC's digest of the test examples."""
     metric: float
-    """On the test rows."""
+    """On the test examples."""
     validation: float
-    """The same on the validation rows, by which it is chosen."""
+    """The metric on the validation examples, which choose."""
     teacher: float
-    """The teacher's metric on the test rows."""
+    """The original model's metric on the test examples."""
     parameters: int
-    """Of its targets."""
+    """Parameters of its target layers."""
     keep: float
-    """The same ÷ those of the teacher's targets."""
+    """Parameters ÷ those of the original model's target layers."""
     speedup: float
     outcomes: tuple[Outcome, ...]
-    """Of its own stages."""
+    """The results of its own stages."""
     inputs: dict[str, str]
-    """Of the data and models that it follows from: path → DVC's digest."""
+    """The data and models that it was made from: path → DVC's digest."""
 
 
 @dataclass(frozen=True)
 class Champion:
-    """The files of the model that is to be replaced, and what to call it."""
+    """The files and the name of the model to replace."""
 
     files: Path
     name: str
@@ -89,16 +89,16 @@ class Champion:
 def measure(
     files: Path, candidate: Recorded, champion: Champion | None, terms: Terms
 ) -> tuple[list[Gate], list[Answers]]:
-    """Score the candidate and the champion on the test rows, as the stages do.
+    """Score the candidate and the champion on the test examples, as the stages do.
 
     Args:
-        files: the candidate as the registry has it.
+        files: the candidate's files in the registry.
 
     Returns:
-        All gates, and what the candidate answers to `questions`.
+        All gates, and the candidate's answers to `questions`.
 
     Raises:
-        Refused: the files or the test rows are not those that the study measured, or the champion cannot be scored.
+        Refused: the files or the test examples are not those of the study, or the champion cannot be scored.
     """
     if digest(TEST) != candidate.test:
         raise Refused(f"{TEST} has changed since the study was found up to date: run `eckart run` first")
@@ -120,7 +120,7 @@ def measure(
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
-    """As the candidate was scored anew, on the rows on which the study has scored the teacher."""
+    """Return the candidate's new score, on the examples on which the study scored the original model."""
     rows = read_rows(Path(), DENSE[0], "dense")
     return Measured(
         metric=scored.score.metric,
@@ -132,14 +132,14 @@ def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
     )
 
 
-def _error(task: Task, one: pd.DataFrame, other: pd.DataFrame) -> float:
-    """The standard error of the difference of two models, by what the same rows contributed to each."""
-    drawn = resampled(task, {"one": one, "other": other})
-    return standard_error(drawn["one"] - drawn["other"])
+def _error(task: Task, ours: pd.DataFrame, theirs: pd.DataFrame) -> float:
+    """Return the standard error of the difference of two models, from their results on the same examples."""
+    drawn = resampled(task, {"ours": ours, "theirs": theirs})
+    return standard_error(drawn["ours"] - drawn["theirs"])
 
 
 def questions() -> pd.DataFrame:
-    """The first test rows without their labels, as a version is asked about them."""
+    """Return the first test examples without their labels, as a version's input."""
     return _smoked(load_task()).drop(columns="label", errors="ignore")
 
 
@@ -149,37 +149,37 @@ def _smoked(task: Task) -> pd.DataFrame:
 
 
 def _same_files(files: Path, candidate: Recorded) -> Gate:
-    found = digest(files) if files.is_dir() else "nothing"
+    content = digest(files) if files.is_dir() else "nothing"
     words = (
-        f"the registry has {found} where the study has measured {candidate.content} ({candidate.name}): "
+        f"the registry has {content}, but the study measured {candidate.content} ({candidate.name}): "
         "delete that version and run `promote` again"
     )
-    return Gate("files other than measured", float(found != candidate.content), 0.0, True, words, "too many")
+    return Gate("files other than measured", float(content != candidate.content), 0.0, True, words, "too many")
 
 
 def as_recorded(metric: float, recorded: float, rows: int, terms: Terms) -> Gate:
-    """The files are the same to the byte; this shows that what runs them is, too.
+    """Compare the metric with the record: the files are equal, and this gate shows that so is the code that runs them.
 
-    Sums are rounded otherwise on another processor, and on some where memory is aligned otherwise. That may move a row
-    whose two likeliest classes are even. A row moves an accuracy by 1 ÷ rows, and an F1 by about twice that. It moves
-    an exact match, a ROUGE or an F1 of answers, which are means over the rows, by 1 ÷ rows at most, even where one
-    other token changes all that is generated after it; and an accuracy of tokens by less. A correlation has no rows on
-    an edge, and moves by far less.
+    Another processor rounds sums differently, and some do so with another alignment of memory. That may flip an example
+    whose two likeliest classes are even. An example moves an accuracy by 1 ÷ examples, and an F1 by about twice that.
+    It moves an exact match, a ROUGE or an F1 of answers, which are means over the examples, by 1 ÷ examples at most,
+    even where one other token changes all that follow; and an accuracy of tokens by less. A correlation moves by far
+    less, because no example is on an edge.
 
-    A perplexity has no rows on an edge and no largest value. It is the exponential of a mean loss, so that what
-    rounding adds to the loss multiplies the perplexity: the limit is relative. (choice) A thousandth is far above the
-    rounding of single precision, and below what one would call a difference between two candidates.
+    A perplexity is the exponential of a mean loss, so that rounding in the loss multiplies it: its limit is relative.
+    (choice) A thousandth is far above the rounding of single precision, and below a notable difference between two
+    candidates.
     """
     difference, allowed = abs(metric - recorded), 2 / rows
     if not METRICS[terms.metric].bounded:
         allowed = _UNBOUNDED_DIFFERENCE * abs(recorded)
     words = f"{_title(terms)} is {short(metric)} here, but the study recorded {short(recorded)}"
-    words += f"; a difference of {short(allowed)} is allowed"
+    words += f"; a difference of at most {short(allowed)} is allowed"
     return Gate("difference from the record", difference, allowed, True, words, "too far off")
 
 
 def gain(metric: float, theirs: float, error: float, champion: Champion, terms: Terms) -> Gate:
-    """What the candidate has over the champion, of which `theirs` is the metric on the same rows.
+    """Return the gate of the gain over the champion, whose metric on the same examples is `theirs`.
 
     Args:
         error: the standard error of the difference.
@@ -187,7 +187,7 @@ def gain(metric: float, theirs: float, error: float, champion: Champion, terms: 
     gained, least = METRICS[terms.metric].worse_by(theirs, metric), terms.wanted.least_gain
     words = f"{_title(terms)} {short(metric)} against {short(theirs)} of the champion ({champion.name}) "
     chance = terms.wanted.chance(error)
-    words += f"is a gain of {short(gained)}; {short(least)} is asked for, less {short(chance)} for chance"
+    words += f"is a gain of {short(gained)}; at least {short(least)} is required, minus {short(chance)} for chance"
     return Gate("gain over the champion", gained, least, False, words, "too low", error, chance)
 
 
@@ -196,7 +196,7 @@ def _title(terms: Terms) -> str:
 
 
 def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, terms: Terms) -> Scored:
-    """What the champion reaches on the test rows of this study; it may come from another one.
+    """Score the champion, which may come from another study, on the test examples of this one.
 
     Args:
         ours: the candidate's tokenizer.
@@ -210,7 +210,7 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
         check_length(model, task.max_length, "data.max_length")
         check_length(model, task.target_length or 0, "data.target_length")
     except (StageError, *UNLOADABLE) as error:
-        raise Refused(f"{what} cannot be loaded for these test rows ({error}): {advice}") from error
+        raise Refused(f"{what} cannot be loaded for these test examples ({error}): {advice}") from error
     if difference := _difference(model, tokenizer, ours, task):
         raise Refused(f"{what} {difference}; they cannot be compared: {advice}")
     return _scored(model, tokenizer, task, terms)
@@ -222,9 +222,9 @@ _NUMBER = "a number"
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
-    """Why the answers of `model` mean something else than this study's, in words; empty where they do not."""
+    """Say why the answers of `model` mean something else than this study's; empty where they do not."""
     known = model.config.architectures or ()
-    if type(model).__name__ not in known:  # its head was then made up for this task
+    if type(model).__name__ not in known:  # its head is then a new one for this task
         return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
     if kind_of(task).outputs_are_labels:
         config = model.config
@@ -252,7 +252,7 @@ def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
 
 @contextmanager
 def _as_stages(threads: int) -> Iterator[None]:
-    """Compute as the stages do, whose number of threads decides the last bits; torch is left as it was."""
+    """Compute as the stages do, with their number of threads, which decides the last bits; then restore torch."""
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -270,5 +270,5 @@ def _as_stages(threads: int) -> Iterator[None]:
 
 
 def digest(path: Path) -> str:
-    """What DVC calls the content of a file or folder."""
+    """Return DVC's digest of a file or folder."""
     return cached_objects.digest_of(cached_objects.measured(path))

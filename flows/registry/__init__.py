@@ -1,1 +1,1 @@
-"""The model registry of MLflow: versions, what one is made of, and how it is asked."""
+"""MLflow's model registry: versions, their packages, and how they answer."""

@@ -1,14 +1,13 @@
-"""The data that the check stage compares with: the training rows of the registry's champion, in data/reference.
+"""The training examples of the registry's champion, in data/reference: the check stage compares new data with them.
 
 They are in DVC's cache under the digests that the champion's version names, so that nothing is stored twice. A run
-brings them before it is planned, and not the promotion, which makes nothing stale; a rollback needs nothing of its own.
+fetches them before it is planned; a promotion does not, because it must make nothing stale.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,19 +25,19 @@ log = logging.getLogger(__name__)
 
 
 def refresh(study: str, model: str) -> None:
-    """Make data/reference the rows that the champion of `model` learned from, or empty if it is not of this `study`.
+    """Fill data/reference with the champion's training examples, or empty it if the champion is of another study.
 
-    Where the registry fails it stays as it is.
+    Where the registry fails, the folder stays as it is.
     """
     REFERENCE.mkdir(parents=True, exist_ok=True)
     try:
         digests = _digests(study, model)
     except Exception as error:  # a store may fail in any way; the study does without
-        log.warning("the champion's data are not looked up (%s): %s stays as it is", shown(str(error)), REFERENCE)
+        log.warning("the champion's data cannot be looked up (%s): %s stays as it is", shown(str(error)), REFERENCE)
         return
     cache = stages.cache_dir()
-    if not _had(cache, digests):
-        log.warning("neither the cache nor the remote has the rows that the champion learned from: nothing compared")
+    if not _are_cached(cache, digests):
+        log.warning("neither the cache nor the remote has the champion's training examples: nothing is compared")
         digests = {}
     for part in PARTS:
         if part in digests:
@@ -48,17 +47,17 @@ def refresh(study: str, model: str) -> None:
 
 
 def _digests(study: str, model: str) -> dict[str, str]:
-    """Part of the reference → DVC's digest of it; none where the study has no champion."""
-    users = os.environ.get("MLFLOW_TRACKING_URI")
-    if not (users or database.FILE.exists() or last_champion.last(model)):
+    """Return DVC's digest of each part of the reference; none where the study has no champion."""
+    if database.is_local() and not database.FILE.exists() and not last_champion.last(model):
         return {}  # the first run here: MLflow would need seconds to make a database
-    client = MlflowClient(users or database.address())
-    found = [one.aliases.get("champion") for one in client.search_registered_models(f"name = '{model}'")]
-    if not any(found):
+    client = MlflowClient(database.address())
+    registered = client.search_registered_models(f"name = '{model}'")
+    version = next((entry.aliases.get("champion") for entry in registered), None)
+    if not version:
         if last_champion.last(model):
-            raise LookupError("the registry knows no champion, and this workspace has had one")
+            raise LookupError("the registry has no champion, but this workspace has had one")
         return {}
-    champion = client.get_model_version(model, str(found[0]))
+    champion = client.get_model_version(model, str(version))
     if champion.tags.get("eckart.study") != study:
         return {}
     inputs: Mapping[str, str] = json.loads(champion.tags.get("dvc.inputs", "{}"))
@@ -66,19 +65,19 @@ def _digests(study: str, model: str) -> dict[str, str]:
     return {part: digest for part, digest in parts.items() if digest}
 
 
-def _had(cache: Path, digests: Mapping[str, str]) -> bool:
-    """Whether the cache has these, after the remote was asked for what it lacks."""
+def _are_cached(cache: Path, digests: Mapping[str, str]) -> bool:
+    """Whether the cache has all digests, after fetching the missing ones from the remote."""
     cached_objects.discard_corrupt(cache, digests.values())
-    lacking = [digest for digest in digests.values() if cached_objects.missing(cache, digest)]
-    if lacking:
+    absent = [digest for digest in digests.values() if cached_objects.missing(cache, digest)]
+    if absent:
         try:
-            dvc_transport.fetch_objects(lacking)
+            dvc_transport.fetch_objects(absent)
         except EckartError as error:
             log.warning("%s", error)
-    return not any(cached_objects.missing(cache, digest) for digest in lacking)
+    return not any(cached_objects.missing(cache, digest) for digest in absent)
 
 
 def _put(cache: Path, digest: str, target: Path) -> None:
-    """Leave a file that is as it should be: DVC would read it again."""
+    """Copy an object from the cache, unless the file is there: DVC would hash a new one again."""
     if not target.exists() or cached_objects.measured(target) != {"": digest}:
         cached_objects.copy(cache, digest, target)

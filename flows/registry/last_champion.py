@@ -1,7 +1,4 @@
-"""The last champion of each model, noted in the workspace.
-
-Without it a registry that was lost would look like a new one.
-"""
+"""The last champion of each model, noted in the workspace, to tell a lost registry from a new one."""
 
 from __future__ import annotations
 
@@ -30,12 +27,12 @@ _Champions = TypeAdapter(dict[str, Noted])
 
 
 def last(model: str) -> Noted | None:
-    """The last champion of the model, if this workspace has had one."""
+    """Return the last champion of the model, if this workspace has had one."""
     return _read().get(model)
 
 
 def note(model: str, champion: Noted) -> None:
-    """Note that a version of the model is the champion; a disk that is full is no failure of a promotion."""
+    """Note that a version of the model is the champion; a full disk does not fail the promotion."""
     known = _read()
     if known.get(model) == champion:
         return

@@ -1,4 +1,4 @@
-"""Whose turn it is: one promotion or rollback of a model at a time, on all machines where the registry can tell."""
+"""A lock for one promotion or rollback of a model at a time, across machines where the registry is PostgreSQL."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from sqlalchemy.pool import NullPool
 
 log = logging.getLogger(__name__)
 
-# A machine that vanished without a word loses its turn after two minutes; the system's default is two hours.
+# A machine that disappears loses the lock after two minutes; the system's default is two hours.
 _KEEPALIVE = "SET tcp_keepalives_idle = 60; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 6"
 
 
 @contextmanager
 def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
-    """Have a model of a registry to oneself, once nobody else has.
+    """Hold the lock on a model of a registry; wait for it first.
 
-    In PostgreSQL the turn is an advisory lock of the database, which holds for all that connect to it, on any machine.
-    With any other registry it is a lock on a file, which holds for this user on this machine.
+    In PostgreSQL it is an advisory lock of the database, which holds on all machines that connect to it. With any other
+    registry it is a lock on a file, which holds for this user on this machine.
 
     Args:
-        address: of the registry, one for all spellings of it.
+        address: of the registry, in one spelling.
 
     Yields:
-        What raises `sqlalchemy.exc.SQLAlchemyError` where the turn was lost: the database has ended it.
+        A function that raises `sqlalchemy.exc.SQLAlchemyError` if the database has ended the lock.
     """
     with _in_database(address, name) if address.startswith("postgresql") else _on_machine(address, name) as check:
         yield check
@@ -41,7 +41,7 @@ def turn(address: str, name: str) -> Iterator[Callable[[], None]]:
 def _in_database(address: str, name: str) -> Iterator[Callable[[], None]]:
     key = {"key": int.from_bytes(hashlib.sha256(f"eckart {name}".encode()).digest()[:8], signed=True)}
     engine = create_engine(address, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-    with engine.connect() as session:  # the lock ends with it, also where a kill or a restart ends it
+    with engine.connect() as session:  # the lock ends with the session, also after a kill or a restart
 
         def check() -> None:
             session.execute(text("SELECT 1"))

@@ -1,8 +1,8 @@
-"""The model registry: the versions of one model, and which of them is the champion.
+"""The model registry: the versions of one model, one of which is the champion.
 
-The truth is in the alias `champion`, which one operation moves, and in tags: when a version became the champion, and
-whether someone went back from it. The aliases `previous` and `challenger` are derived from them, so that what a kill
-leaves half done can be put right.
+The alias `champion`, which one operation moves, and tags hold the truth: when a version became the champion, and
+whether it was rolled back. The aliases `previous` and `challenger` are derived from them, so that an operation that was
+killed half way can be repaired.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import shown
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
-from flows.registry.previous_version import NothingBefore
 from flows.registry.promotion_lock import turn
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database, mirror
@@ -38,13 +37,13 @@ CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
 CONTENT = "dvc.md5"
 """Tag: DVC's digest of the model's folder. Two versions never have the same."""
 PROMOTED_AT = "eckart.promoted_at"
-"""Tag: when the version became the champion, the last time that it did. Sorted as text, it is sorted by time."""
+"""Tag: when the version last became the champion. The text sorts by time."""
 SMOKE = "eckart.smoke"
 """Tag: `pending` from before the alias is moved until the version has answered under it."""
 DECISION = "eckart.decision"
-"""Tag: what came of the promotion, in words."""
+"""Tag: the outcome of the promotion, in words."""
 ROLLED_BACK = "eckart.rolled_back"
-"""Tag: when someone went back from this version to the one before it."""
+"""Tag: when this version was rolled back to the one before it."""
 
 _PENDING = "pending"
 _SQLITE = "sqlite:///"
@@ -55,7 +54,11 @@ class RegistryError(EckartError):
 
 
 class RegistryLost(RegistryError):
-    """The registry knows no champion, and the workspace has had one; the message says which and what to do."""
+    """The registry has no champion, although the workspace has had one; the message says which and what to do."""
+
+
+class NothingBefore(EckartError):
+    """There is no version to go back to, or none to go back from."""
 
 
 @contextmanager
@@ -66,36 +69,35 @@ def _explained(*kinds: type[Exception]) -> Iterator[None]:
         cause = " ".join(shown(str(error)).split())
         raise RegistryError(
             f"the model registry at {_place()} failed: {cause}. Run again when it works: "
-            "what was begun is then finished or undone"
+            "the next run finishes or undoes what was begun"
         ) from error
 
 
 @contextmanager
 def connected(name: str, first: bool = False) -> Iterator[Registry]:
-    """The registry of model `name`: the user's, or that of the workspace, which is the working directory.
+    """Open the registry of model `name` for one process at a time; others wait.
 
-    One process at a time has it, others wait: on all machines where the registry is a PostgreSQL database, else of this
-    user on this machine.
+    It is the registry of the environment, or that of the working directory. With PostgreSQL the lock holds on all
+    machines, otherwise for this user on this machine.
 
     Args:
-        first: whether it may be without a champion though the workspace has had one.
+        first: whether it may be without a champion although the workspace has had one.
 
     Raises:
         RegistryError: it fails, now or while it is used.
-        RegistryLost: it knows no champion, and the workspace has had one.
+        RegistryLost: it has no champion, although the workspace has had one.
     """
     database.set_aside_damaged()
     users = os.environ.get("MLFLOW_TRACKING_URI")
-    store = _absolute(users or database.address())
-    registry = _absolute(os.environ.get("MLFLOW_REGISTRY_URI", store))
+    registry = _absolute(database.registry_address())
     with _explained(SQLAlchemyError, ImportError), turn(registry, name) as check:
-        mlflow.set_tracking_uri(store)  # the processes that ask versions inherit it
+        mlflow.set_tracking_uri(_absolute(database.address()))  # the processes that ask versions inherit it
         try:
             with _explained(Exception):  # a database fails to open in many ways
                 client = MlflowClient()
                 client.search_registered_models(max_results=1)
             with _explained(MlflowException):
-                models = Registry(name, client, not users, check)
+                models = Registry(name, client, check)
                 models.look_for_champion(first)
                 yield models
         finally:
@@ -103,39 +105,38 @@ def connected(name: str, first: bool = False) -> Iterator[Registry]:
 
 
 def _place() -> str:
-    """Where the registry is, without a password."""
+    """Return the registry's address without its password."""
     return shown(mlflow.get_registry_uri())
 
 
 def _absolute(address: str) -> str:
-    """The same for every spelling of a path, so that all who mean one database take turns."""
+    """Return one spelling for every spelling of a path, so that one database has one lock."""
     kind, path = address[: len(_SQLITE)], address[len(_SQLITE) :]
     return f"{_SQLITE}{Path(path).resolve()}" if kind == _SQLITE else address
 
 
 class Registry:
-    """The versions of one model; `local` if the store is the workspace's own, `check` raises once the turn is lost."""
+    """The versions of one model; `check` raises once the lock on it is lost."""
 
-    def __init__(self, name: str, client: MlflowClient, local: bool, check: Callable[[], None]) -> None:
+    def __init__(self, name: str, client: MlflowClient, check: Callable[[], None]) -> None:
         self.name = name
         self.client = client
-        self._local = local
         self._check = check
 
     def _models(self) -> list[RegisteredModel]:
         return list(self.client.search_registered_models(f"name = '{self.name}'"))
 
     def aliases(self) -> dict[str, str]:
-        """Alias → version."""
-        found = [one.aliases for one in self._models()]
-        return {alias: str(number) for one in found for alias, number in one.items()}  # a database gives numbers
+        """Return the version of each alias."""
+        aliases = (item for model in self._models() for item in model.aliases.items())
+        return {alias: str(number) for alias, number in aliases}  # a database gives numbers
 
     def version(self, number: str) -> ModelVersion:
-        """A version as it is now, tags included."""
+        """Return a version as it is now, tags included."""
         return self.client.get_model_version(self.name, number)
 
     def champion(self) -> ModelVersion | None:
-        """The version under the alias `champion`."""
+        """Return the version under the alias `champion`."""
         number = self.aliases().get(CHAMPION)
         return self.version(number) if number else None
 
@@ -143,25 +144,25 @@ class Registry:
         """Note the champion in the workspace.
 
         Args:
-            first: whether there may be none though the workspace has had one.
+            first: whether there may be none although the workspace has had one.
 
         Raises:
-            RegistryLost: there is none, and there may not.
+            RegistryLost: there is none, although the workspace has had one.
         """
         if champion := self.champion():
             if champion.tags.get(SMOKE) != _PENDING:
                 self._note(str(champion.version))
         elif not first and (had := self._had()):
             raise RegistryLost(
-                f"the model registry at {_place()} knows no champion of {self.name}, and this workspace has had {had}. "
-                "Bring that registry back, or begin anew with `eckart promote --first`"
+                f"the model registry at {_place()} has no champion of {self.name}, but this workspace has had {had}. "
+                "Restore that registry, or start a new one with `eckart promote --first`"
             )
 
     def _had(self) -> str:
-        """The last champion, in words, or where one may be that was not noted here."""
+        """Return in words the last champion, or the place of one that was not noted here."""
         if noted := last_champion.last(self.name):
             return f"version {noted.version} in {noted.registry}"
-        damaged = database.damaged() if self._local else []
+        damaged = database.damaged() if database.is_local() else []
         return f"another registry, which is kept as {damaged[-1]}" if damaged else ""
 
     def _note(self, number: str) -> None:
@@ -170,34 +171,34 @@ class Registry:
     def before(self, version: ModelVersion) -> str | None:
         """The champion before `version`; None if there was none, or if the alias was set by hand: then none is known.
 
-        That is the version promoted last before it, leaving out those that someone went back from. A version that has
-        yet to answer comes after all others.
+        That is the version promoted last before it, without those that were rolled back. A version that has yet to
+        answer comes after all others.
         """
         pending = version.tags.get(SMOKE) == _PENDING
-        promoted = [one for one in self._promoted() if one.version != version.version]
-        earlier = [one for one in promoted if pending or _when(one) < version.tags.get(PROMOTED_AT, "")]
+        promoted = [other for other in self._promoted() if other.version != version.version]
+        earlier = [other for other in promoted if pending or _when(other) < version.tags.get(PROMOTED_AT, "")]
         return str(earlier[-1].version) if earlier else None
 
     def _promoted(self) -> list[ModelVersion]:
-        """Those that were the champion and that nobody went back from, the latest last."""
-        found = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted((one for one in found if PROMOTED_AT in one.tags and ROLLED_BACK not in one.tags), key=_when)
+        """Return the versions that became the champion and were not rolled back, the latest last."""
+        versions = self.client.search_model_versions(f"name = '{self.name}'")
+        return sorted((one for one in versions if PROMOTED_AT in one.tags and ROLLED_BACK not in one.tags), key=_when)
 
     def _now(self) -> str:
-        """The time, as it is sorted; just after the last promotion where the clock has gone back since."""
+        """Return the time; just after the last promotion if the clock was set back since."""
         last = max(map(_when, self._promoted()), default="")
         now = _stamp(datetime.now(UTC))
         return now if now > last else _stamp(datetime.fromisoformat(last) + timedelta(microseconds=1))
 
     def origin(self, study: str, key: str) -> tuple[str | None, str]:
-        """MLflow's run of the candidate whose stages have `key`, if MLflow knows it, and the study's experiment."""
-        experiment = mirror.experiment(self.client, study, self._local)
+        """Return MLflow's run of the candidate whose stages have `key`, or None, and the study's experiment."""
+        experiment = mirror.experiment(self.client, study)
         return mirror.find(self.client, experiment, key), experiment
 
     def with_content(self, content: str) -> ModelVersion | None:
-        """The version whose files have DVC's digest `content`."""
-        found = self.client.search_model_versions(f"name = '{self.name}' and tags.`{CONTENT}` = '{content}'")
-        return min(found, key=lambda version: int(version.version), default=None)
+        """Return the version whose files have DVC's digest `content`."""
+        versions = self.client.search_model_versions(f"name = '{self.name}' and tags.`{CONTENT}` = '{content}'")
+        return min(versions, key=lambda version: int(version.version), default=None)
 
     def mark(self, number: str, tags: Mapping[str, str]) -> None:
         for key, value in tags.items():
@@ -213,13 +214,13 @@ class Registry:
     def add(
         self, saved: Path, label: str, content: str, experiment: str, run: str | None, tags: Mapping[str, str]
     ) -> ModelVersion:
-        """Store the model that `package.save` wrote to `saved` and make it a version.
+        """Store the model that `model_package.save` wrote to `saved` and make it a version.
 
         Args:
             label: the candidate's name.
             content: DVC's digest of its folder.
             experiment: the id of MLflow's experiment that the model belongs to.
-            run: the id of MLflow's run that made it, if it is known.
+            run: the id of MLflow's run that made it, if known.
             tags: of the version, besides that of its content.
         """
         logged = self.client.create_logged_model(experiment, label.replace(".", "_"), run, {CONTENT: content})
@@ -238,9 +239,9 @@ class Registry:
         )
 
     def fetch(self, number: str, folder: Path) -> Path:
-        """Download a version into `folder`; the path of its Hugging Face folder, if it is as `promote` made it.
+        """Download a version into `folder`; return the path of its Hugging Face folder, if `promote` made it.
 
-        Two folders above that is the version as MLflow loads it.
+        MLflow loads the version from two folders above that.
         """
         source = self.client.get_model_version_download_uri(self.name, number)
         try:
@@ -263,29 +264,29 @@ class Registry:
             raise
 
     def promote(self, number: str, before: ModelVersion | None) -> bool:
-        """Make a version the champion in place of `before`, and see that it answers as such.
+        """Make a version the champion in place of `before`, and check that it answers as such.
 
         Returns:
-            Whether it is the champion now; if not, someone else has moved the alias since `before` was read.
+            True if it is the champion now; False if someone else has moved the alias since `before` was read.
 
         Raises:
-            SmokeFailed: it does not answer; the champion is again the one before, or none where there was none.
+            SmokeFailed: it does not answer; the previous champion is back, or none where there was none.
         """
         self.mark(number, {SMOKE: _PENDING})
         if self.aliases().get(CHAMPION) != (str(before.version) if before else None):
             return False
-        if before and before.version not in [one.version for one in self._promoted()[-1:]]:
-            # Someone made it the champion by hand: it counts as promoted now, so that one can go back to it.
+        if before and before.version not in [last.version for last in self._promoted()[-1:]]:
+            # Someone set it by hand: it counts as promoted now, so that a rollback can return to it.
             self._unmark(before.version, ROLLED_BACK)
             self.mark(before.version, {PROMOTED_AT: self._now()})
         self._move(number)
         return self._confirm(number)
 
     def settle(self) -> None:
-        """Finish or undo what a killed promotion or rollback left behind.
+        """Finish or undo a promotion or rollback that was killed.
 
         Raises:
-            SmokeFailed: a champion that was not seen to answer does not; it was taken back.
+            SmokeFailed: the unconfirmed champion does not answer; it was taken back.
         """
         champion = self.champion()
         if champion and champion.tags.get(SMOKE) == _PENDING:
@@ -293,10 +294,10 @@ class Registry:
         self._follow()
 
     def roll_back(self) -> tuple[str, str]:
-        """Go back to the version that the champion replaced, if it answers; from and to which.
+        """Go back to the version that the champion replaced, if it answers; return the old and the new champion.
 
         Raises:
-            SmokeFailed: it does not; nothing was moved.
+            SmokeFailed: it does not answer; nothing was moved.
             NothingBefore: there is no champion, or none before it.
         """
         champion = self.champion()
@@ -313,7 +314,7 @@ class Registry:
         return str(champion.version), before
 
     def _confirm(self, number: str) -> bool:
-        """See that the champion, which is version `number`, answers under its alias; if it does not, take it back.
+        """Check that the champion, version `number`, answers under its alias; if it does not, take it back.
 
         Returns:
             Whether it still is the champion.
@@ -337,25 +338,25 @@ class Registry:
         return True
 
     def _take_back(self, number: str) -> None:
-        """Make the champion before version `number` the champion again; if there was none, there is none."""
-        self._unmark(number, PROMOTED_AT)  # nobody should go back to what does not answer
+        """Make the champion before version `number` the champion again; without one, remove the alias."""
+        self._unmark(number, PROMOTED_AT)  # a rollback must not return to a version that does not answer
         if before := self.before(self.version(number)):
             self._move(before)
         else:
             self._drop(CHAMPION)
 
     def _conclude(self, number: str, decision: str) -> None:
-        """Write what came of a promotion, below what was checked."""
+        """Write the outcome of a promotion below its gates."""
         self.mark(number, {DECISION: decision})
         self.describe(number, f"{self.version(number).description or ''}\n\n{decision}".strip())
 
     def _move(self, number: str) -> None:
-        self._check()  # as late as can be: MLflow connects anew where the database was started again
+        self._check()  # as late as possible: MLflow reconnects to a database that was restarted
         self.client.set_registered_model_alias(self.name, CHAMPION, number)
         self._follow()
 
     def _follow(self) -> None:
-        """Bring the other aliases after the champion."""
+        """Set the other aliases by the champion."""
         if not (champion := self.champion()):
             return
         if PROMOTED_AT in champion.tags:  # else it was set by hand, or has yet to answer
@@ -384,5 +385,5 @@ def _stamp(moment: datetime) -> str:
 
 
 def clock() -> str:
-    """Now, as people read it."""
+    """Return the time for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -110,7 +110,7 @@ def _mlflow(port: int) -> Iterator[tuple[Page, subprocess.Popen[bytes] | None]]:
         ServerError: another program has the port, or a server of ours for another store.
     """
     database.set_aside_damaged()
-    store, address = os.environ.get("MLFLOW_TRACKING_URI", database.address()), f"http://{settings.LOOPBACK}:{port}"
+    store, address = database.address(), f"http://{settings.LOOPBACK}:{port}"
     if store.startswith("http"):
         shows = f"{_study()}, at the server that MLFLOW_TRACKING_URI names"
         yield Page(redaction.shown(store), shows, ours=False, remote=True), None

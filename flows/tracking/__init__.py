@@ -1,1 +1,1 @@
-"""MLflow is told what DVC knows: a projection of it, which can be made again."""
+"""A projection of DVC's results to MLflow, which can be repeated."""

@@ -1,4 +1,4 @@
-"""MLflow's database in the workspace, and what becomes of a damaged one."""
+"""Where MLflow is: the server of the environment or else a database in the workspace, set aside once it is damaged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,31 @@ _LOCK = Path(".eckart/mlflow.lock")
 
 
 def address() -> str:
-    """Of the database of this workspace, which is the working directory."""
+    """Return the tracking store's address: MLFLOW_TRACKING_URI, or the database in the working directory."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or _own()
+
+
+def registry_address() -> str:
+    """Return the model registry's address: MLFLOW_REGISTRY_URI, or that of the tracking store."""
+    return os.environ.get("MLFLOW_REGISTRY_URI") or address()
+
+
+def is_local() -> bool:
+    """Whether the tracking store is the workspace's own database."""
+    return address() == _own()
+
+
+def _own() -> str:
     return f"sqlite:///{FILE.resolve()}"
 
 
 def set_aside_damaged() -> str:
-    """Give a damaged database another name, so that MLflow begins a new one; what was done, in words, or nothing.
+    """Rename a damaged database so that MLflow begins a new one; return a message, empty if nothing was done.
 
-    Results are in DVC, and MLflow is told of them again. What DVC does not have is the registry: it is lost unless the
-    damaged file can be repaired.
+    Results are in DVC, from where MLflow is filled again. The registry is not: it is lost unless the damaged file can
+    be repaired.
     """
-    if os.environ.get("MLFLOW_TRACKING_URI") or not FILE.exists() or not (cause := _damage()):
+    if not is_local() or not FILE.exists() or not (cause := _damage()):
         return ""
     _LOCK.parent.mkdir(exist_ok=True)
     with _LOCK.open("w") as lock:
@@ -39,31 +53,31 @@ def set_aside_damaged() -> str:
             if (journal := FILE.with_name(FILE.name + ending)).exists():
                 journal.replace(aside.with_name(aside.name + ending))
         FILE.replace(aside)
-    said = (
-        f"{FILE} is damaged ({cause}) and is kept as {aside}. MLflow begins a new one and is told again what DVC has; "
+    message = (
+        f"{FILE} is damaged ({cause}) and is kept as {aside}. MLflow begins a new one and is filled again from DVC; "
         f"the model registry, with its champion, was in it: `sqlite3 {aside} .recover` may bring it back"
     )
-    log.warning("%s", said)
-    return said
+    log.warning("%s", message)
+    return message
 
 
 def damaged() -> list[Path]:
-    """Databases that were set aside."""
+    """Return the databases that were set aside."""
     return sorted(FILE.parent.glob(f"{FILE.name}.damaged*"))
 
 
 def _damage() -> str:
-    """What is wrong with the database, by SQLite's own check of all its pages; nothing if it is merely locked."""
+    """Return what SQLite's check of all pages finds wrong; empty if the file is sound or merely locked."""
     try:
         with closing(sqlite3.connect(f"{FILE.resolve().as_uri()}?mode=rw", uri=True)) as connection:
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError:  # locked, or not readable: MLflow says so
         return ""
     except sqlite3.DatabaseError as error:
         return str(error)
-    return "" if found == "ok" else " ".join(str(found).split())
+    return "" if verdict == "ok" else " ".join(str(verdict).split())
 
 
 def _unused(path: Path) -> Path:
     others = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(one for one in chain([path], others) if not one.exists())
+    return next(candidate for candidate in chain([path], others) if not candidate.exists())

@@ -1,7 +1,7 @@
-"""MLflow as a projection of DVC: a parent run per study run, a child run per candidate that was made in it.
+"""Mirror study runs to MLflow: a parent run per study run, and a child run per candidate made in it.
 
-Everything here is read from stage outcomes and stage outputs, so that what MLflow missed (a new database, a server that
-was down, a `dvc repro` by hand) is backfilled by the next study run. No failure of MLflow stops a study.
+Everything is read from stage outcomes and stage outputs, so that the next study run backfills what MLflow missed (a new
+database, a server that was down, a `dvc repro` by hand). No failure of MLflow stops a study.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import subprocess
 import threading
@@ -52,15 +51,15 @@ _POLL = 1.0  # seconds between two looks at a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
 _TIMES = "benchmark"  # the stage that times all candidates at once
-_TIMES_KEY = "dvc.times"  # of the times that a candidate's run has
+_TIMES_KEY = "dvc.times"  # tag: the key of the times that a candidate's run has
 LINEAGE = "lineage.json"
-"""Artifact of a study's run: the run of each candidate, and what each stage read and wrote, by DVC's digests."""
-_OF_THE_BEST = ("validation.metric", "recovered.metric", "target_parameters")  # that its parent run has
-_OTHER_CURVES = ("search", "control")  # folder or file of the curves that are not of a recovery or the teacher
+"""Artifact of a study's run: the run of each candidate, and the inputs and outputs of each stage by DVC's digests."""
+_BEST_METRICS = ("validation.metric", "recovered.metric", "target_parameters")  # logged in the parent run, too
+_OTHER_CURVES = ("search", "control")  # folder or file of the curves that belong to neither a recovery nor the teacher
 
 
 def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concatenate[Mirror, P], None]:
-    """A method that needs MLflow: where that fails, one warning says so and the study goes on without it."""
+    """Wrap a method that needs MLflow: its first failure is a warning, and the study goes on without MLflow."""
 
     @wraps(method)
     def forgiving(self: Mirror, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -76,7 +75,7 @@ def _mirrored(method: Callable[Concatenate[Mirror, P], None]) -> Callable[Concat
 
 
 class Mirror:
-    """What MLflow is told of one study run, in the working directory."""
+    """Logs one study run of the working directory to MLflow."""
 
     def __init__(self, study: str, planned: Sequence[Planned], tags: Mapping[str, str]) -> None:
         self.study = study
@@ -86,32 +85,31 @@ class Mirror:
             _WORKSPACE: f"{platform.node()} {Path.cwd()}",
         }
         self.origin = {MLFLOW_SOURCE_NAME: "eckart run", MLFLOW_SOURCE_TYPE: _LOCAL, **tags, **git()}
-        """What made the results: of the parent, and of candidates for which something ran."""
+        """Tags of what made the results, for the parent and for candidates with executed stages."""
         self.down = False
         self.lineage: dict[str, str] = {}
         """Candidate → the run that made it, in this study run or an earlier one."""
         self._stages: dict[str, list[str]] = {}
-        for one in planned:
-            self._stages.setdefault(candidate_of(one.name), []).append(one.name)
+        for stage in planned:
+            self._stages.setdefault(candidate_of(stage.name), []).append(stage.name)
         self._shared = _shared(planned)
-        cached = [one.cached for one in planned if one.cached]
+        cached = [stage.cached for stage in planned if stage.cached]
         self._known_key = key_of(cached) if len(cached) == len(planned) else ""
-        """Of the whole study, where nothing is to be run."""
+        """The key of the whole study, where nothing is to be run."""
         self._outcomes: dict[str, Outcome] = {}
         self._children: dict[str, str] = {}
         self._models: dict[str, str] = {}
         self._points: Counter[tuple[str, str]] = Counter()
-        """Candidate and prefix of a curve's metrics → its points that were logged."""
+        """Candidate and prefix of a curve's metrics → number of its points that were logged."""
         self._guard = threading.RLock()
         self._machine: SystemMetricsMonitor | None = None
-        """Logs processor, memory, disk and network of this machine in the parent run, every ten seconds."""
+        """Logs CPU, memory, disk and network of this machine in the parent run, every ten seconds."""
 
     @_mirrored
     def start(self, parameters: Mapping[str, Any]) -> None:
-        """Open the parent run; if nothing is to be run and MLflow has a run that says so, that is the parent."""
-        users = os.environ.get("MLFLOW_TRACKING_URI")
-        self.client = MlflowClient(users or database.address())
-        self.experiment = experiment(self.client, self.study, local=not users)
+        """Open the parent run; if nothing is to be run, take the finished run with the same results, if any."""
+        self.client = MlflowClient(database.address())
+        self.experiment = experiment(self.client, self.study)
         self._end_abandoned()
         self._parameters = _params(parameters)
         earlier = find(self.client, self.experiment, self._known_key) if self._known_key else None
@@ -128,12 +126,12 @@ class Mirror:
         return str(run)
 
     def _name(self) -> str:
-        """What a person reads in the list of runs: how many candidates there are, and in the end what was done."""
+        """Return the name in the list of runs: the number of candidates, and in the end what was done."""
         count = sum(bool(candidate) for candidate in self._stages)
         return f"{self.study}: {count} candidate{'s' * (count != 1)}"
 
     def _end_abandoned(self) -> None:
-        """Runs whose flow was killed, or lost MLflow, would stay RUNNING for ever."""
+        """End runs whose flow was killed or lost MLflow, which would stay RUNNING for ever."""
         for run in self.client.search_runs([self.experiment], "attributes.status = 'RUNNING'"):
             process = run.data.tags.get(_PROCESS)
             if process and _is_gone(process):
@@ -141,7 +139,7 @@ class Mirror:
 
     @contextmanager
     def following(self, planned: Planned) -> Iterator[None]:
-        """While a stage runs that trains, log its curve as it grows: a candidate's in its run, else in the parent."""
+        """While a training stage runs, log its curve as it grows: in the candidate's run, else in the parent."""
         candidate = candidate_of(planned.name)
         if candidate:
             self._open(candidate, self.origin)
@@ -165,7 +163,7 @@ class Mirror:
     @_mirrored
     def _open(self, candidate: str, origin: Mapping[str, str]) -> None:
         with self._guard:
-            if self._is_known:  # but that run knows nothing of this candidate
+            if self._is_known:  # but that run has no such candidate
                 self.parent, self._is_known = self._new_parent(), False
             if candidate not in self._children:
                 tags = {**self.tags, **origin, MLFLOW_PARENT_RUN_ID: self.parent, "eckart.candidate": candidate}
@@ -174,10 +172,10 @@ class Mirror:
 
     @_mirrored
     def _log_curve(self, candidate: str, file: Path) -> None:
-        """Log the points of the curve that were not logged yet; a line still being written waits.
+        """Log the new points of the curve, without a line that is still being written.
 
-        A candidate trains up to twice, before its factorization and after, and the parent has the teacher and the
-        control: two curves, and two sets of names.
+        A candidate trains up to twice, before and after its factorization, and the parent has the teacher and the
+        control: hence a prefix for the second of two curves.
         """
         part = next((name for name in _OTHER_CURVES if name in (file.parent.name, file.stem)), "")
         prefix = f"{part}." if part else ""
@@ -194,19 +192,19 @@ class Mirror:
 
     @_mirrored
     def record(self, outcome: Outcome) -> None:
-        """Note that a stage is done; after its last stage a candidate's run is completed, or an earlier one found."""
+        """Note that a stage is done; after a candidate's last stage complete its run, or find an earlier one."""
         with self._guard:
             self._outcomes[outcome.stage] = outcome
             for candidate, stages in self._stages.items():
-                told = [*self._shared, *stages]
-                if candidate and outcome.stage in told and all(name in self._outcomes for name in told):
+                own = [*self._shared, *stages]
+                if candidate and outcome.stage in own and all(name in self._outcomes for name in own):
                     self._complete(candidate)
-                if candidate and outcome.stage in (*told, _TIMES):
+                if candidate and outcome.stage in (*own, _TIMES):
                     self._log_times(candidate)
 
     def page(self, run: str | None = None) -> str:
-        """The address of a run's page, by default the parent's; the experiment's must have been found."""
-        address = os.environ.get("MLFLOW_TRACKING_URI", "")
+        """Return the address of a run's page, by default the parent's; call `start` before."""
+        address = database.address()
         server = shown(address).rstrip("/") if address.startswith("http") else MLFLOW_ADDRESS
         return f"{server}/#/experiments/{self.experiment}/runs/{run or self.parent}"
 
@@ -218,7 +216,7 @@ class Mirror:
             if other := self._elsewhere(candidate):
                 self.lineage[candidate] = other
                 return
-            # Made before this study run, by `dvc repro` or while MLflow was away: by which code is not known here.
+            # Made before this study run, by `dvc repro` or while MLflow was away, from an unknown revision.
             self._open(candidate, _BACKFILLED)
         if candidate in self._children:
             metrics = self._fill(candidate, outcomes)
@@ -227,7 +225,7 @@ class Mirror:
         self._models[candidate] = self._model(candidate, finished[0], outcomes, metrics)
 
     def _model(self, candidate: str, run: Run, outcomes: Sequence[Outcome], metrics: Sequence[Metric]) -> str:
-        """The id of the candidate's model in MLflow, made where there is none; its run tells it the `metrics` again."""
+        """Return the id of the candidate's model in MLflow; create it with the `metrics` of its run if needed."""
         if run.outputs and run.outputs.model_outputs:
             return str(run.outputs.model_outputs[0].model_id)
         key = key_of(outcomes)
@@ -240,16 +238,16 @@ class Mirror:
         return str(model.model_id)
 
     def _elsewhere(self, candidate: str) -> str | None:
-        """The run of another flow in this workspace, at the same time, which has yet to be completed."""
+        """Return the open run of another flow that runs in this workspace at the same time."""
         query = f"attributes.status = 'RUNNING' and tags.`eckart.candidate` = '{candidate}'"
-        open_ones = self.client.search_runs([self.experiment], query)
-        for tags, run in ((one.data.tags, one.info.run_id) for one in open_ones):
+        for run in self.client.search_runs([self.experiment], query):
+            tags = run.data.tags
             if tags.get(_WORKSPACE) == self.tags[_WORKSPACE] and tags.get(_PROCESS) != self.tags[_PROCESS]:
-                return str(run)
+                return str(run.info.run_id)
         return None
 
     def _single(self, key: str) -> list[Run]:
-        """The run of a computation. Flows side by side that ran stages of it have one each, and the first stays."""
+        """Keep one run of a computation: the first, where flows side by side ran stages of it."""
         first, *others = _finished(self.client, self.experiment, key)
         for run in others:
             self.client.set_tag(run.info.run_id, "eckart.same_as", first.info.run_id)
@@ -257,15 +255,15 @@ class Mirror:
         return [first]
 
     def _fill(self, candidate: str, outcomes: Sequence[Outcome]) -> list[Metric]:
-        """Complete the candidate's run of this flow; the metrics that it got of the candidate's own stages."""
-        # The control is no candidate's: another one leaves their runs as they are.
+        """Complete the candidate's run of this flow; return the metrics of the candidate's own stages."""
+        # The control belongs to no candidate: a new control leaves their runs unchanged.
         shared = [self._outcomes[name] for name in self._shared if name != "control"]
         run, own = self._children[candidate], _metrics(outcomes)
         for path in (path for outcome in outcomes for path in outcome.outs if path.endswith(".jsonl")):
             self._log_curve(candidate, Path(path))
         self.client.log_batch(
             run,
-            metrics=[*own, *(one for one in _metrics(shared) if not one.key.startswith("dense.control."))],
+            metrics=[*own, *(metric for metric in _metrics(shared) if not metric.key.startswith("dense.control."))],
             params=_params(_parameters(candidate, [*shared, *outcomes])),
             tags=[RunTag(name, value) for name, value in trace(outcomes).items()],
         )
@@ -274,14 +272,14 @@ class Mirror:
         return own
 
     def _log_times(self, candidate: str) -> None:
-        """Once both are there, its run gets how fast it is, an earlier run, too, where it has other times."""
+        """Log the candidate's times once its run is complete; also in an earlier run that has other times."""
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
         if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
             metrics = _metrics([times], candidate, self._models.get(candidate))
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
-        """Close the parent run, and as failed the runs of candidates that were not completed."""
+        """Close the parent run, and close as failed the runs of candidates that were not completed."""
         if self._machine:
             self._machine.finish()
         self._close(complete)
@@ -296,11 +294,11 @@ class Mirror:
         outcomes = list(self._outcomes.values())
         counts = Counter(outcome.status.lower() for outcome in outcomes)
         numbers = {f"stages.{status}": float(counts[status]) for status in ("executed", "restored", "cached")}
-        numbers |= _numbers([one for one in outcomes if one.stage == "dense"])
+        numbers |= _numbers([outcome for outcome in outcomes if outcome.stage == "dense"])
         tags = {"dvc.key": key_of(outcomes)} if complete else {}
-        if found := _chosen(outcomes):
-            tags["eckart.best"], measured = found
-            numbers |= {f"best.{name}": measured[name] for name in _OF_THE_BEST if name in measured}
+        if chosen := _chosen(outcomes):
+            tags["eckart.best"], measured = chosen
+            numbers |= {f"best.{name}": measured[name] for name in _BEST_METRICS if name in measured}
         self.client.log_batch(self.parent, metrics=_points(numbers), tags=[RunTag(*tag) for tag in tags.items()])
         self.client.log_inputs(self.parent, _datasets(outcomes))
         done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
@@ -312,54 +310,54 @@ class Mirror:
 
 
 def _chosen(outcomes: Sequence[Outcome]) -> tuple[str, dict[str, float]] | None:
-    """The candidate that a promotion takes, as the compare stage wrote it down, and its numbers."""
-    if not any(str(CHOICE) in one.outs for one in outcomes):
+    """Return the candidate that a promotion takes, as the compare stage wrote it down, and its numbers."""
+    if not any(str(CHOICE) in outcome.outs for outcome in outcomes):
         return None
     name = Chosen.model_validate_json(CHOICE.read_text()).candidate
-    own = [one for one in outcomes if name and one.stage == stage_name("evaluate", name)]
+    own = [outcome for outcome in outcomes if name and outcome.stage == stage_name("evaluate", name)]
     return (name, _numbers(own)) if name else None
 
 
 def _shared(planned: Sequence[Planned]) -> list[str]:
-    """The stages of all candidates, in order: those that follow from none, the dense model's score among them."""
+    """Return the stages that depend on no candidate, in order; the original model's score is among them."""
     own: set[str] = set()
-    for one in planned:  # upstream first
-        if candidate_of(one.name) or own & set(one.upstream):
-            own.add(one.name)
-    return [one.name for one in planned if one.name not in own]
+    for stage in planned:  # upstream first
+        if candidate_of(stage.name) or own & set(stage.upstream):
+            own.add(stage.name)
+    return [stage.name for stage in planned if stage.name not in own]
 
 
-def experiment(client: MlflowClient, study: str, local: bool) -> str:
-    """The id of the study's experiment; a new one in a `local` store keeps its artifacts in the workspace, too."""
-    if found := client.get_experiment_by_name(study):
-        return found.experiment_id
+def experiment(client: MlflowClient, study: str) -> str:
+    """Return the id of the study's experiment; a new one in the workspace's own store keeps its artifacts there."""
+    if known := client.get_experiment_by_name(study):
+        return known.experiment_id
     try:
-        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if local else None)
+        return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
-        if found := client.get_experiment_by_name(study):  # another flow was faster
-            return found.experiment_id
+        if known := client.get_experiment_by_name(study):  # another flow was faster
+            return known.experiment_id
         raise
 
 
 def find(client: MlflowClient, experiment: str, key: str) -> str | None:
-    """The finished run of the candidate whose stages have this key, or of the study whose stages do."""
+    """Return the finished run of the candidate, or of the study, whose stages have this key."""
     return next((str(run.info.run_id) for run in _finished(client, experiment, key)), None)
 
 
 def _finished(client: MlflowClient, experiment: str, key: str) -> list[Run]:
-    """All of them, in the order in which they finished."""
+    """Return the finished runs with this key, in the order in which they finished."""
     query = f"tags.`dvc.key` = '{key}' and attributes.status = 'FINISHED'"
     return list(client.search_runs([experiment], query, order_by=["attributes.end_time ASC"]))
 
 
 def key_of(outcomes: Sequence[Outcome]) -> str:
-    """Digest of what a candidate's stages computed: two runs with one key are the same computation."""
+    """Return a digest of what a candidate's stages computed: runs with equal keys are the same computation."""
     content = json.dumps({outcome.stage: outcome.key for outcome in outcomes}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def git() -> dict[str, str]:
-    """The revision of the code, and whether it was edited since."""
+    """Return tags of the code's revision, and whether it was edited since."""
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     if revision.returncode:
         return {}
@@ -368,7 +366,7 @@ def git() -> dict[str, str]:
 
 
 def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """What leads back to DVC: the stages' entries in dvc.lock, and the digests of what they wrote."""
+    """Return tags that lead back to DVC: the stages' entries in dvc.lock, and the digests of their outputs."""
     return {
         "dvc.key": key_of(outcomes),
         "dvc.stages": json.dumps({outcome.stage: outcome.key for outcome in outcomes}),
@@ -390,12 +388,12 @@ def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metr
 
 
 def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, float]:
-    """The numbers in the JSON outputs of the stages; those of the dense model are called `dense`.
+    """Return the numbers in the JSON outputs of the stages; those of the original model begin with `dense`.
 
-    Without what was not measured (null), and without the entries of every target, which are for the comparison's page.
+    Values that were not measured (null) and the entries of every target are left out.
 
     Args:
-        candidate: whose times are taken, of all that were measured together.
+        candidate: the one whose times to take from those measured together.
     """
     numbers: dict[str, float] = {}
     for outcome in outcomes:
@@ -414,11 +412,13 @@ def _numbers(outcomes: Sequence[Outcome], candidate: str = "") -> dict[str, floa
 
 
 def _parameters(candidate: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The parameters that DVC tracks, under one name for all recipes."""
+    """Return the parameters that DVC tracks, under one name for all recipes."""
     recipe, keep = recipe_and_keep(candidate)
-    found = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
+    tracked = flatten({name: value for outcome in outcomes for name, value in outcome.params.items()})
     own = {
-        name.removeprefix(f"recipes.{recipe}."): value for name, value in found.items() if not name.startswith("code.")
+        name.removeprefix(f"recipes.{recipe}."): value
+        for name, value in tracked.items()
+        if not name.startswith("code.")
     }
     return {"recipe": recipe, "keep": keep} | own
 
@@ -428,7 +428,7 @@ def _params(values: Mapping[str, Any]) -> list[Param]:
 
 
 def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
-    """The data that the stages read, each with DVC's digest."""
+    """Return the data sets that the stages read, with DVC's digests."""
     read = {path: md5 for outcome in outcomes for path, md5 in outcome.deps.items() if path.endswith(".parquet")}
     return [
         DatasetInput(
@@ -440,13 +440,13 @@ def _datasets(outcomes: Sequence[Outcome]) -> list[DatasetInput]:
 
 
 def _process(process: psutil.Process) -> str:
-    """A name that no other process ever had: numbers are used again, and by every machine."""
-    began = process.create_time() - psutil.boot_time()  # a clock that is put right moves both
+    """Return a unique name of a process: ids are reused, and every machine has the same ones."""
+    began = process.create_time() - psutil.boot_time()  # a clock correction moves both
     return f"{platform.node()} {process.pid} {began:.2f}"
 
 
 def _is_gone(name: str) -> bool:
-    """Whether a process of this machine has ended; of other machines nothing is known."""
+    """Whether a process of this machine has ended; False for other machines."""
     node, number, _ = name.rsplit(" ", 2)
     if node != platform.node():
         return False
@@ -457,7 +457,7 @@ def _is_gone(name: str) -> bool:
 
 
 def flatten(content: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings, and sections of params.yaml, as dotted names; lists stay values."""
+    """Flatten nested mappings and sections of params.yaml to dotted names; lists stay values."""
     if isinstance(content, BaseModel):
         content = content.model_dump()
     if not isinstance(content, Mapping):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -147,15 +146,17 @@ def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
 
 def _tracking(experiment: str) -> str:
     """Return MLflow's address: that of the main workspace, unless the environment names another."""
-    if address := os.environ.get("MLFLOW_TRACKING_URI"):
-        return address
+    from flows.tracking import database
+
+    if not database.is_local():
+        return database.address()
     from mlflow import MlflowClient  # slow imports
 
-    from flows.tracking import database, mirror
+    from flows.tracking import mirror
 
     database.set_aside_damaged()
     try:
-        mirror.experiment(MlflowClient(database.address()), experiment, local=True)
+        mirror.experiment(MlflowClient(database.address()), experiment)
     except Exception as error:  # a store may fail in many ways, none of which may stop the study
         log.warning("MLflow cannot be used: %s", error)
     return database.address()

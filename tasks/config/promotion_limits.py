@@ -1,7 +1,7 @@
-"""The limits of `promotion` in params.yaml, and which candidate is chosen within them.
+"""The limits of `promotion` in params.yaml, and the choice of a candidate within them.
 
-The report and `eckart promote` choose by the same function, so that a study has one answer. Validation rows choose; the
-gates of a promotion hold what is chosen against the same limits on the test rows.
+The report, MLflow and `eckart promote` choose by the same function, so that a study has one answer. Validation examples
+choose; the gates of a promotion then hold the chosen candidate against the same limits on the test examples.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Gate:
-    """A number that was held against its limit."""
+    """A number and its limit."""
 
     name: str
     value: float
     limit: float
     at_most: bool
-    """Whether the limit is the largest value that passes; else it is the least."""
+    """True where the limit is the largest value that passes; False where it is the smallest."""
     words: str
-    """Both in a sentence."""
+    """The value and the limit in a sentence."""
     lacking: str
-    """What a value beyond the limit is: `too large`."""
+    """The fault of a value beyond the limit, such as `too large`."""
     standard_error: float | None = None
-    """Of a value that other rows would change; None of one that is what it is."""
+    """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """How far beyond the limit passes: so far chance may have taken it."""
+    """The distance beyond the limit that still passes, because chance may explain it."""
 
     @property
     def excess(self) -> float:
-        """How far the value is beyond the limit; negative if it is within."""
+        """The distance of the value beyond the limit; negative if it is within."""
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property
@@ -50,7 +50,7 @@ class Gate:
 
     @property
     def by_chance(self) -> str:
-        """By how much it is beyond the limit where it passes nevertheless, in words; empty where it is within."""
+        """A note for a value that passes although it is beyond the limit; else empty."""
         if not self.passed or self.excess <= ROUNDING:
             return ""
         return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
@@ -61,14 +61,14 @@ class Gate:
 
     @property
     def plain(self) -> dict[str, str | float | bool]:
-        """For a program."""
+        """The gate as JSON."""
         limit = {"at_most" if self.at_most else "at_least": self.limit}
         error = {} if self.standard_error is None else {"standard_error": self.standard_error}
         return {"name": self.name, "value": self.value, **limit, **error, "passed": self.passed}
 
     @property
     def row(self) -> tuple[str, str, str, str]:
-        """For a table: the name, the value, the limit, and what came of it."""
+        """The gate as a row of a table: name, value, limit and verdict."""
         value = short(self.value) + ("" if self.standard_error is None else f" ± {short(self.standard_error)}")
         limit = f"{'at most' if self.at_most else 'at least'} {short(self.limit)}"
         beyond = f"{self.lacking} by {short(self.excess)}"
@@ -78,90 +78,107 @@ class Gate:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a candidate has of what is limited; the metrics are those of the same rows."""
+    """The numbers of a candidate that are limited; both metrics are those of the same examples."""
 
     metric: float
     teacher: float
-    """What the teacher reaches."""
+    """The metric of the original model."""
     standard_error: float
-    """Of the difference of the two."""
+    """The standard error of the difference between the two metrics."""
     parameters: int
-    """Of its targets."""
+    """Parameters of the target layers."""
     keep: float
-    """The same ÷ those of the teacher's targets."""
+    """Parameters of the target layers ÷ those of the original model's."""
     speedup: float
 
 
-def gates(one: Measured, metric: MetricName, wanted: Limits) -> list[Gate]:
-    """What params.yaml asks of any candidate; the drop comes first."""
-    drop, chance = METRICS[metric].worse_by(one.metric, one.teacher), wanted.chance(one.standard_error)
-    way = "better" if drop < 0 else "worse"
-    words = f"{METRICS[metric].title} {short(one.metric)} is {short(abs(drop))} {way} than the teacher's "
-    words += f"{short(one.teacher)}; {short(wanted.largest_drop)} are allowed, and {short(chance)} for chance"
-    found = [
-        Gate("drop from the teacher", drop, wanted.largest_drop, True, words, "too much", one.standard_error, chance)
-    ]
-    if wanted.keep is not None:
-        words = f"keep is {short(one.keep)}; {short(wanted.keep)} are allowed"
-        found.append(Gate("keep", one.keep, wanted.keep, True, words, "too large"))
-    if wanted.least_speedup is not None:
-        words = f"{short(one.speedup)} times as fast as the teacher; {short(wanted.least_speedup)} are asked for"
-        found.append(Gate("speed-up", one.speedup, wanted.least_speedup, False, words, "too slow"))
+def best_first(measured: Measured, metric: MetricName) -> tuple[float, int]:
+    """Return a sort key: the best metric first, and of equal ones the smallest."""
+    return -METRICS[metric].goodness(measured.metric), measured.parameters
+
+
+def smallest_first(measured: Measured, metric: MetricName) -> tuple[int, float]:
+    """Return a sort key: the fewest parameters first, and of equally many the best metric."""
+    goodness, parameters = best_first(measured, metric)
+    return parameters, goodness
+
+
+def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
+    """Return the gates that params.yaml asks of any candidate; the drop comes first."""
+    found = [_drop(measured, metric, limits)]
+    if limits.keep is not None:
+        words = f"the parameter ratio is {short(measured.keep)}; at most {short(limits.keep)} is allowed"
+        found.append(Gate("keep", measured.keep, limits.keep, True, words, "too large"))
+    if limits.least_speedup is not None:
+        words = f"the speed-up is {short(measured.speedup)}; at least {short(limits.least_speedup)} is required"
+        found.append(Gate("speed-up", measured.speedup, limits.least_speedup, False, words, "too slow"))
     return found
+
+
+def _drop(measured: Measured, metric: MetricName, limits: Limits) -> Gate:
+    drop, chance = METRICS[metric].worse_by(measured.metric, measured.teacher), limits.chance(measured.standard_error)
+    words = (
+        f"{METRICS[metric].title} {short(measured.metric)} is {short(abs(drop))} {'better' if drop < 0 else 'worse'} "
+        f"than the original model's {short(measured.teacher)}; a drop of {short(limits.largest_drop)} is allowed, and "
+        f"{short(chance)} more for chance"
+    )
+    return Gate(
+        "drop from the original", drop, limits.largest_drop, True, words, "too much", measured.standard_error, chance
+    )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which candidate `eckart promote` takes."""
+    """The candidate that `eckart promote` takes."""
 
     chosen: str | None
     """None: no candidate is within the limits."""
     nearest: str
-    """The one that comes nearest to being within them; the chosen one, where there is one."""
+    """The chosen one; where there is none, the candidate that comes nearest to the limits."""
     gates: Mapping[str, Sequence[Gate]]
-    """Of every candidate, on validation rows."""
+    """Every candidate's, on validation examples."""
 
     @property
     def closed(self) -> dict[str, list[Gate]]:
-        """Candidate → the limits that it is beyond, of those that are beyond some."""
-        closed = {name: [gate for gate in some if not gate.passed] for name, some in self.gates.items()}
-        return {name: some for name, some in closed.items() if some}
+        """Candidate → the gates that it does not pass, for those that do not pass all."""
+        closed = {name: [gate for gate in gates if not gate.passed] for name, gates in self.gates.items()}
+        return {name: gates for name, gates in closed.items() if gates}
 
 
-def choose(candidates: Mapping[str, Measured], metric: MetricName, wanted: Limits) -> Choice:
-    """The candidate with the best metric among those within the limits; of equal ones the smallest.
+def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limits) -> Choice:
+    """Return the candidate with the best metric among those within the limits; of equal ones the smallest.
 
-    The nearest, where none is within them, is beyond the fewest limits, and of these the least far, as a share of the
+    Where none is within them, the nearest one is beyond the fewest limits, and of these by the smallest share of the
     limit or of the value, whichever is larger.
 
     Args:
-        candidates: by name, as measured on validation rows.
+        candidates: by name, as measured on validation examples.
     """
-    found = {name: gates(one, metric, wanted) for name, one in candidates.items()}
+    checked = {name: gates(measured, metric, limits) for name, measured in candidates.items()}
 
     def order(name: str) -> tuple[float, ...]:
-        one, closed = candidates[name], [gate for gate in found[name] if not gate.passed]
+        closed = [gate for gate in checked[name] if not gate.passed]
         beyond = max((gate.excess / max(abs(gate.value), abs(gate.limit)) for gate in closed), default=0.0)
-        return len(closed), beyond, -METRICS[metric].goodness(one.metric), one.parameters
+        return len(closed), beyond, *best_first(candidates[name], metric)
 
     nearest = min(candidates, key=order)
-    within = all(gate.passed for gate in found[nearest])
-    return Choice(nearest if within else None, nearest, found)
+    within = all(gate.passed for gate in checked[nearest])
+    return Choice(nearest if within else None, nearest, checked)
 
 
 class Chosen(BaseModel):
-    """The choice as the compare stage writes it down, for what shows a study."""
+    """The choice as the compare stage writes it, for whatever shows a study."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str | None
-    """What `eckart promote` takes; null where no candidate is within the limits."""
+    """The candidate that `eckart promote` takes; null where none is within the limits."""
     non_inferior: bool
-    """Whether the test rows show that it loses no more than `promotion.largest_drop`."""
+    """Whether the test examples show that it loses no more than `promotion.largest_drop`."""
     alternative: str | None
-    """The smallest candidate of which they do show it, where that is another one."""
+    """The smallest candidate for which they do show it, where that is another one."""
 
 
 def short(number: float) -> str:
-    """Four digits; what is nothing but rounding is 0."""
+    """Format a number with four digits, and mere rounding as 0."""
     return f"{0.0 if abs(number) < ROUNDING else number:.4g}"

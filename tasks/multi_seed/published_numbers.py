@@ -1,4 +1,4 @@
-"""Published numbers that stand beside ours: what a paper reports, cited row by row, and never mixed into our rows."""
+"""Published numbers beside ours: cited row by row from papers, and never mixed into our rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Words = Annotated[str, Field(min_length=1)]
 
 
 class Published(Section):
-    """A row of a paper's table. In a study of several tasks it has scores, by the names of the tasks.
+    """A row of a paper's table. In a study of several tasks it has scores by task name.
 
     A study without tasks has a score by its own metric, or scores by names of benchmarks that the paper has beside it.
     """
@@ -26,22 +26,22 @@ class Published(Section):
     method: Words
     """As the paper calls it."""
     keep: Share | None
-    """Parameters of all targets after ÷ before; None where the paper does not say."""
+    """Parameter ratio of the target layers; None where the paper does not say."""
     units: Literal["percent", "metric"]
-    """Of the scores: percent is 100 × the metric."""
+    """Units of the scores: percent is 100 × the metric."""
     note: Words | None
-    """What differs from our setting, in one line."""
+    """The difference from our setting, in one line."""
     score: float | None = None
     scores: Annotated[dict[Words, float], Field(min_length=1)] | None = None
 
     def points(self, value: float, metric: MetricName | None) -> float:
-        """A score as a table prints it: 100 × a metric between -1 and 1, and any other as it is."""
+        """Scale a score for a table: metrics between -1 and 1 × 100, others as they are."""
         scaled = self.units == "metric" and metric is not None and METRICS[metric].bounded
         return 100 * value if scaled else value
 
 
 def mistakes(rows: Sequence[Published], metrics: Mapping[str | None, MetricName | None]) -> Iterator[str]:
-    """What is wrong with published rows, seen beside the tasks and metrics of their study.
+    """Yield mistakes in published rows, given the tasks and metrics of their study.
 
     Args:
         metrics: task → its metric, or None → that of a study without tasks; None for one that is none itself.
@@ -72,12 +72,12 @@ def _of_value(path: str, value: float, row: Published, metric: MetricName | None
 
 
 def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
-    """Those that have a score of one of the tasks; all of a study without tasks."""
+    """Return the rows with a score of one of the tasks; all for a study without tasks."""
     return [row for row in rows if None in metrics or any(task in metrics for task in row.scores or {})]
 
 
 def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and a line per row; the last column is the number in `notes`, from 1."""
+    """Return the heads of the columns, and a line per row; the last column is the number in `notes`, from 1."""
     columns, numbers = _columns(rows, metrics), notes(rows)
     averaged = None not in metrics and len(metrics) > 1 and all(METRICS[metric].bounded for metric in metrics.values())
     lines = []
@@ -90,12 +90,12 @@ def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], l
 
 
 def notes(rows: Sequence[Published]) -> list[str]:
-    """Each once."""
+    """Return each note once."""
     return list(dict.fromkeys(row.note for row in rows if row.note))
 
 
 def _columns(rows: Sequence[Published], metrics: TaskMetrics) -> list[tuple[str | None, str]]:
-    """What a column shows, by name, and its head: tasks, or the study's own metric and other benchmarks."""
+    """Return name and head of each column: tasks, or the study's own metric and other benchmarks."""
     if None not in metrics:
         return [(name, str(name)) for name in metrics]
     metric = METRICS[metrics[None]]
@@ -110,11 +110,11 @@ def _points(row: Published, name: str | None, metrics: TaskMetrics) -> float | N
 
 
 def _digits(value: float | None) -> str:
-    """With all digits that the paper has."""
+    """Format with all digits of the paper."""
     return "–" if value is None else f"{value:.10g}"
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """Over the tasks that the paper has; of how many, if it lacks some."""
+    """Average over the tasks that the paper has, and say how many if some are missing."""
     known = [value for value in values if value is not None]
     return f"{sum(known) / len(known):.2f}" + (f" of {len(known)}" if len(known) < len(values) else "")

@@ -1,10 +1,11 @@
 """A study over all its seeds as one table: mean ± sample standard deviation of every candidate.
 
-A study of several tasks has a table of each, and one of all.
+A study of several tasks has a table for each, and one for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,110 +16,101 @@ import pandas as pd
 import torch
 from pydantic import TypeAdapter
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from eckart.model.targets import Targets
 from eckart.recipe_parts import Method
 from eckart.recovery import Recovery
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, stage_name
-from tasks.artifacts.paths import TARGETS
-from tasks.artifacts.results_schema import CONTROL_NAME, DENSE_METRICS, SECONDS, DenseReport
-from tasks.artifacts.task_spec import SPLITS, Task
+from tasks.artifacts.results_schema import CONTROL_NAME, SECONDS
 from tasks.config.schema import Data, Model, Training
+from tasks.multi_seed import pairwise_differences as pairs
 from tasks.multi_seed import published_numbers
 from tasks.multi_seed.published_numbers import TaskMetrics
 from tasks.multi_seed.study_file import StudyFile
-from tasks.report import pairwise_differences as pairs
 from tasks.report.numbers import between, count, counted, percent, score, times
-from tasks.report.provenance import cut
-from tasks.report.results import read_rows
-from tasks.report.table import ZERO_SHOT
+from tasks.report.provenance import base, cut, source
+from tasks.report.results import CONTROL as CONTROL_MODEL
+from tasks.report.results import DENSE as DENSE_MODEL
+from tasks.report.results import Results, ScoredModel, load_results
+from tasks.report.table import ZERO_SHOT, printed
+from tasks.report.table import numbers as table_numbers
 from tasks.runtime.hardware import cores
-from tasks.scoring.bootstrap import LEVEL, RESAMPLES, interval, resampled
+from tasks.scoring.bootstrap import LEVEL, RESAMPLES, interval
 
-COMPARISON = Path("reports/comparison.csv")
 CANDIDATE = ["recipe", "keep"]
 DENSE = ("dense", "–")
-"""What stands for recipe and keep of the dense model."""
+"""Recipe and keep of the original model, as the tables have it."""
 
 CONTROL = (CONTROL_NAME, "1")
-REFERENCES = ("dense", "control")
-Candidate = tuple[str, str]
+REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL_MODEL}
 
-_OF_DENSE = {DENSE: "dense", CONTROL: "control"}
-_MAKING = ("search", "factorize", "finetune")
+_STAGES = ("search", "factorize", "finetune")
 _ENDS = ("low", "high")
 _WIDTH = 220
 
 
-def collect(folders: Mapping[int, Path]) -> pd.DataFrame:
-    """What each seed found, a row per seed and candidate: the columns of reports/comparison.csv, and relative numbers.
+def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return a row per seed and candidate, and the differences between every two models.
+
+    A row has the columns of reports/comparison.csv, and relative numbers.
 
     Args:
         folders: seed → its workspace, in which the study has finished.
     """
-    rows = pd.concat([_rows(seed, folder) for seed, folder in folders.items()], ignore_index=True)
-    return rows.merge(_over_seeds(rows[CANDIDATE].drop_duplicates(), folders), on=CANDIDATE)
+    seeds = {seed: _load(folder) for seed, folder in folders.items()}
+    rows = pd.concat([_rows(seed, results, folders[seed]) for seed, results in seeds.items()], ignore_index=True)
+    return rows.merge(_over_seeds(rows[CANDIDATE].drop_duplicates(), seeds), on=CANDIDATE), pairs.differences(seeds)
 
 
-def _over_seeds(candidates: pd.DataFrame, folders: Mapping[int, Path]) -> pd.DataFrame:
-    """Of each candidate the intervals of its differences averaged over the seeds, which have the same test rows."""
-    task = Task.model_validate_json((next(iter(folders.values())) / SPLITS / "task.json").read_text())
-    ones = list(candidates.itertuples(index=False, name=None))
-    every = dict.fromkeys((DENSE, CONTROL, *ones))
-    drawn = resampled(task, {(seed, *one): _scored(folders[seed], one) for seed in folders for one in every})
-    means = {one: np.mean([drawn[seed, *one] for seed in folders], axis=0) for one in every}
+def _load(folder: Path) -> Results:
+    with contextlib.chdir(folder):
+        return load_results()
+
+
+def _over_seeds(candidates: pd.DataFrame, seeds: Mapping[int, Results]) -> pd.DataFrame:
+    """Return the intervals of each candidate's mean difference over the seeds, which have the same test examples."""
+
+    def draws(model: ScoredModel) -> np.ndarray:
+        mean: np.ndarray = np.mean([results.resampled[model] for results in seeds.values()], axis=0)
+        return mean
+
     lines = []
-    for one in ones:
-        ends = {name: interval(means[one] - means[other]) for name, other in (("dense", DENSE), ("control", CONTROL))}
+    for recipe, keep in candidates.itertuples(index=False, name=None):
+        model = CONTROL_MODEL if (recipe, keep) == CONTROL else (candidate_name(recipe, keep), "recovered")
+        ends = {name: interval(draws(model) - draws(reference)) for name, reference in REFERENCES.items()}
         named = {f"seeds_from_{name}_{end}": getattr(found, end) for name, found in ends.items() for end in _ENDS}
-        lines.append({**dict(zip(CANDIDATE, one, strict=True)), **named})
+        lines.append({"recipe": recipe, "keep": keep, **named})
     return pd.DataFrame(lines)
 
 
-def _scored(folder: Path, one: Candidate) -> pd.DataFrame:
-    """What each test row contributed to a candidate, the dense model or its control."""
-    if one in _OF_DENSE:
-        rows, model = read_rows(folder, "dense", "dense"), _OF_DENSE[one]
-    else:
-        rows, model = read_rows(folder, candidate_name(*one), "evaluate"), "recovered"
-    return rows[rows.model == model]
-
-
-def _rows(seed: int, folder: Path) -> pd.DataFrame:
-    # `none` may name a recipe, and 0.50 a keep: they are no missing value and no number here.
-    kinds = {"recipe": str, "keep": str}
-    rows = pd.read_csv(folder / COMPARISON, dtype=kinds, keep_default_na=False, na_values=[""])
-    dense = DenseReport.model_validate_json((folder / DENSE_METRICS).read_text())
-    targets = Targets.model_validate_json((folder / TARGETS).read_text()).targets
+def _rows(seed: int, results: Results, folder: Path) -> pd.DataFrame:
+    rows, size = pd.DataFrame(table_numbers(results)), results.dense.size
     rows.insert(0, "seed", seed)
-    rows["test_rows"] = dense.score.rows
-    rows["trivial"] = dense.trivial
-    for name in REFERENCES:
-        pairs = zip(rows.recovered, rows[name], strict=True)
-        rows[f"of_{name}"] = pd.Series([_metric(rows).retained(*pair) for pair in pairs], dtype=float)
-    rows["target_share"] = rows.target_parameters / sum(target.parameters for target in targets)
-    rows["model_share"] = rows.model_parameters / dense.size.model_parameters
-    rows["macs_share"] = rows.macs_per_token / dense.size.macs_per_token
+    rows["test_rows"] = results.dense.score.rows
+    rows["trivial"] = results.dense.trivial
+    for name, reference in REFERENCES.items():
+        rows[f"of_{name}"] = pd.Series([results.retained(value, reference) for value in rows.recovered], dtype=float)
+    rows["target_share"] = rows.target_parameters / results.target_parameters
+    rows["model_share"] = rows.model_parameters / size.model_parameters
+    rows["macs_share"] = rows.macs_per_token / size.macs_per_token
     rows["seconds"] = _seconds(rows, folder)
     return rows
 
 
 def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
-    """What each candidate took to be made: its search, factorization and recovery; None where that is not known."""
-    file = folder / SECONDS
+    """Return the seconds of each candidate's search, factorization and recovery; None where a time is not known."""
     try:
-        known = TypeAdapter(dict[str, float]).validate_json(file.read_bytes())
+        known = TypeAdapter(dict[str, float]).validate_json((folder / SECONDS).read_bytes())
     except (OSError, ValueError):  # there is none that can be read
         known = {}
-    found = []
-    for one in rows[CANDIDATE].itertuples(index=False, name=None):
-        stages = ["control"] if one == CONTROL else [stage_name(stage, candidate_name(*one)) for stage in _MAKING]
+    seconds = []
+    for candidate in rows[CANDIDATE].itertuples(index=False, name=None):
+        name = candidate_name(*candidate)
+        stages = ["control"] if candidate == CONTROL else [stage_name(stage, name) for stage in _STAGES]
         took = [known[stage] for stage in stages if stage in known]
-        found.append(sum(took) if len(took) == len(stages) else None)
-    return found
+        seconds.append(sum(took) if len(took) == len(stages) else None)
+    return seconds
 
 
 def _metric(rows: pd.DataFrame) -> Metric:
@@ -126,54 +118,45 @@ def _metric(rows: pd.DataFrame) -> Metric:
 
 
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and a line per candidate: larger keeps first, then what recovers best."""
+    """Return the heads of the columns, and a line per candidate: larger keeps first, then the best metric."""
     metric = _metric(rows)
     unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
-    heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored)]
-    heads += [f"of {name}, %" for name in REFERENCES] + [
-        f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES
-    ]
-    heads += [
-        "targets",
-        "model parameters",
-        "MACs per token",
-        "speedup",
-        "search steps",
-        "seconds",
-        "rank after pruning",
-        f"shaped{unit}",
-    ]
+    heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored), *(f"of {name}, %" for name in REFERENCES)]
+    heads += [f"from {name}{unit} ({100 * LEVEL:.0f} %)" for name in REFERENCES]
+    heads += ["targets", "model parameters", "MACs per token", "speedup", "search steps", "seconds"]
+    heads += ["rank after pruning", f"shaped{unit}"]
     groups = [group for _, group in rows.groupby(CANDIDATE, sort=False)]
     groups.sort(key=lambda group: (-float(group.keep.iloc[0]), -metric.goodness(group.recovered.mean())))
-    lines = [
-        [
-            *(str(group[name].iloc[0]) for name in CANDIDATE),
-            *(_scores(group[name], metric) for name in scored),
-            *(_spread(group[f"of_{name}"] * 100) for name in REFERENCES),
-            *(_difference(group, name, metric) for name in REFERENCES),
-            percent(group.target_share.mean()),
-            f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
-            f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
-            times(group.speedup.mean()),
-            f"{group.search_steps.mean():.0f}",
-            _plain_mean(group.seconds),
-            _spread(group.average_rank),
-            _scores(group["shaped"], metric),
-        ]
-        for group in groups
+    return heads, [_line(group, metric, scored) for group in groups]
+
+
+def _line(group: pd.DataFrame, metric: Metric, scored: Sequence[str]) -> list[str]:
+    """Return the cells of a candidate, whose rows are those of its seeds."""
+    return [
+        *(str(group[name].iloc[0]) for name in CANDIDATE),
+        *(_scores(group[name], metric) for name in scored),
+        *(_spread(group[f"of_{name}"] * 100) for name in REFERENCES),
+        *(_difference(group, name, metric) for name in REFERENCES),
+        percent(group.target_share.mean()),
+        f"{count(group.model_parameters.mean())} ({percent(group.model_share.mean())})",
+        f"{count(group.macs_per_token.mean())} ({percent(group.macs_share.mean())})",
+        times(group.speedup.mean()),
+        f"{group.search_steps.mean():.0f}",
+        "–" if group.seconds.isna().any() else f"{group.seconds.mean():.0f}",
+        _spread(group.average_rank),
+        _scores(group["shaped"], metric),
     ]
-    return heads, lines
 
 
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
-    """Mean ± spread over the seeds, and the interval of the mean over the test rows."""
+    """Return mean ± spread over the seeds, and the interval of the mean over the test examples."""
     low, high = (group[f"seeds_from_{reference}_{end}"].iloc[0] for end in _ENDS)
     ends = f"{100 * low:+z.1f} to {100 * high:+z.1f}" if metric.share else between(low, high, group.recovered.mean())
     return f"{_scores(group.recovered - group[reference], metric)} ({ends})"
 
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
-    """As `_spread`; shares in percent, others with the digits that their size asks for."""
+    """As `_spread`: shares in percent, others with the digits that suit their size."""
     return _spread(values * 100) if metric.share else _plain(values)
 
 
@@ -183,12 +166,8 @@ def _plain(values: pd.Series[float]) -> str:
     return score(values.mean(), values.std(ddof=1) if len(values) > 1 else None)
 
 
-def _plain_mean(values: pd.Series[float]) -> str:
-    return "–" if values.isna().any() else f"{values.mean():.0f}"
-
-
 def _spread(values: pd.Series[float]) -> str:
-    """Mean ± sample standard deviation, to one decimal; of one seed the mean alone."""
+    """Return mean ± sample standard deviation to one decimal; for one seed the mean alone."""
     if values.empty or values.isna().any():
         return "–"
     mean = f"{values.mean():z.1f}"  # never -0.0
@@ -196,10 +175,10 @@ def _spread(values: pd.Series[float]) -> str:
 
 
 def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """All tasks in one table, as papers print GLUE: the heads, and a line per candidate, the dense model first.
+    """Return all tasks as one table, as papers print GLUE: heads, and a line per candidate, the original model first.
 
-    A metric between -1 and 1 is printed as 100 × it, and where all are such there is their mean over the tasks, of the
-    seeds that all tasks have. What is missing is a dash, and then so is the mean.
+    Metrics between -1 and 1 are printed × 100. Where all are, the last column is their mean over the tasks, for the
+    seeds that all tasks have. A missing value is a dash, and so is its mean.
 
     Args:
         rows: of `collect`, of all tasks, with their names in the column `task`.
@@ -220,7 +199,7 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
 
 
 def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
-    """A row per candidate and seed, a column per task."""
+    """Return a row per candidate and seed, a column per task."""
     dense = rows.drop_duplicates(["task", "seed"]).assign(
         recipe=DENSE[0], keep=DENSE[1], recovered=lambda one: one.dense
     )
@@ -230,14 +209,10 @@ def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
     return wide.reindex(columns=list(metrics)).rename_axis(columns=None)
 
 
-def _asked(rows: pd.DataFrame) -> list[str]:
-    """The columns of zero-shot tasks."""
-    return [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
-
-
 def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """The tasks of lm-eval with their metrics, and a line per candidate, the dense model first; shares in percent."""
-    names = {name: 1 if name.endswith(_NO_SHARES) else 100 for name in _asked(rows)}
+    """Return the tasks of lm-eval with their metrics, and a line per candidate, the original model first."""
+    asked = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
+    names = {name: 1 if name.endswith(_NO_SHARES) else 100 for name in asked}
     seeds = rows.drop_duplicates("seed")
     lines = [[*DENSE, *(_spread(seeds[f"dense.{name}"] * factor) for name, factor in names.items())]]
     for one, group in rows.groupby(CANDIDATE, sort=False):
@@ -246,7 +221,7 @@ def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def joined(found: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
-    """The rows of all tasks, with their names in the column `task`; those of a study without tasks as they are."""
+    """Return the rows of all tasks, with their names in the column `task`; without tasks the rows as they are."""
     if None in found:
         return found[None]
     return pd.concat([rows.assign(task=task)[["task", *rows]] for task, rows in found.items()], ignore_index=True)
@@ -259,16 +234,16 @@ def page(
     name: str,
     command: str,
 ) -> tuple[pd.DataFrame, str]:
-    """All rows, and as Markdown their tables and what is published.
+    """Return all rows, and the page: their tables and published numbers as Markdown.
 
-    Each table has a head that says how it was made, with no date and no path. Seconds and speedup are this machine's.
+    Each table has a head that says how it was made, without date or path. Seconds and speedup are this machine's.
 
     Args:
-        studies: one of each task.
-        found: task → what `collect` gave.
-        apart: task → what `pairs.differences` gave.
-        name: of the study; the rows are beside it in NAME.csv.
-        command: that made it.
+        studies: one for each task.
+        found: task → the rows of `collect`.
+        apart: task → the rows of `pairs.differences`.
+        name: of the study; its rows stand beside the page in NAME.csv.
+        command: the command that made the page.
     """
     rows, metrics = joined(found), {study.task: study.metric for study in studies}
     cited = _cited(studies[0], metrics)
@@ -288,20 +263,17 @@ def page(
     return rows, _lines(text)
 
 
-_OF_ALL = "Recovered, 100 × each metric but for perplexities; `dense` is the model that is compressed."
+_OF_ALL = "Metrics after recovery, × 100 except perplexities; `dense` is the original model."
 _NO_SHARES = ("perplexity", "bits_per_byte")  # of texts; what other tasks of lm-eval give lies between 0 and 1
-_OF_ZERO_SHOT = (
-    "Zero-shot tasks after recovery, 100 × what lm-evaluation-harness gives but for perplexities and bits of a byte."
-)
-_OF_TRIALS = (
-    "Trials at one keep and with one seed: what was best on validation rows (*) is what the table has of its recipe."
-)
-_OF_OTHERS = "What papers report, none of it measured here; the last column numbers what differs."
+_OF_ZERO_SHOT = "Zero-shot tasks of lm-evaluation-harness after recovery, × 100 except perplexities and bits per byte."
+_OF_TRIALS = "Trials at one keep and with one seed; the table above has each recipe's best on validation examples (*)."
+_OF_OTHERS = "Numbers from papers, not measured here; the last column points to the note on what differs."
 
 
 def _part(rows: pd.DataFrame, apart: pd.DataFrame, study: StudyFile) -> list[str]:
-    """The facts, the table and the trials of one task."""
-    asked = ["", _OF_ZERO_SHOT, "", *_table(*zero_shot(rows))] if _asked(rows) else []
+    """Return the facts, the tables and the trials of one task."""
+    heads, lines = zero_shot(rows)
+    asked = ["", _OF_ZERO_SHOT, "", *_table(heads, lines)] if heads != CANDIDATE else []
     best = {"Best after recovery": "; ".join(pairs.leaders(apart, rows)) + "."}
     facts = [f"- {what}: {fact}" for what, fact in (best | _facts(rows, study.params)).items()]
     return [*facts, "", *_table(*cells(rows)), *asked, *_tried(study)]
@@ -313,20 +285,25 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _tried(study: StudyFile) -> list[str]:
-    """What trials found, and which the table has."""
+    """Return the table of the study's trials."""
     if not study.tried:
         return []
     metric = METRICS[study.metric]
     unit = ", %" if metric.share else ""
     lines = [
-        [one.recipe, _words(one.change), _scores(pd.Series([one.validation]), metric), "*" if one.chosen else ""]
-        for one in study.tried
+        [
+            trial.recipe,
+            _words(trial.change),
+            _scores(pd.Series([trial.validation]), metric),
+            "*" if trial.chosen else "",
+        ]
+        for trial in study.tried
     ]
     return ["", _OF_TRIALS, "", *_table(["recipe", "trial", f"validation{unit}", ""], lines)]
 
 
 def _words(change: Mapping[str, Any], prefix: str = "") -> str:
-    """`recovery.steps 30, ranks.kind waterfill`, or `as it is` for no change."""
+    """Format a change as `recovery.steps 30, ranks.kind waterfill`, and no change as `as it is`."""
     parts = [
         _words(value, f"{prefix}{key}.") if isinstance(value, dict) else f"{prefix}{key} {value}"
         for key, value in change.items()
@@ -351,49 +328,49 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
     teacher = Training(**params["teacher"])
     seeds = list(dict.fromkeys(rows.seed))
     spread = "mean ± sample standard deviation over them" if len(seeds) > 1 else "one run, no spread"
-    source = " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
     metric = METRICS[data.metric]
     retained = "each ÷ recovered" if metric.lower_is_better else "recovered ÷ each"
-    test = f"on {rows.test_rows.iloc[0]:,} test rows"
+    test = f"on {rows.test_rows.iloc[0]:,} test examples"
     return {
-        "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Dense model, search and recovery are trained anew for each.",
+        "Seeds": f"{', '.join(map(str, seeds))}; {spread}. Original model, search and recovery are trained for each.",
         "Metric": f"{metric.with_direction} {test}; of dense and of control: {retained}.",
         "Trivial": "the metric of an answer that reads no input.",
-        "Control": f"the dense model with the recovery of {params['study']['control']}.",
-        "Differences": "recovered less dense and less control, averaged over the seeds, and how far the choice of test "
-        f"rows may move that: {100 * LEVEL:.0f} % of {RESAMPLES:,} paired resamples, the same for all seeds. "
-        "One such interval in 20 misses.",
-        "Data": f"{source}, split with seed {data.seed}, at most {data.sizes.train:,} training rows; {cut(data)}.",
-        "Model": f"{' at '.join(filter(None, (model.base, model.revision)))}; as the dense model, "
+        "Control": f"the original model with the recovery fine-tuning of {params['study']['control']}.",
+        "Differences": "recovered minus dense and minus control, averaged over the seeds, with the "
+        f"{100 * LEVEL:.0f} % interval of {RESAMPLES:,} paired resamples of the test examples, the same for all "
+        "seeds. One such interval in 20 misses.",
+        "Data": f"{source(data)}, split with seed {data.seed}, at most {data.sizes.train:,} training examples; "
+        f"{cut(data)}.",
+        "Model": f"{base(model)}; as the original model, "
         + (f"fine-tuned for {teacher.epochs:g} × the training split." if teacher.epochs else "taken as it is."),
         "Recovery": "; ".join(_recoveries(params)) + ".",
-        "Seconds": "search, factorization and recovery of a candidate on this machine, beside others; not the "
-        "teacher and the statistics, which all share.",
+        "Seconds": "search, factorization and recovery of a candidate on this machine, while others ran; without the "
+        "original model and the statistics, which all share.",
         "Machine": f"{_machine()}; {counted(params['threads']['candidate'], 'thread')} for each candidate.",
     }
 
 
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
-    """How the recipes recover, each way once; the first is that of all where there is no other."""
+    """Return each way of recovery fine-tuning once, with its recipes unless all share it."""
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
         way = ", then ".join(
-            f"{one.steps} steps of {one.batch_size} rows at a rate of {one.learning_rate:g}"
-            for one in recovery.trainings.values()
+            f"{training.steps} steps of {training.batch_size} examples at a rate of {training.learning_rate:g}"
+            for training in recovery.trainings.values()
         )
         ways.setdefault(way, []).append(name)
     return [way if len(ways) == 1 else f"{way} ({', '.join(names)})" for way, names in ways.items()]
 
 
 def _machine() -> str:
-    """Its kind, and not which one it is."""
+    """Return the kind of machine, not which one it is."""
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return ", ".join(filter(None, [counted(cores(), "core"), processor(), graphics]))
 
 
 def processor() -> str:
-    """Its kind, as far as the system tells it."""
+    """Return the processor's model, as far as the system knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -403,21 +380,17 @@ def processor() -> str:
 
 
 def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     table = Table(box=SIMPLE_HEAD)
     for position, head in enumerate(heads):
         table.add_column(head, justify="right" if position else "left")
     for line in lines:
         table.add_row(*line)
-    # A fixed width and no markup: the same lines in a terminal, a log and a test.
-    console = Console(width=_WIDTH, color_system=None, markup=False, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
+    return printed(table, width=_WIDTH)
 
 
 def write(table: Path, rows: pd.DataFrame, apart: pd.DataFrame, text: str) -> list[Path]:
-    """Write the Markdown to `table`, and rows and pairs beside it as CSV; the files."""
+    """Write the Markdown to `table`, and rows and pairs beside it as CSV; return the files."""
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): apart}

@@ -1,4 +1,4 @@
-"""A study's file: what differs from params.yaml, for which tasks and seeds, and the published numbers beside it."""
+"""A study's file: its differences from params.yaml, tasks and seeds, and published numbers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _NAME = re.compile(r"[\w-]{1,50}")  # of a study's file or task: part of the nam
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study as it runs, of one task: all parameters, but for the seed."""
+    """A study of one task as it runs: all parameters except the seed."""
 
     path: Path
-    """Of its file, relative to the main workspace."""
+    """The file, relative to the main workspace."""
     params: dict[str, Any]
     """With all defaults."""
     seeds: tuple[int, ...]
     task: str | None = None
     """Its name among the tasks of the file; None in a file without tasks."""
     published: tuple[Published, ...] = ()
-    """What the file cites, of all its tasks."""
+    """Published numbers that the file cites, for all its tasks."""
     trials: Trials | None = None
-    """What is to be tried of its recipes first; None where nothing is, or it was."""
+    """The trials to run first; None where there are none, or they were run."""
     tried: tuple[Trial, ...] = ()
-    """What trials found, whose best the recipes in `params` are."""
+    """The results of the trials, whose best are the recipes in `params`."""
     suffix: str = ""
-    """Of the name of a study of trials."""
+    """End of the name of a study of trials."""
 
     @property
     def name(self) -> str:
@@ -56,21 +56,21 @@ class StudyFile:
         return metric
 
     def content(self, seed: int) -> dict[str, Any]:
-        """params.yaml as it runs with `seed`."""
+        """Return params.yaml as it runs with `seed`."""
         return {**self.params, "seed": seed}
 
     def of_trials(self, asked: Trials) -> StudyFile:
-        """The study that runs the trials: each as a recipe of its own."""
+        """Return the study that runs the trials, each as its own recipe."""
         content = trials.study(self.params, asked)
         return replace(self, params=content, seeds=(asked.seed,), trials=None, suffix=trials.SUFFIX)
 
     def at_its_best(self, tried: Sequence[Trial]) -> StudyFile:
-        """This study with the best trial of each recipe."""
+        """Return this study with the best trial of each recipe."""
         return replace(self, params=trials.best(self.params, tried), trials=None, tried=tuple(tried))
 
 
 class _Own(params.Section):
-    """What a study's file has beside sections of params.yaml."""
+    """The keys of a study's file beside the sections of params.yaml."""
 
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
     tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)] | None = None
@@ -79,11 +79,11 @@ class _Own(params.Section):
 
 
 def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
-    """The study of `file`, checked as a whole, for each of its tasks.
+    """Load the study of `file`, checked as a whole, for each of its tasks.
 
     Args:
-        seeds: run these instead of those that the file states.
-        tasks: these of the file's tasks; all, if there are none.
+        seeds: instead of those in the file.
+        tasks: names of the file's tasks; none for all.
 
     Raises:
         ParamsError: `file` is outside the repository, its name is unfit for a folder, it cannot be read, or it has
@@ -116,7 +116,7 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
 
 
 def _path(file: Path) -> Path:
-    """Of a study's file, relative to the workspace."""
+    """Return the path of a study's file relative to the workspace."""
     path = file.resolve()
     if not path.is_relative_to(Path.cwd()):
         raise ParamsError(f"{file} is outside the repository: put it into studies/")
@@ -150,7 +150,7 @@ def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
 
 
 def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
-    """Check the parameters of all tasks, naming the study's file in the message, and each mistake where it stands."""
+    """Check the parameters of all tasks; messages name the study's file and the place of each mistake in it."""
     shared = validation.mistakes(common)
     lines = [
         line if task is None or line in shared else f"tasks.{task}.{line}"
@@ -165,7 +165,7 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
 
 
 def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
-    """Mistakes of what is to be tried, of a file that has no others."""
+    """Yield mistakes in the trials of a file that has no others."""
     for content in merged.values():
         resolved = resolve(content)
         wrong = list(trials.mistakes(resolved, asked))
@@ -179,7 +179,7 @@ def _metric(content: Mapping[str, Any]) -> MetricName | None:
 
 
 def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a task with an MLflow experiment of its own, where the task does not name one."""
+    """Give a task its own MLflow experiment, unless it names one."""
     if task is None or "name" in part.get("study", {}):
         return content
     return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})

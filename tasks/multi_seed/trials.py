@@ -1,4 +1,4 @@
-"""Trials: what a study tries of its recipes, at one keep and with one seed, so that each runs at its best.
+"""Trials: variants of a study's recipes, run first at one keep and with one seed, so that each recipe runs at its best.
 
 They are recipes of a study of their own. Validation rows choose.
 """
@@ -20,10 +20,10 @@ from tasks.artifacts.results_schema import Evaluation
 from tasks.config import schema
 
 SUFFIX = "trials"
-"""Ends the names of the workspace and the MLflow experiment in which they run."""
+"""End of the names of their workspace and MLflow experiment."""
 
 Change = dict[str, Any]
-"""What a trial states on top of its recipe, as a study states it on top of params.yaml; empty: the recipe as it is."""
+"""The differences of a trial from its recipe; empty for the recipe as it is."""
 
 
 class Trials(schema.Section):
@@ -36,7 +36,7 @@ class Trials(schema.Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """A recipe that was tried with a change."""
+    """A recipe with a change, and its result."""
 
     recipe: str
     change: Change
@@ -46,7 +46,7 @@ class Trial:
 
 
 def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
-    """The parameters of the study that runs the trials.
+    """Return the parameters of the study that runs the trials.
 
     Args:
         content: those of the study that asks for them.
@@ -67,13 +67,13 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
 
 
 def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
-    """Each trial of a recipe under its name there. One without a change keeps the recipe's, to share its stages."""
+    """Yield each trial of a recipe with its name; one without a change keeps the recipe's name, to share its stages."""
     for number, change in enumerate(asked.recipes[recipe], start=1):
         yield f"{recipe}_trial{number}" if change else recipe, change
 
 
 def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
-    """What cannot be tried of a study whose parameters, `content`, have no mistakes themselves."""
+    """Yield mistakes in the trials of a study whose parameters, `content`, have none."""
     for recipe, changes in asked.recipes.items():
         if recipe not in content["study"]["recipes"]:
             yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
@@ -87,7 +87,7 @@ def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
 
 
 def in_file(line: str, asked: Trials) -> str:
-    """A mistake in the parameters of `study`, named where the study's file has it."""
+    """Return a mistake in the parameters of `study` with its place in the study's file."""
     for recipe in asked.recipes:
         for number, (name, change) in enumerate(_named(asked, recipe)):
             if change and line.startswith(f"recipes.{name}."):
@@ -96,7 +96,7 @@ def in_file(line: str, asked: Trials) -> str:
 
 
 def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
-    """What each trial found, in the order of the study's file; of several equal ones the first is chosen.
+    """Return the result of each trial, in the order of the study's file; of equal ones the first is chosen.
 
     Args:
         metric: of the task.
@@ -117,5 +117,5 @@ def _validation(workspace: Path, recipe: str, keep: float) -> float:
 
 
 def best(content: Mapping[str, Any], tried: Sequence[Trial]) -> dict[str, Any]:
-    """The parameters of a study with the chosen changes of its recipes."""
+    """Return the parameters of a study with the chosen changes of its recipes."""
     return merge(content, {"recipes": {trial.recipe: trial.change for trial in tried if trial.chosen}})

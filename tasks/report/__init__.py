@@ -1,1 +1,1 @@
-"""The comparison of a study's candidates: read the results, then say them as table, words, plots and page."""
+"""The comparison of a study's candidates as table, text, plots, page and model cards."""

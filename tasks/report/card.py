@@ -1,4 +1,4 @@
-"""The model card of a candidate: what it is, how good, large and fast beside the dense model, and how it was made."""
+"""The model card of a candidate: its quality, size and speed beside the original model, and how it was made."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from tasks.report.provenance import provenance
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
 from tasks.report.summary import parameters
-from tasks.report.table import dense_rows, row, trivial_row
+from tasks.report.table import reference_rows, row
 from tasks.runtime.templates import template
 
 
-def card(results: Results, one: CandidateResults) -> str:
-    """Markdown under the hub's metadata; no times and no machine but what was measured, as on the page."""
+def card(results: Results, candidate: CandidateResults) -> str:
+    """Return the card: Markdown under the hub's metadata, with no date and no machine."""
     return template(Path(__file__).with_name("card.md.j2")).render(
-        metadata=_metadata(results, one).to_yaml(),
+        metadata=_metadata(results, candidate).to_yaml(),
         results=results,
         metric=results.metric,
         parameters=parameters(results),
-        one=one,
-        rows=[*dense_rows(results), trivial_row(results), row(results, one)],
-        only_answer=results.only_answers.get(one.after),
-        files=[each for each in runtime_rows(results) if each.name in ("dense", one.name)]
-        if one.name in results.exports
+        candidate=candidate,
+        rows=[*reference_rows(results), row(results, candidate)],
+        only_answer=results.only_answers.get(candidate.after),
+        files=[file for file in runtime_rows(results) if file.name in ("dense", candidate.name)]
+        if candidate.name in results.exports
         else [],
         beginnings=beginnings(results),
-        written=written(results, [one]),
+        written=written(results, [candidate]),
         as_code=as_code,
         facts=provenance(results).facts,
         auto=kind_of(results.task).auto.__name__,
-        recipe=_yaml({one.recipe: schema.section(f"recipes.{one.recipe}", dict[str, Any])}),
+        recipe=_yaml({candidate.recipe: schema.section(f"recipes.{candidate.recipe}", dict[str, Any])}),
     )
 
 
-def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
+def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
     data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
     pipeline = kind_of(results.task).pipeline
-    found = EvalResult(
+    result = EvalResult(
         task_type=pipeline,
         dataset_type=hub_id(data.source, PACKAGED) or "other",
         dataset_name=Path(data.source).name,  # of a folder here, no path
@@ -54,7 +54,7 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         dataset_revision=data.revision,
         dataset_split="test",
         metric_type=results.task.metric,
-        metric_value=one.recovered,
+        metric_value=candidate.recovered,
         verified=False,
     )
     return ModelCardData(
@@ -64,11 +64,11 @@ def _metadata(results: Results, one: CandidateResults) -> ModelCardData:
         license_link=results.dense.licence.get("license_link"),
         library_name="transformers",
         pipeline_tag=pipeline,
-        tags=["eckart", "low-rank", "compression", one.recipe],
+        tags=["eckart", "low-rank", "compression", candidate.recipe],
         datasets=[source] if (source := hub_id(data.source, PACKAGED)) else None,
         metrics=[results.task.metric],
-        model_name=one.name,
-        eval_results=[found],
+        model_name=candidate.name,
+        eval_results=[result],
     )
 
 

@@ -1,5 +1,4 @@
-"""What a study comes to, in a few sentences: which candidate is chosen and why, how sure that is, what it costs, and
-what to do next."""
+"""The outcome of a study in a few sentences: the chosen candidate and why, how sure that is, its cost, what is next."""
 
 from __future__ import annotations
 
@@ -7,31 +6,32 @@ from collections import Counter
 
 from tasks.config.promotion_limits import Chosen
 from tasks.nlp_tasks import kind_of
-from tasks.report.goals import asked, words
-from tasks.report.non_inferiority import non_inferior, smallest, verdict
+from tasks.report.goals import goal_results, goal_text
+from tasks.report.non_inferiority import non_inferior, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between
 from tasks.report.results import DENSE, TRIVIAL, CandidateResults, Results
 from tasks.scoring.trivial_baseline import warning
 
 
 def conclusion(results: Results) -> list[str]:
-    """The sentences; commands stand between backticks."""
-    one = results.named(results.choice.nearest)
+    """Return the sentences; commands stand between backticks."""
+    candidate = results.named(results.choice.nearest)
     sentences = [
         teacher_warning(results),
-        _choice(results, one),
+        _choice(results, candidate),
+        _best_on_test(results),
         _goals(results),
-        _one_answer(results, one),
-        verdict(results, one),
+        _one_answer(results, candidate),
+        verdict(results, candidate),
         _alternative(results),
-        _cost(results, one),
-        _next(results, one),
+        _cost(results, candidate),
+        _next(results, candidate),
     ]
     return [sentence for sentence in sentences if sentence]
 
 
 def chosen(results: Results) -> Chosen:
-    """The same for a program."""
+    """Return the outcome for programs."""
     choice, other = results.choice, alternative(results)
     return Chosen(
         candidate=choice.chosen,
@@ -41,90 +41,100 @@ def chosen(results: Results) -> Chosen:
 
 
 def teacher_warning(results: Results) -> str | None:
-    """Where the dense model has hardly learned the task: then nothing below says much."""
-    dense, trivial = (results.metric_of(one) for one in (DENSE, TRIVIAL))
+    """Return a warning where the original model has hardly learned the task: nothing below says much then."""
+    dense, trivial = results.metric_of(DENSE), results.metric_of(TRIVIAL)
     return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.rows)
 
 
 def alternative(results: Results) -> CandidateResults | None:
-    """The smallest candidate that is non-inferior and that a promotion would take by its name, where that is another.
+    """Return the smallest non-inferior candidate that is small and fast enough, unless it is the chosen one.
 
-    Which is one that is small and fast enough. Its metric is held against the limits on the test rows.
+    Its metric is held against the limits on the test examples, when it is promoted by name.
     """
-    choice = results.choice
-    others = {name: [gate for gate in some if gate.standard_error is None] for name, some in choice.gates.items()}
-    able = [one for one in results.candidates if all(gate.passed for gate in others[one.name])]
-    found = smallest(results, [one for one in able if non_inferior(results, one)])
-    return None if found is None or found.name == choice.chosen else found
+    exact = {
+        name: [gate for gate in gates if gate.standard_error is None] for name, gates in results.choice.gates.items()
+    }
+    able = [candidate for candidate in results.candidates if all(gate.passed for gate in exact[candidate.name])]
+    smallest = results.smallest(candidate for candidate in able if non_inferior(results, candidate))
+    return None if smallest is None or smallest.name == results.choice.chosen else smallest
 
 
-def _choice(results: Results, one: CandidateResults) -> str:
+def _choice(results: Results, candidate: CandidateResults) -> str:
     choice, validation = results.choice, results.dense.validation
-    rows = counted(validation.rows, "validation row")
+    examples = counted(validation.rows, "validation example")
     if choice.chosen:
-        by_chance = "; ".join(filter(None, [gate.by_chance for gate in choice.gates[one.name]]))
+        by_chance = "; ".join(filter(None, [gate.by_chance for gate in choice.gates[candidate.name]]))
         return (
-            f"`eckart promote` takes {one.name}: of the candidates within the limits of promotion in params.yaml it "
-            f"has the best {results.metric.title} on {rows}, {score(one.evaluation.validation.metric)} where the dense "
-            f"model has {score(validation.metric)}{f' ({by_chance})' if by_chance else ''}."
+            f"`eckart promote` takes {candidate.name}: within the limits of promotion in params.yaml it has the best "
+            f"{results.metric.title} on {examples}, {score(candidate.evaluation.validation.metric)} (original model: "
+            f"{score(validation.metric)}){f'; {by_chance}' if by_chance else ''}."
         )
     counts = Counter(gate.name for closed in choice.closed.values() for gate in closed)
-    limits = ", ".join(f"{name} of {counted(number, 'candidate')}" for name, number in counts.most_common())
-    reasons = "; ".join(gate.refusal for gate in choice.closed[one.name])
+    limits = ", ".join(f"{name} by {counted(number, 'candidate')}" for name, number in counts.most_common())
+    reasons = "; ".join(gate.refusal for gate in choice.closed[candidate.name])
     return (
-        f"`eckart promote` takes none: no candidate is within the limits of promotion in params.yaml on {rows} "
-        f"(beyond them: {limits}). The nearest is {one.name}: {reasons}."
+        f"`eckart promote` takes none: no candidate is within the limits of promotion in params.yaml on {examples} "
+        f"(limits exceeded: {limits}). The nearest is {candidate.name}: {reasons}."
+    )
+
+
+def _best_on_test(results: Results) -> str | None:
+    """Say why the chosen candidate is not the one with the best test score, where it is not."""
+    within = [candidate for candidate in results.candidates if candidate.name not in results.choice.closed]
+    best = max(within, key=lambda candidate: results.metric.goodness(candidate.recovered), default=None)
+    if best is None or best.recovered == results.named(results.choice.nearest).recovered:
+        return None
+    return (
+        f"On test examples {best.name} scores better, {score(best.recovered)}; validation examples choose, so that the "
+        "test score of the chosen model is unbiased."
     )
 
 
 def _goals(results: Results) -> str | None:
-    """Which goals another candidate meets, and why it is another."""
-    others = [each for each in asked(results) if each.met and each.candidate.name != results.choice.chosen]
+    """Name the goals that another candidate meets."""
+    others = [goal for goal in goal_results(results) if goal.met and goal.candidate.name != results.choice.chosen]
     if not others:
         return None
-    named = "; ".join(f"{words(each.goal)}: {each.candidate.name}" for each in others)
+    named = "; ".join(f"{goal_text(goal.goal)}: {goal.candidate.name}" for goal in others)
     return (
-        f"Goals ask for something else, of a drop the smallest candidate, and are met by others ({named}): `eckart "
+        f"The goals choose other candidates ({named}), because they take the smallest model within a drop: `eckart "
         f"promote {others[0].candidate.name}` takes that one to the gates."
     )
 
 
-def _one_answer(results: Results, one: CandidateResults) -> str | None:
-    answer = results.only_answers.get(one.after)
-    return None if answer is None else f"It answers {answer} to every test row."
+def _one_answer(results: Results, candidate: CandidateResults) -> str | None:
+    answer = results.only_answers.get(candidate.after)
+    return None if answer is None else f"It answers {answer} to every test example."
 
 
 def _alternative(results: Results) -> str:
-    other = alternative(results)
-    if other:
+    if other := alternative(results):
         found = results.difference(other.after, DENSE)
         return (
-            f"The smallest of which test rows show it is {other.name}, {score(other.recovered)} "
-            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes that to the "
-            "gates."
+            f"The smallest candidate for which they show this is {other.name}, {score(other.recovered)} "
+            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes it to the gates."
         )
     if chosen(results).non_inferior:
-        return "They show it of no smaller candidate."
-    return "They show it of no candidate that is small and fast enough."
+        return f"{results.choice.chosen} is the smallest candidate for which they show this."
+    return "They show this for no candidate that is small and fast enough."
 
 
-def _cost(results: Results, one: CandidateResults) -> str:
-    dense, small, speedup = results.dense, one.evaluation.size, one.benchmark.speedup
-    slower = ", which is slower than the dense model" if speedup.high < 1 else ""
+def _cost(results: Results, candidate: CandidateResults) -> str:
+    dense, small, speedup = results.dense, candidate.evaluation.size, candidate.benchmark.speedup
+    slower = ", slower than the original model" if speedup.high < 1 else ""
     return (
-        f"The {results.metric.title} of {one.name} on test rows is {score(one.recovered)} in place of the dense "
-        f"model’s {score(dense.score.metric)}, and it has "
-        f"{percent(small.model_parameters / dense.size.model_parameters)} of the parameters, {size(small.bytes)} in "
-        f"place of {size(dense.size.bytes)}, and {times(speedup.median)} the speed "
-        f"({times_between(speedup.low, speedup.high)}){slower}."
+        f"On test examples {candidate.name} has {results.metric.title} {score(candidate.recovered)} (original model: "
+        f"{score(dense.score.metric)}). It has {percent(small.model_parameters / dense.size.model_parameters)} of the "
+        f"parameters, is {size(small.bytes)} instead of {size(dense.size.bytes)}, and runs {times(speedup.median)} as "
+        f"fast ({times_between(speedup.low, speedup.high)}){slower}."
     )
 
 
-def _next(results: Results, one: CandidateResults) -> str:
-    name = one.name
-    ship = f"`eckart export {name} {name}.onnx` writes {name} as ONNX"
+def _next(results: Results, candidate: CandidateResults) -> str:
+    name = candidate.name
+    ship = f"`eckart export {name} {name}.onnx` writes it as ONNX"
     if not kind_of(results.task).one_graph:
-        ship = f"`eckart publish {name} USER/NAME` brings {name} to the Hugging Face hub"
+        ship = f"`eckart publish {name} USER/NAME` uploads it to the Hugging Face hub"
     if results.choice.chosen:
-        return f"Next, `eckart promote` makes it the champion, if it passes the gates on test rows, and {ship}."
-    return f"Next, change promotion or study.keeps in params.yaml; {ship} as it is."
+        return f"Next: `eckart promote` makes it the champion if it passes the gates on test examples; {ship}."
+    return f"Next: change promotion or study.keeps in params.yaml; {ship} as it is."

@@ -1,64 +1,60 @@
-"""What the page opens of a candidate: its numbers, ranks, curves, card and commands, as the script reads them."""
+"""The details that the page opens for a candidate: numbers, ranks, card and commands, as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.report.names import kinds, layers
-from tasks.report.results import CandidateResults, Curve, Results
-from tasks.report.scale import even, tick_texts
+from tasks.report.results import CandidateResults, Results
 from tasks.report.scatter import Scatter
-from tasks.report.table import dense_rows, row
-
-_WIDTH, _HEIGHT = 600.0, 160.0  # of the field of a curve, in pixels
+from tasks.report.table import Row, reference_rows, row
 
 
 def details(results: Results, scatter: Scatter, cards: Mapping[str, str]) -> dict[str, Any]:
-    """For JSON: `targets`, where each stands in the table of ranks, and `models`, by name, in the study's order."""
-    references = {one.name: {"facts": _facts(results, one)} for one in dense_rows(results)}
-    models = references | {one.name: _candidate(results, one, cards[one.name]) for one in results.candidates}
+    """Return `targets` with their places in the table of ranks, and `models` by name, in the study's order."""
+    models: dict[str, Any] = {row.name: {"facts": _facts(results, row)} for row in reference_rows(results)[:2]}
+    models |= {one.name: _candidate(results, one, cards[one.name]) for one in results.candidates}
     for name, content in models.items():
         content["x"] = {axis.key: axis.places[name] for axis in scatter.axes}
     return {"targets": _targets(results), "models": models}
 
 
-def _candidate(results: Results, one: CandidateResults, card: str) -> dict[str, Any]:
+def _candidate(results: Results, candidate: CandidateResults, card: str) -> dict[str, Any]:
     return {
-        "facts": _facts(results, row(results, one)),
-        "commands": _commands(one.name),
-        "ranks": [one.rank(target) for target in results.targets],
-        "rows": [one.rows(target) for target in results.targets] if results.has_sparse_rows else [],
-        "shares": [round(one.share(target), 3) for target in results.targets],
-        "curves": list(_curves(one)),
+        "facts": _facts(results, row(results, candidate)),
+        "commands": _commands(candidate.name),
+        "ranks": [candidate.rank(target) for target in results.targets],
+        "rows": [candidate.rows(target) for target in results.targets] if results.has_sparse_rows else [],
+        "shares": [round(candidate.share(target), 3) for target in results.targets],
         "card": card,
     }
 
 
-def _facts(results: Results, one: Any) -> list[tuple[str, str]]:
-    """What a row of the table says, in pairs."""
-    apart = f" ({one.of_dense.difference} from dense)" if one.of_dense.difference else ""
-    speed = f" ({one.speedup.interval})" if one.speedup.interval else ""
+def _facts(results: Results, row: Row) -> list[tuple[str, str]]:
+    """Return the content of a row of the table in pairs."""
+    difference = f" ({row.of_dense.below} vs. original)" if row.of_dense.below else ""
+    speed = f" ({row.speedup.below})" if row.speedup.below else ""
     return [
-        (results.metric.title, one.recovered + apart),
-        *([("before recovery", one.factorized)] if one.factorized else []),
-        ("size", f"{one.bytes.value}, {one.bytes.share} of dense"),
-        ("parameters", f"{one.model.value}, {one.model.share}"),
-        ("MACs per token", f"{one.macs.value}, {one.macs.share}"),
-        ("speed", one.speedup.median + speed),
+        (results.metric.title, row.recovered + difference),
+        ("before recovery", row.factorized),
+        ("size", f"{row.bytes.value}, {row.bytes.below} of the original"),
+        ("parameters", f"{row.model.value}, {row.model.below}"),
+        ("MACs per token", f"{row.macs.value}, {row.macs.below}"),
+        ("speed", row.speedup.value + speed),
     ]
 
 
 def _commands(name: str) -> list[tuple[str, str]]:
     return [
-        ("Make it again", f"eckart reproduce {name}"),
+        ("Reproduce it", f"eckart reproduce {name}"),
         ("Write it as ONNX", f"eckart export {name} {name}.onnx"),
-        ("Bring it to the Hugging Face hub", f"eckart publish {name} USER/NAME"),
+        ("Upload it to the Hugging Face hub", f"eckart publish {name} USER/NAME"),
     ]
 
 
 def _targets(results: Results) -> dict[str, Any]:
-    """Rows are layers and columns kinds, both in order of execution; of each target its name, shape, row and column."""
+    """Return the table's rows (layers), columns (kinds), and each target's name, shape, row and column."""
     groups, shown = layers(results.targets), kinds(results.targets)
     columns = list(dict.fromkeys(shown[target.name] for target in results.targets))
     cells = [
@@ -67,27 +63,3 @@ def _targets(results: Results) -> dict[str, Any]:
         for target in group.targets
     ]
     return {"layers": [group.label for group in groups], "kinds": columns, "cells": cells}
-
-
-def _curves(one: CandidateResults) -> Iterator[dict[str, Any]]:
-    for title, curve in (("before the factorization", one.search_curve), ("recovery", one.curve)):
-        if curve:
-            yield {"title": f"Task loss of {title}" if title == "recovery" else f"Task loss {title}", **_drawn(curve)}
-
-
-def _drawn(curve: Curve) -> dict[str, Any]:
-    """The line of a curve and the ticks of its axes, on a field of 600 × 160 pixels."""
-    steps, losses = [float(point.step) for point in curve], [point.compared_loss for point in curve]
-    across, up = even(steps), even(losses)
-    points = (
-        (_WIDTH * across.place(step), _HEIGHT * (1 - up.place(loss))) for step, loss in zip(steps, losses, strict=True)
-    )
-    counted, marked = [tick for tick in across.ticks() if tick == round(tick) and tick >= 0], up.ticks(4)
-    return {
-        "line": " ".join(f"{x:.1f},{y:.1f}" for x, y in points),
-        "steps": [[round(_WIDTH * across.place(tick), 1), f"{tick:,.0f}"] for tick in counted],
-        "losses": [
-            [round(_HEIGHT * (1 - up.place(tick)), 1), text]
-            for tick, text in zip(marked, tick_texts(marked), strict=True)
-        ],
-    }

@@ -1,11 +1,12 @@
-"""Goals in a user's own units: which candidate of each recipe meets one, and at which keep to look next.
+"""Goals in a user's own units: the candidate of each recipe that meets one, and the keep to look at next.
 
-A candidate meets `largest_drop` if its metric on the validation rows is no further below the dense model's; `speedup`
-if the benchmark found it so many times as fast as the dense model; `bytes` if its weights as saved are no larger. Speed
-and bytes are those in torch, or by the goal's `runtime`, like the dense model's: such a goal is asked of the recipes
-that are exported. Of those that meet a largest drop the smallest is chosen, of the others the best on the validation
-rows, on which models are scored in torch. What was chosen by a drop on some validation rows may lose more on others:
-beside it stands the smallest candidate of the recipe of which the test rows show that it loses no more.
+A candidate meets `largest_drop` if its metric on validation examples is at most so much worse than the original
+model's; `speedup` if the benchmark measured it so many times as fast as the original model; `bytes` if its weights as
+saved are no larger. Speed and bytes are those in torch, or in the goal's `runtime`, like the original model's: such a
+goal applies to the recipes that are exported. A largest drop chooses the smallest candidate that meets it, other goals
+the best on validation examples, where models are scored in torch. A candidate chosen by its drop on some validation
+examples may lose more on others: beside it stands the recipe's smallest candidate for which the test examples show that
+it loses no more.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from tasks.config.promotion_limits import ROUNDING
 from tasks.config.schema import Goal
 from tasks.report.non_inferiority import rows_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, Way, way
 
-_ROUNDING = 1e-9  # 0.842 - 0.832 is no more than 0.01
 _SMALLEST = 0.02  # keep; below it little is left of any model
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A goal and what came of it for a recipe.
+class GoalResult:
+    """A goal and its result for a recipe.
 
     met: whether `candidate` meets it; otherwise it is the nearest that does not.
     closer: a keep that may meet it more closely; None where those at hand are close enough, or none would.
@@ -41,68 +42,56 @@ class Asked:
 
 @dataclass(frozen=True)
 class GoalRow:
-    """The same as people read it."""
+    """A goal and its result as people read them."""
 
     goal: str
     candidate: str
-    """Or the nearest, said to be that."""
+    """Or the nearest, and a note that it is."""
     found: str
-    """What the candidate has of what was asked; of a drop with the interval of the difference on validation rows."""
+    """The candidate's value; for a drop with the interval of the difference on validation examples."""
     shown: str
-    """Of a drop: the smallest candidate of which test rows show it, or how many would show it of the chosen one."""
+    """For a drop: the smallest candidate for which test examples show it, or how many examples would."""
     metric: str
-    """On the test rows; like the bytes and the speed by the goal's runtime."""
+    """On test examples; in the goal's runtime, like the bytes and the speed."""
     difference: str
-    """The interval of that less the dense model's in torch: validation rows, by which it was chosen, flatter it."""
+    """The interval of the metric minus that of the original model in torch."""
     bytes: str
     speedup: str
 
 
-def asked(results: Results) -> list[Asked]:
-    """Every goal of the study for every recipe; of another runtime for those that are exported."""
-    exported = {one.recipe for one in results.candidates if one.name in results.exports}
+def goal_results(results: Results) -> list[GoalResult]:
+    """Return every goal of the study for every recipe; a goal of another runtime for those that are exported."""
+    exported = {candidate.recipe for candidate in results.candidates if candidate.name in results.exports}
     return [
-        _asked(results, goal, recipe)
+        _goal_result(results, goal, recipe)
         for goal in results.goals
         for recipe in results.recipes
         if goal.runtime == "torch" or recipe in exported
     ]
 
 
-def _asked(results: Results, goal: Goal, recipe: str) -> Asked:
-    some = [one for one in results.candidates if one.recipe == recipe]
-    amounts = {float(one.keep): _amount(results, goal, one) for one in some}
-    meeting = [one for one in some if _within(amounts[float(one.keep)], goal)]
-    if not meeting:
-        best = min(some, key=lambda one: amounts[float(one.keep)])
-    elif goal.largest_drop is not None:
-        best = min(meeting, key=lambda one: one.evaluation.size.bytes)
-    else:
-        best = max(meeting, key=lambda one: _goodness(results, one))
-    keep = closer(amounts | {1.0: _dense_amount(results, goal)}, _limit(goal), linear=goal.largest_drop is None)
-    return Asked(goal, recipe, best, bool(meeting), None if keep is None else f"{keep:g}")
-
-
-def _goodness(results: Results, one: CandidateResults) -> tuple[float, int]:
-    return results.metric.goodness(one.evaluation.validation.metric), -one.evaluation.size.bytes
+def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
+    amounts = {candidate.keep: _amount(results, goal, candidate) for candidate in results.of(recipe)}
+    meeting = [candidate for candidate in results.of(recipe) if amounts[candidate.keep] <= _limit(goal) + ROUNDING]
+    choose = results.best if goal.largest_drop is None else results.smallest
+    candidate = choose(meeting) or min(results.of(recipe), key=lambda candidate: amounts[candidate.keep])
+    known = {float(keep): amount for keep, amount in amounts.items()} | {1.0: _dense_amount(results, goal)}
+    keep = closer(known, _limit(goal), linear=goal.largest_drop is None)
+    return GoalResult(goal, recipe, candidate, bool(meeting), None if keep is None else f"{keep:g}")
 
 
 def _limit(goal: Goal) -> float:
-    """The largest amount that meets it."""
+    """Return the largest amount that meets the goal."""
     if goal.largest_drop is not None:
         return goal.largest_drop
     return 1 / goal.speedup if goal.speedup is not None else float(goal.bytes or 0)
 
 
-def _within(amount: float, goal: Goal) -> bool:
-    return amount <= _limit(goal) + _ROUNDING
-
-
-def _amount(results: Results, goal: Goal, one: CandidateResults) -> float:
-    """What the goal limits: the metric that is lost, time ÷ the dense model's, or bytes."""
+def _amount(results: Results, goal: Goal, candidate: CandidateResults) -> float:
+    """Return the amount that the goal limits: the drop of the metric, time ÷ the original model's, or bytes."""
     if goal.largest_drop is not None:
-        return results.metric.worse_by(one.evaluation.validation.metric, results.dense.validation.metric)
-    run = way(results, one.name, goal.runtime)
+        return results.metric.worse_by(candidate.evaluation.validation.metric, results.dense.validation.metric)
+    run = way(results, candidate.name, goal.runtime)
     return 1 / _speedup(run) if goal.speedup is not None else run.bytes
 
 
@@ -113,17 +102,17 @@ def _dense_amount(results: Results, goal: Goal) -> float:
 
 
 def _speedup(run: Way) -> float:
-    """At the first shape of the benchmark, over the dense model by the same runtime."""
+    """Return the speedup over the original model in the same runtime, at the first shape of the benchmark."""
     return next(iter(run.latencies.values())).of_same.median
 
 
 def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float | None:
-    """The keep at which to look next, with two digits; None where it would tell nothing new.
+    """Return the keep to look at next, with two digits; None where it would add nothing.
 
     Args:
-        amounts: keep → what is limited, that of the dense model at 1 among them.
-        linear: whether an amount grows with the keep, evenly, as bytes do, and as time does where products take the
-            share p of it: 1 - p + p · keep. Otherwise it falls with it in some way, as what a metric loses does.
+        amounts: keep → the limited amount, with the original model's at 1.
+        linear: True for an amount that grows evenly with the keep, as bytes do, and as time does where products take
+            the share p of it: 1 - p + p · keep. False for one that falls with the keep, as the drop of a metric does.
     """
     keep = _between(amounts, limit) if linear else _halfway(amounts, limit)
     if keep is None:
@@ -134,18 +123,18 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
 
 
 def _halfway(amounts: Mapping[float, float], limit: float) -> float | None:
-    """Between the smallest keep that passes and the largest below it that does not."""
-    best = min(keep for keep, amount in amounts.items() if amount <= limit + _ROUNDING or keep == 1)
+    """Return the middle between the smallest keep that passes and the largest below it that does not."""
+    best = min(keep for keep, amount in amounts.items() if amount <= limit + ROUNDING or keep == 1)
     low = max((keep for keep in amounts if keep < best), default=0.0)
     return None if _close(low, best) else max((low + best) / 2, _SMALLEST)
 
 
 def _between(amounts: Mapping[float, float], limit: float) -> float | None:
-    """On the line through the largest keep that passes and the one above it; if none does, through the two smallest."""
+    """Interpolate between the largest keep that passes and the one above it, or from the two smallest if none does."""
     keeps = sorted(amounts)
     if len(keeps) == 1:
         return keeps[0] / 2
-    low = max((keep for keep in keeps[:-1] if amounts[keep] <= limit + _ROUNDING), default=keeps[0])
+    low = max((keep for keep in keeps[:-1] if amounts[keep] <= limit + ROUNDING), default=keeps[0])
     high = keeps[keeps.index(low) + 1]
     slope = (amounts[high] - amounts[low]) / (high - low)
     if slope <= 0 or (amounts[low] <= limit and _close(low, high)):
@@ -155,21 +144,21 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
 
 
 def _close(low: float, high: float) -> bool:
-    """Whether what lies between would tell little: validation rows have a chance of their own."""
-    return high - low <= max(0.01, 0.1 * high) + _ROUNDING
+    """Whether two keeps are so close that the chance in validation examples hides what lies between."""
+    return high - low <= max(0.01, 0.1 * high) + ROUNDING
 
 
 def goal_rows(results: Results) -> Iterator[GoalRow]:
-    """What the page and the terminal show."""
-    for one in asked(results):
-        name = one.candidate.name
-        run = way(results, name, one.goal.runtime)
+    """Yield the rows that the page and the terminal show."""
+    for goal in goal_results(results):
+        name = goal.candidate.name
+        run = way(results, name, goal.goal.runtime)
         interval = results.difference(run.scored, DENSE)
         yield GoalRow(
-            goal=words(one.goal),
-            candidate=name if one.met else f"none of {one.recipe}; nearest {name}",
-            found=_found(results, one),
-            shown=_shown(results, one),
+            goal=goal_text(goal.goal),
+            candidate=name if goal.met else f"none of {goal.recipe}; nearest {name}",
+            found=_found(results, goal),
+            shown=_shown(results, goal),
             metric=score(run.metric),
             difference=between(interval.low, interval.high, run.metric),
             bytes=size(run.bytes),
@@ -177,31 +166,32 @@ def goal_rows(results: Results) -> Iterator[GoalRow]:
         )
 
 
-def words(goal: Goal) -> str:
-    """The goal as people read it."""
+def goal_text(goal: Goal) -> str:
+    """Return the goal as people read it."""
     if goal.largest_drop is not None:
         return f"drop at most {score(goal.largest_drop)}"
-    asked = f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"
-    return asked if goal.runtime == "torch" else f"{asked} by {TITLES[goal.runtime]}"
+    limit = f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"
+    return limit if goal.runtime == "torch" else f"{limit} in {TITLES[goal.runtime]}"
 
 
-def _found(results: Results, one: Asked) -> str:
-    amount = _amount(results, one.goal, one.candidate)
-    if one.goal.largest_drop is not None:
-        found, metric = results.validation_difference(one.candidate), one.candidate.evaluation.validation.metric
+def _found(results: Results, result: GoalResult) -> str:
+    goal, candidate = result.goal, result.candidate
+    amount = _amount(results, goal, candidate)
+    if goal.largest_drop is not None:
+        found, metric = results.validation_difference(candidate), candidate.evaluation.validation.metric
         low, high = (found.low, found.high) if results.metric.lower_is_better else (-found.high, -found.low)
-        return f"drop {score(amount)} ({between(low, high, metric)}) on validation rows"
-    return times(1 / amount) if one.goal.speedup is not None else size(int(amount))
+        return f"drop {score(amount)} ({between(low, high, metric)}) on validation examples"
+    return times(1 / amount) if goal.speedup is not None else size(int(amount))
 
 
-def _shown(results: Results, one: Asked) -> str:
-    margin = one.goal.largest_drop
+def _shown(results: Results, result: GoalResult) -> str:
+    margin = result.goal.largest_drop
     if margin is None:
         return ""
-    found = {each.name: statistics(results, each, DENSE, margin) for each in results.candidates}
-    some = [each for each in results.candidates if each.recipe == one.recipe and found[each.name].holds]
-    if safe := min(some, key=lambda each: each.evaluation.size.bytes, default=None):
+    shown = (one for one in results.of(result.recipe) if statistics(results, one, DENSE, margin).holds)
+    if safe := results.smallest(shown):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
-    chosen = found[one.candidate.name]
-    return "none" if chosen.wanted is None else f"none; of {one.candidate.name} {rows_wanted([chosen])} would"
+    chosen = statistics(results, result.candidate, DENSE, margin)
+    needed = "" if chosen.wanted is None else f"; for {result.candidate.name} {rows_wanted([chosen])} would be needed"
+    return f"none{needed}"

@@ -1,4 +1,4 @@
-"""Names of targets, split into layer and kind and shortened for labels."""
+"""Split names of targets into layer and kind, and shorten them for labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a target is: `encoder.layer.3.attention.query` is kind `attention.query` of layer 3 of `encoder.layer`."""
+    """The place of a target: `encoder.layer.3.attention.query` is `attention.query` of layer 3 of `encoder.layer`."""
 
     stack: str
     layer: str
@@ -23,37 +23,37 @@ class Place:
 
 @dataclass(frozen=True)
 class Layer:
-    """Targets that run one after the other in one layer; without a label where names have no number."""
+    """The targets of a layer in order of execution; without a label where names have no number."""
 
     label: str
     targets: tuple[Target, ...]
 
 
 def place(name: str) -> Place:
-    """A name without a number is all kind."""
+    """Split a name; one without a number is all kind."""
     match = _IN_A_LAYER.fullmatch(name)
     return Place(match["stack"] or "", match["layer"], match["kind"]) if match else Place("", "", name)
 
 
 def layers(targets: Sequence[Target]) -> list[Layer]:
-    """The targets in groups, in order of execution; a second stack of layers shows in the labels."""
+    """Group the targets by layer, in order of execution; labels name the stack where there are several."""
     stacks = short({place(target.name).stack for target in targets} - {""})
-    found = []
-    for (stack, layer), group in groupby(targets, lambda target: _layer_of(target)):
+    groups = []
+    for (stack, layer), group in groupby(targets, _layer_of):
         label = f"{stacks[stack]} {layer}" if stack and len(stacks) > 1 else layer
-        found.append(Layer(label, tuple(group)))
-    return found
+        groups.append(Layer(label, tuple(group)))
+    return groups
 
 
 def kinds(targets: Iterable[Target]) -> dict[str, str]:
-    """Name of a target → its kind in short."""
+    """Return the short kind of each target, by name."""
     places = {target.name: place(target.name).kind for target in targets}
     labels = short(set(places.values()))
     return {name: labels[kind] for name, kind in places.items()}
 
 
 def short(names: set[str]) -> dict[str, str]:
-    """Each dotted name by the shortest end that no other has; `dense`, BERT's word for any linear map, is dropped."""
+    """Return the shortest unique ending of each dotted name, without `dense`, BERT's word for any linear layer."""
     return {name: _ending(name, names - {name}).removesuffix(".dense") for name in names}
 
 
@@ -64,5 +64,5 @@ def _ending(name: str, others: set[str]) -> str:
 
 
 def _layer_of(target: Target) -> tuple[str, str]:
-    found = place(target.name)
-    return found.stack, found.layer
+    where = place(target.name)
+    return where.stack, where.layer

@@ -1,13 +1,13 @@
-"""Whether the test rows show that a candidate loses no more than a margin: non-inferiority.
+"""Non-inferiority: whether the test examples show that a candidate loses no more than a margin.
 
-That an interval holds 0 is no statistics of no loss: the fewer the rows, the wider it is. A candidate is non-inferior
-to a reference where the worse end of the interval of their difference is within the margin. Where it is not, and the
-loss that was observed is, more rows may show it: the interval is narrower by the square root of their number.
+An interval that holds 0 is no evidence of no loss: the fewer the examples, the wider it is. A candidate is non-inferior
+to a reference if the worse end of the interval of their difference is within the margin. Where it is not, but the
+observed loss is, more examples may show it: the interval narrows with the square root of their number.
 
-Resamples of rows of which none differs differ in none, so that a bootstrap of a few such rows would be certain. What no
-row in n shows may still be true of 1 - 0.025^(1/n) of all rows, 3.7 ÷ n: where the metric is a mean of what rows have,
-each between 0 and 1, no interval reaches less far below. Of other metrics fewer than 30 rows show nothing (choice): of
-so few the bootstrap's intervals are too narrow.
+Where no example differs, no resample does, so that a bootstrap of a few examples would be certain. A change that none
+of n examples shows may still concern 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples: where the metric is a mean of values
+between 0 and 1, the interval is taken to reach at least that far below the observed gain. For other metrics fewer than
+30 examples show nothing (choice), because the bootstrap's intervals are too narrow then.
 
 Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
 what nothing in n shows.
@@ -16,7 +16,7 @@ what nothing in n shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tasks.artifacts.task_spec import Task
@@ -29,16 +29,16 @@ from tasks.scoring.bootstrap import LEVEL
 _COUNTLESS = 10_000_000
 _FEWEST = 30
 _TAIL = (1 - LEVEL) / 2
-_NAMES = {DENSE: "the dense model", CONTROL: "the control"}
+_NAMES = {DENSE: "the original model", CONTROL: "the control"}
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What some rows say of a difference: gains are above 0, whichever way the metric goes.
+    """A difference on some examples, positive where the candidate is better.
 
-    gain: as it was observed.
-    low: the worse end of its interval, by the bootstrap.
-    is_mean: whether the metric is a mean over rows of what is between 0 and 1.
+    gain: the observed difference.
+    low: the worse end of its bootstrap interval.
+    is_mean: whether the metric is a mean over examples of values between 0 and 1.
     """
 
     gain: float
@@ -49,7 +49,7 @@ class Statistics:
 
     @property
     def unseen(self) -> float:
-        """What no row shows may be true of so many of all."""
+        """The share of all examples that a change may concern which none of these shows."""
         return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
 
     @property
@@ -64,7 +64,7 @@ class Statistics:
 
     @property
     def wanted(self) -> int | None:
-        """How many rows would show it, if the difference stayed; None where it uses up the margin itself."""
+        """Number of examples that would show it at the same gain; None where the loss itself uses up the margin."""
         if self.holds:
             return self.rows
         room = self.gain + self.margin
@@ -75,76 +75,67 @@ class Statistics:
         return math.ceil(max(narrow, unseen, 0 if self.is_mean else _FEWEST))
 
 
-def statistics(results: Results, one: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
-    """Of the recovered model against the dense model or the control, on the test rows."""
-    found, metric = results.difference(one.after, reference), results.metric
-    gain = -metric.worse_by(one.recovered, results.metric_of(reference))
+def statistics(results: Results, candidate: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
+    """Compare the recovered model with the original model or the control, on the test examples."""
+    found, metric = results.difference(candidate.after, reference), results.metric
+    gain = -metric.worse_by(candidate.recovered, results.metric_of(reference))
     low = min(metric.goodness(found.low), metric.goodness(found.high))
     return Statistics(gain, low, margin, results.dense.score.rows, is_mean(results.task))
 
 
 def is_mean(task: Task) -> bool:
-    """Whether the task's metric is a mean over rows; F1 of classes, correlations and a perplexity are none."""
+    """Whether the task's metric is a mean over examples; F1 of classes, correlations and perplexity are not."""
     return task.metric in kind_of(task).mean_metrics
 
 
-def against_both(results: Results, one: CandidateResults) -> dict[ScoredModel, Statistics]:
-    """Against the dense model and the control, with the margin of a promotion: `promotion.largest_drop`."""
-    return {reference: statistics(results, one, reference, results.limits.largest_drop) for reference in _NAMES}
+def against_both(results: Results, candidate: CandidateResults) -> dict[ScoredModel, Statistics]:
+    """Compare with the original model and the control, with the margin `promotion.largest_drop`."""
+    return {reference: statistics(results, candidate, reference, results.limits.largest_drop) for reference in _NAMES}
 
 
-def non_inferior(results: Results, one: CandidateResults) -> bool:
-    return all(each.holds for each in against_both(results, one).values())
+def non_inferior(results: Results, candidate: CandidateResults) -> bool:
+    return all(each.holds for each in against_both(results, candidate).values())
 
 
-def smallest(results: Results, some: Sequence[CandidateResults]) -> CandidateResults | None:
-    """Of equally small ones the best on validation rows; None of none."""
-    goodness = results.metric.goodness
-    return min(
-        some,
-        key=lambda one: (one.evaluation.target_parameters, -goodness(one.evaluation.validation.metric)),
-        default=None,
-    )
-
-
-def verdict(results: Results, one: CandidateResults) -> str:
-    """What the test rows show of a candidate against both references, in a sentence."""
-    found = against_both(results, one)
+def verdict(results: Results, candidate: CandidateResults) -> str:
+    """Return in a sentence whether the test examples show non-inferiority to both references."""
+    found = against_both(results, candidate)
     shown = "show" if all(each.holds for each in found.values()) else "do not show"
-    losses = " and ".join(f"{_NAMES[each]} ({_interval(results, one, each)})" for each in found)
+    losses = " and ".join(f"{_NAMES[each]} ({_interval(results, candidate, each)})" for each in found)
     return (
-        f"{counted(results.dense.score.rows, 'test row')} {shown} that it loses at most "
-        f"{score(results.limits.largest_drop)} against {losses}{_missing(results, found)}{_worse(results, one)}."
+        f"{counted(results.dense.score.rows, 'test example')} {shown} that it loses at most "
+        f"{score(results.limits.largest_drop)} against {losses}{_missing(results, found)}{_worse(results, candidate)}."
     )
 
 
 def _missing(results: Results, found: Mapping[ScoredModel, Statistics]) -> str:
-    """What would show it: more rows, or, where the loss itself uses up the margin, nothing."""
+    """Return what would show it: more examples, or nothing, where the loss itself uses up the margin."""
     open_ = {name: each for name, each in found.items() if not each.holds}
     if not open_:
         return ""
     spent = [f"{score(-each.gain)} against {_NAMES[name]}" for name, each in open_.items() if each.wanted is None]
     if spent:
-        return f": the loss itself is {' and '.join(spent)}, which leaves nothing of that, whatever the number of rows"
+        return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
     if all(each.interval_holds for each in open_.values()):
         each = next(iter(open_.values()))
-        few = f"what none of {counted(each.rows, 'row')} shows may be true of {percent(each.unseen)} of all"
-        return f": {few if each.is_mean else 'of so few rows no interval is sure'}; {rows_wanted(open_.values())} would"
+        few = f"a change in {percent(each.unseen)} of all examples may show in none of {counted(each.rows, 'example')}"
+        reason = few if each.is_mean else "no interval from so few examples is reliable"
+        return f": {reason}; {rows_wanted(open_.values())} would"
     return f": {rows_wanted(open_.values())} would"
 
 
 def rows_wanted(found: Iterable[Statistics]) -> str:
-    """How many rows would show all of it, if the differences stayed: to two digits, in words."""
+    """Return in words, to two digits, how many examples would show all of it at the same differences."""
     most = max(each.wanted or 0 for each in found)
     step = 10 ** max(0, len(str(most)) - 2)
-    return f"about {-(-most // step) * step:,} rows" if most < _COUNTLESS else f"more than {_COUNTLESS:,} rows"
+    return f"about {-(-most // step) * step:,} examples" if most < _COUNTLESS else f"more than {_COUNTLESS:,} examples"
 
 
-def _worse(results: Results, one: CandidateResults) -> str:
-    worse = [name for reference, name in _NAMES.items() if results.gain(one.after, reference) < 0]
-    return f"; it is worse than {' and '.join(worse)} beyond chance" if worse else ""
+def _worse(results: Results, candidate: CandidateResults) -> str:
+    worse = [name for reference, name in _NAMES.items() if results.gain(candidate.after, reference) < 0]
+    return f"; it is significantly worse than {' and '.join(worse)}" if worse else ""
 
 
-def _interval(results: Results, one: CandidateResults, reference: ScoredModel) -> str:
-    found = results.difference(one.after, reference)
-    return between(found.low, found.high, one.recovered)
+def _interval(results: Results, candidate: CandidateResults, reference: ScoredModel) -> str:
+    found = results.difference(candidate.after, reference)
+    return between(found.low, found.high, candidate.recovered)

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float) -> str:
-    """Three digits and a unit: 22.7 M."""
+    """Format with three digits and a unit: 22.7 M."""
     for size, unit in _UNITS:
         if value >= size * 0.9995:  # what would round to 1000 of a unit is 1 of the next
             return f"{_three_digits(value / size)}{_GAP}{unit}"
@@ -15,7 +15,7 @@ def count(value: float) -> str:
 
 
 def size(value: int) -> str:
-    """Bytes, in powers of ten: 90.9 MB."""
+    """Format bytes in powers of ten: 90.9 MB."""
     return f"{count(value)}B" if value >= 1000 else f"{value}{_GAP}B"
 
 
@@ -28,21 +28,21 @@ def times(factor: float) -> str:
 
 
 def times_between(low: float, high: float) -> str:
-    """An interval of factors: 1.80 to 1.90."""
+    """Format an interval of factors: 1.80 to 1.90."""
     return f"{low:.2f} to {high:.2f}"
 
 
 def score(metric: float, spread: float | None = None) -> str:
-    """Three decimals of a share: the standard error of a test split below 100,000 rows is larger than their last.
+    """Format a metric with three decimals: the standard error on fewer than 100,000 examples is larger than the last.
 
-    A perplexity has fewer the larger it is: 8.127, 23.41, 1,204, 1.3e5. A `spread` comes after it, to the same digit.
+    A perplexity has fewer the larger it is: 8.127, 23.41, 1,204, 1.3e5. A `spread` follows it, to the same digit.
     """
     both = [metric] if spread is None else [metric, spread]
     return " ± ".join(_to_digit(value, abs(metric)) for value in both)
 
 
 def _to_digit(value: float, size: float) -> str:
-    """`value` to the last digit that is shown of a metric of `size`."""
+    """Format `value` to the last digit shown of a metric of `size`."""
     for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
         if round(size, decimals) < limit:
             return f"{value:,.{decimals}f}"
@@ -51,7 +51,7 @@ def _to_digit(value: float, size: float) -> str:
 
 
 def between(low: float, high: float, metric: float) -> str:
-    """An interval of differences of a `metric`, with their signs and its digits: -0.031 to +0.006."""
+    """Format an interval of differences of a `metric`, with signs and its digits: -0.031 to +0.006."""
     return " to ".join(_signed(end, abs(metric)) for end in (low, high))
 
 
@@ -61,12 +61,12 @@ def _signed(value: float, size: float) -> str:
 
 
 def rank(average: float) -> str:
-    """One decimal: it is a mean over targets."""
+    """Format a mean rank over targets, with one decimal."""
     return f"{average:,.1f}"
 
 
 def counted(number: int, thing: str) -> str:
-    """1 target, 2 targets."""
+    """Format a count: 1 target, 2 targets."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 

@@ -1,5 +1,5 @@
-// What a reader does with the page: sort and filter its tables, choose what lies across in the plot, open a candidate.
-// Text from the study goes into the page as text alone (textContent), never as markup.
+// Sort and filter the tables, choose the cost on the plot's horizontal axis, open a candidate.
+// Text from the study enters the page only as text (textContent), never as markup.
 "use strict";
 
 const { targets, models } = JSON.parse(document.getElementById("details").textContent);
@@ -12,16 +12,9 @@ function element(name, content = "", attributes = {}) {
   return made;
 }
 
-function drawn(name, attributes, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text;
-  return made;
-}
-
 const pairs = (some) => some.flatMap(([name, value]) => [element("dt", name), element("dd", value)]);
 
-// ---- Sort: the better end first, then the other, then as it was. Rows of a fixed body stay on top.
+// ---- Sort: the better end first, then the other, then the original order. Rows of a fixed body stay on top.
 
 const OTHER = { ascending: "descending", descending: "ascending" };
 
@@ -47,7 +40,7 @@ function sortable(table) {
   });
 }
 
-// By numbers where a column has them, rows without one last either way; otherwise by text.
+// Sort by numbers where a column has them, with rows without a number last either way; otherwise by text.
 function sorted(rows, column, sign) {
   const numeric = rows.some((row) => "order" in row.cells[column].dataset);
   const key = (row) => {
@@ -163,7 +156,6 @@ function show(name) {
   document.getElementById("candidate-name").textContent = name;
   part("facts").replaceChildren(...pairs(model.facts));
   part("commands").replaceChildren(...pairs(model.commands.map(([what, line]) => [what, element("code", line)])));
-  part("curves").replaceChildren(...model.curves.flatMap((curve) => [element("h3", curve.title), drawCurve(curve)]));
   part("ranks").replaceChildren(rankTable(model));
   part("card").textContent = model.card;
   dialog.showModal();
@@ -186,19 +178,6 @@ function rankTable({ ranks, rows, shares }) {
   const lines = cells.map((line, layer) => [element("th", targets.layers[layer], { scope: "row" }), ...line]);
   const body = lines.map((line) => element("tr", line));
   return element("table", [element("thead", element("tr", heads)), element("tbody", body)], { class: "ranks" });
-}
-
-function drawCurve({ title, line, steps, losses }) {
-  const svg = drawn("svg", { class: "curve", viewBox: "-60 -8 672 216", role: "img", "aria-label": title });
-  for (const [y, text] of losses) {
-    svg.append(drawn("line", { x2: 600, y1: y, y2: y }), drawn("text", { x: -8, y: y + 4, "text-anchor": "end" }, text));
-  }
-  for (const [x, text] of steps) {
-    svg.append(drawn("line", { x1: x, x2: x, y1: 160, y2: 165 }));
-    svg.append(drawn("text", { x, y: 180, "text-anchor": "middle" }, text));
-  }
-  svg.append(drawn("polyline", { points: line }), drawn("text", { x: 300, y: 200, "text-anchor": "middle" }, "step"));
-  return element("figure", svg, { class: "wide" });
 }
 
 for (const row of document.querySelectorAll("tr[data-candidate]")) {

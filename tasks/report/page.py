@@ -1,6 +1,6 @@
-"""The comparison as one page that needs nothing else: no script, no font, no picture from elsewhere.
+"""The comparison as one self-contained page, without any script, font or picture from elsewhere.
 
-It reads without its script (page.js), which sorts, filters, moves the plot and opens candidates.
+It can be read without its script (page.js), which sorts, filters, moves the plot and opens candidates.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tasks.report.conclusion import conclusion
 from tasks.report.continuations import beginnings, written
 from tasks.report.details import details
 from tasks.report.goals import goal_rows
-from tasks.report.heatmap import heat_maps, order_of_kinds
+from tasks.report.heatmap import columns, heat_maps, order_of_kinds
 from tasks.report.plots import curves_svg, predictions_svg, recovery_svgs, search_svgs, tradeoff_svg
 from tasks.report.provenance import provenance
 from tasks.report.results import Results
 from tasks.report.runtimes import runtime_rows, shapes
 from tasks.report.scatter import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, scatter
 from tasks.report.summary import summary
-from tasks.report.table import dense_rows, legend, notes, row, shaped, trivial_row, zero_shot
+from tasks.report.table import legend, notes, reference_rows, row, shaped, zero_shot
 from tasks.runtime.templates import template
 
 _SCRIPT = Path(__file__).with_name("page.js")
 
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
-    """The whole page; every name and number in it is escaped. `cards`: candidate → model card."""
+    """Return the whole page; every name and number in it is escaped. `cards`: candidate → model card."""
     meanings = captions()
     script = _SCRIPT.read_text()
     plot = scatter(results)
@@ -40,11 +40,10 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         metric=results.metric,
         conclusion=[sentence.split("`") for sentence in conclusion(results)],
         summary=summary(results),
-        dense=dense_rows(results),
-        trivial=trivial_row(results),
+        references=reference_rows(results),
         notes=notes(results),
         legend=legend("The best at each keep stands out"),
-        rows={keep: [row(results, one) for one in results.at(keep)] for keep in results.keeps},
+        rows={keep: [row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps},
         # Markup: matplotlib has escaped every text in them.
         tradeoff=Markup(tradeoff_svg(results)),
         curves=Markup(curves_svg(results)),
@@ -59,11 +58,12 @@ def page(results: Results, cards: Mapping[str, str]) -> str:
         runtimes=runtime_rows(results),
         shapes=shapes(results),
         measures={name: meanings[name] for name in results.measures if name in meanings},
-        unscored=any(one.factorized is None for one in results.candidates),
+        unscored=any(candidate.factorized is None for candidate in results.candidates),
         heat_maps=heat_maps(results),
+        columns=columns(results),
         order_of_kinds=order_of_kinds(results),
         provenance=provenance(results),
-        places={one.name: (one.recipe, one.keep) for one in results.candidates},
+        places={candidate.name: (candidate.recipe, candidate.keep) for candidate in results.candidates},
         scatter=plot,
         field={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         details=details(results, plot, cards),

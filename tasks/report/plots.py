@@ -22,10 +22,11 @@ from scipy.stats import spearmanr
 
 from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.report.numbers import count, score
-from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results, ScoredModel
+from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, of_dense, tick_text
 
-_COLOURS = (  # each is legible on white and on near black
+# Each is legible on white and on near black.
+_COLOURS = (
     "#3f7fd6",
     "#e0791f",
     "#2d9d5f",
@@ -73,7 +74,7 @@ Panels = Mapping[str, Series]
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours that depend on what the plot stands on."""
+    """The colours that depend on the background."""
 
     ink: str
     muted: str
@@ -88,19 +89,19 @@ _PAGE = Palette(ink="#010203", muted="#010204", rule="#010205", paper="#010206")
 
 @dataclass(frozen=True)
 class Look:
-    """A recipe keeps its colour and marker in all plots."""
+    """The colour and marker of a recipe in all plots."""
 
     colour: str
     marker: str
 
 
 def tradeoff_svg(results: Results) -> str:
-    """Metric against size, to stand in a page."""
+    """Draw metric against size for the page."""
     return _svg(lambda: _tradeoff(results, _PAGE), "tradeoff")
 
 
 def tradeoff_png(results: Results) -> bytes:
-    """The same as a picture."""
+    """Draw metric against size as a picture."""
     with _style(_PICTURE):
         file = io.BytesIO()
         _tradeoff(results, _PICTURE).savefig(file, format="png", dpi=150, metadata={"Software": None})
@@ -108,30 +109,31 @@ def tradeoff_png(results: Results) -> bytes:
 
 
 def curves_svg(results: Results) -> str:
-    """Task loss of the teacher's training and, for every keep, of each recovery."""
+    """Draw the task loss of the original model's training and, for every keep, of each recovery."""
     return _svg(lambda: _curves(results, _PAGE), "curves")
 
 
 def search_svgs(results: Results) -> dict[str, str]:
-    """Recipe → task loss and measures of its shaping and rank search; without recipes that trained for neither."""
+    """Draw task loss and measures of shaping and rank search, for each recipe that trains for them."""
     drawn = {}
     for recipe in results.recipes:
-        curves = _by_keep(results, recipe, lambda one: one.search_curve)
+        curves = _by_keep(results, recipe, lambda candidate: candidate.search_curve)
         loss = {keep: [(point.step, point.compared_loss) for point in curve] for keep, curve in curves.items()}
         drawn[recipe] = {"task loss": loss, **_measured(curves)} if curves else {}
     return _measures_svgs(results, drawn, "search")
 
 
 def recovery_svgs(results: Results) -> dict[str, str]:
-    """Recipe → what its recoveries measured besides the loss; without recipes whose recovery measures nothing."""
-    drawn = {recipe: _measured(_by_keep(results, recipe, lambda one: one.curve)) for recipe in results.recipes}
+    """Draw the measures of recovery besides the loss, for each recipe that has some."""
+    drawn = {
+        recipe: _measured(_by_keep(results, recipe, lambda candidate: candidate.curve)) for recipe in results.recipes
+    }
     return _measures_svgs(results, drawn, "recovery")
 
 
 def predictions_svg(results: Results) -> str | None:
-    """Predicted against measured loss of every target, a panel for each recipe; None where nothing was measured."""
-    pairs = {recipe: _predictions(results, recipe) for recipe in results.recipes}
-    shown = {recipe: some for recipe, some in pairs.items() if some}
+    """Draw predicted against measured loss of every target, a panel per recipe; None where nothing was measured."""
+    shown = {recipe: pairs for recipe in results.recipes if (pairs := _predictions(results, recipe))}
     return _svg(partial(_draw_predictions, results, shown, _PAGE), "predictions") if shown else None
 
 
@@ -146,9 +148,9 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
     keeps = sorted(results.keeps, key=float)
     _mark_dense(axes, results, palette)
     for recipe, x, look in _set_apart(results, keeps):
-        some = {one.keep: one for one in results.candidates if one.recipe == recipe}
-        _draw_recipe(axes, x, [some[keep] for keep in keeps], look, palette)
-        _draw_intervals(axes, x, [some[keep] for keep in keeps], results, look)
+        candidates = sorted(results.of(recipe), key=lambda candidate: float(candidate.keep))
+        _draw_recipe(axes, x, candidates, look, palette)
+        _draw_intervals(axes, x, candidates, results, look)
     axes.set_xticks(range(len(keeps)), [_size_label(results, keep) for keep in keeps])
     axes.set_xlim(-0.5, len(keeps) - 0.5)
     axes.set_xlabel("size: keep over targets, parameters of the whole model")
@@ -158,15 +160,19 @@ def _tradeoff(results: Results, palette: Palette) -> Figure:
 
 
 def _scale(axes: Axes, results: Results) -> None:
-    """The axis of the metric: even, or finest at dense where values span more than a decade."""
+    """Set the axis of the metric: even, or finest at dense where values span more than a decade."""
     notes = ["lower is better"] if results.metric.lower_is_better else []
-    values = [results.metric_of(DENSE), results.metric_of(CONTROL), *(one.recovered for one in results.candidates)]
-    values += [one.factorized for one in results.candidates if one.factorized is not None]
+    values = [
+        results.metric_of(DENSE),
+        results.metric_of(CONTROL),
+        *(candidate.recovered for candidate in results.candidates),
+    ]
+    values += [candidate.factorized for candidate in results.candidates if candidate.factorized is not None]
     if results.spans_decades(values):
         _widen(axes, of_dense(results.metric_of(DENSE), values))
         notes.append("scale finest at dense")
-    said = f"\n({', '.join(notes)})" if notes else ""
-    axes.set_ylabel(f"{results.metric.title} on the test split{said}")
+    note = f"\n({', '.join(notes)})" if notes else ""
+    axes.set_ylabel(f"{results.metric.title} on the test split{note}")
 
 
 def _widen(axes: Axes, scale: ScaleOfDense) -> None:
@@ -178,7 +184,7 @@ def _widen(axes: Axes, scale: ScaleOfDense) -> None:
 
 
 def _set_apart(results: Results, keeps: list[str]) -> Iterable[tuple[str, list[float], Look]]:
-    """Every recipe with its places on the axis: beside each other, so that no point hides another."""
+    """Yield every recipe with its places on the axis, side by side, so that no point hides another."""
     step = min(0.1, 0.7 / len(results.recipes))
     for position, (recipe, look) in enumerate(looks(results.recipes).items()):
         shift = step * (position - (len(results.recipes) - 1) / 2)
@@ -190,27 +196,35 @@ def _mark_dense(axes: Axes, results: Results, palette: Palette) -> None:
     axes.axhline(results.metric_of(CONTROL), color=palette.muted, linewidth=1.2, linestyle=":")
 
 
-def _draw_recipe(axes: Axes, x: list[float], some: list[CandidateResults], look: Look, palette: Palette) -> None:
-    """Factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
+def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Look, palette: Palette) -> None:
+    """Draw factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
     common: dict[str, Any] = {"color": look.colour, "marker": look.marker, "markersize": 6.5}
-    scored = [(place, one.factorized, one) for place, one in zip(x, some, strict=True) if one.factorized is not None]
-    for place, before, one in scored:
-        axes.vlines(place, before, one.recovered, color=look.colour, linewidth=0.8, alpha=0.5)
+    scored = [
+        (place, candidate.factorized, candidate)
+        for place, candidate in zip(x, candidates, strict=True)
+        if candidate.factorized is not None
+    ]
+    for place, before, candidate in scored:
+        axes.vlines(place, before, candidate.recovered, color=look.colour, linewidth=0.8, alpha=0.5)
     places, metrics = [place for place, _, _ in scored], [before for _, before, _ in scored]
     axes.plot(places, metrics, linestyle="--", linewidth=0.9, alpha=0.75, markerfacecolor=palette.paper, **common)
-    axes.plot(x, [one.recovered for one in some], linewidth=1.8, **common)
+    axes.plot(x, [candidate.recovered for candidate in candidates], linewidth=1.8, **common)
 
 
-def _draw_intervals(axes: Axes, x: list[float], some: list[CandidateResults], results: Results, look: Look) -> None:
-    """Of the difference from dense, on the line of dense."""
-    for place, one in zip(x, some, strict=True):
-        found, dense = results.difference(one.after, DENSE), results.metric_of(DENSE)
+def _draw_intervals(
+    axes: Axes, x: list[float], candidates: list[CandidateResults], results: Results, look: Look
+) -> None:
+    """Draw the intervals of the difference from the original model on its line."""
+    for place, candidate in zip(x, candidates, strict=True):
+        found, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
         axes.vlines(place, dense + found.low, dense + found.high, color=look.colour, linewidth=3, alpha=0.35)
 
 
 def _size_label(results: Results, keep: str) -> str:
-    """Keep and, as the recipes differ a little, the range of what is left of the whole model."""
-    sizes = sorted(one.evaluation.size.model_parameters for one in results.candidates if one.keep == keep)
+    """Return the keep and, as the recipes differ a little, the range of the whole model's parameters."""
+    sizes = sorted(
+        candidate.evaluation.size.model_parameters for candidate in results.candidates if candidate.keep == keep
+    )
     dense = results.dense.size.model_parameters
     parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
     parameters, share = (" to ".join(dict.fromkeys(pair)) for pair in zip(*parts, strict=True))
@@ -218,45 +232,40 @@ def _size_label(results: Results, keep: str) -> str:
 
 
 def _legend(results: Results, palette: Palette) -> list[Line2D]:
-    entries = [
-        Line2D([], [], color=look.colour, marker=look.marker, label=recipe)
-        for recipe, look in looks(results.recipes).items()
-    ]
-    lines: tuple[tuple[str, ScoredModel, Any], ...] = (("dense", DENSE, "-"), (CONTROL_NAME, CONTROL, ":"))
+    entry = partial(Line2D, [], [])
+    ink: dict[str, Any] = {"color": palette.ink, "marker": "o"}
+    muted: dict[str, Any] = {"color": palette.muted, "linewidth": 1.2}
+    dense, control = (score(results.metric_of(model)) for model in (DENSE, CONTROL))
     return [
-        *entries,
-        Line2D([], [], color=palette.ink, marker="o", label="recovered"),
-        Line2D(
-            [], [], color=palette.ink, marker="o", linestyle="--", markerfacecolor=palette.paper, label="factorized"
-        ),
-        *(
-            Line2D(
-                [],
-                [],
-                color=palette.muted,
-                linewidth=1.2,
-                linestyle=line,
-                label=f"{name} {score(results.metric_of(one))}",
-            )
-            for name, one, line in lines
-        ),
+        *(entry(color=look.colour, marker=look.marker, label=name) for name, look in looks(results.recipes).items()),
+        entry(**ink, label="recovered"),
+        entry(**ink, label="factorized", linestyle="--", markerfacecolor=palette.paper),
+        entry(**muted, label=f"dense {dense}"),
+        entry(**muted, label=f"{CONTROL_NAME} {control}", linestyle=":"),
     ]
+
+
+def _grid(panels: int, columns: int, height: float, margin: float = 0.0, **shared: Any) -> tuple[Figure, list[Axes]]:
+    """Return a figure of rows of the same height, with axes for the panels and then the hidden, free ones."""
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(_WIDTH, margin + height * rows), layout="constrained")
+    places = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in places[panels:]:
+        axes.set_axis_off()
+    return figure, places
 
 
 def _curves(results: Results, palette: Palette) -> Figure:
     count_of_panels = 1 + len(results.keeps)
     columns = 2 if count_of_panels == 4 else min(_COLUMNS, count_of_panels)
-    rows = math.ceil(count_of_panels / columns)
-    figure = Figure(figsize=(_WIDTH, 0.4 + 2.7 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-    _draw_panel(panels[0], "teacher", [(results.curve, palette.ink)], palette)
+    figure, panels = _grid(count_of_panels, columns, 2.7, margin=0.4, sharey=True)
+    _draw_panel(panels[0], "original model", [(results.curve, palette.ink)], palette)
     shown = looks(results.recipes)
     for axes, keep in zip(panels[1:], results.keeps, strict=False):
-        lines = [(one.curve, shown[one.recipe].colour) for one in results.candidates if one.keep == keep]
+        at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
+        lines = [(candidate.curve, shown[candidate.recipe].colour) for candidate in at_keep]
         lines.append((results.control_curve, palette.muted))
         _draw_panel(axes, f"recovery at keep {keep}", lines, palette)
-    for axes in panels[count_of_panels:]:
-        axes.set_axis_off()
     for axes in panels[::columns]:
         axes.set_ylabel("task loss")
     handles = [Line2D([], [], color=look.colour, label=recipe) for recipe, look in shown.items()]
@@ -278,12 +287,16 @@ def _draw_panel(axes: Axes, title: str, lines: list[tuple[Curve, str]], palette:
 
 
 def _by_keep(results: Results, recipe: str, curve_of: Callable[[CandidateResults], Curve]) -> dict[str, Curve]:
-    """Keep → curve of the candidates of `recipe` that have one."""
-    return {one.keep: curve_of(one) for one in results.candidates if one.recipe == recipe and curve_of(one)}
+    """Return the curves of the candidates of `recipe` that have one, by keep."""
+    return {
+        candidate.keep: curve_of(candidate)
+        for candidate in results.candidates
+        if candidate.recipe == recipe and curve_of(candidate)
+    }
 
 
 def _measured(curves: Mapping[str, Curve]) -> Panels:
-    """A panel for each measure, in the order in which they first stand in the curves."""
+    """Return a panel for each measure, in the order of its first appearance in the curves."""
     names = dict.fromkeys(name for curve in curves.values() for point in curve for name in point.measures)
     return {
         name: {
@@ -304,17 +317,13 @@ def _measures_svgs(results: Results, drawn: Mapping[str, Panels], salt: str) -> 
 
 
 def _draw_measures(results: Results, recipe: str, panels: Panels, palette: Palette) -> Figure:
-    """Panels side by side, each on a scale of its own, over the same steps; a line for each keep."""
-    rows = math.ceil(len(panels) / _MEASURES)
-    figure = Figure(figsize=(_WIDTH, 2.2 * rows), layout="constrained")
-    places = list(figure.subplots(rows, _MEASURES, sharex=True, squeeze=False).flat)
+    """Draw panels side by side, each with its own scale over the same steps, and a line for each keep."""
+    figure, places = _grid(len(panels), _MEASURES, 2.2, sharex=True)
     colour = looks(results.recipes)[recipe].colour
     strokes = {keep: {"color": colour, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
     for axes, (name, series) in zip(places, panels.items(), strict=False):
         _draw_measure(axes, name, series, strokes, palette)
     free = places[len(panels) :]
-    for axes in free:
-        axes.set_axis_off()
     shown = dict.fromkeys(keep for series in panels.values() for keep in series)
     handles = [Line2D([], [], label=f"keep {keep}", **strokes[keep]) for keep in shown]
     beside: Any = free[0] if free else figure
@@ -325,28 +334,27 @@ def _draw_measures(results: Results, recipe: str, panels: Panels, palette: Palet
 
 
 def _predictions(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
-    """Keep → predicted and measured loss of each target that has both, above 0."""
+    """Return by keep the predicted and measured loss of each target that has both, above 0."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for one in (one for one in results.candidates if one.recipe == recipe):
-        predicted = one.decision.predicted_loss or {}
-        both = ((predicted.get(name), target.loss_alone) for name, target in one.evaluation.targets.items())
-        pairs = [(some, other) for some, other in both if some and other and min(some, other) > 0]
+    for candidate in results.of(recipe):
+        predicted = candidate.decision.predicted_loss or {}
+        both = ((predicted.get(name), target.loss_alone) for name, target in candidate.evaluation.targets.items())
+        pairs = [
+            (expected, measured) for expected, measured in both if expected and measured and min(expected, measured) > 0
+        ]
         if pairs:
-            found[one.keep] = pairs
+            found[candidate.keep] = pairs
     return found
 
 
 def _draw_predictions(
     results: Results, shown: Mapping[str, Mapping[str, list[tuple[float, float]]]], palette: Palette
 ) -> Figure:
-    """Both logarithmic; a marker for each keep, and the line on which they are equal."""
-    columns = min(_COLUMNS, len(shown))
-    rows = math.ceil(len(shown) / columns)
-    figure = Figure(figsize=(_WIDTH, 0.4 + 3.2 * rows), layout="constrained")
-    places = list(figure.subplots(rows, columns, squeeze=False).flat)
+    """Draw both on logarithmic axes, a marker for each keep, and the line on which they are equal."""
+    figure, places = _grid(len(shown), min(_COLUMNS, len(shown)), 3.2, margin=0.4)
     markers = dict(zip(results.keeps, cycle(_MARKERS), strict=False))
     for axes, (recipe, by_keep) in zip(places, shown.items(), strict=False):
-        everything = [pair for some in by_keep.values() for pair in some]
+        everything = [pair for pairs in by_keep.values() for pair in pairs]
         axes.set_title(f"{recipe}: rank correlation {_rank_correlation(everything):.2f}", loc="left", fontsize="medium")
         axes.set(xscale="log", yscale="log", xlabel="predicted", ylabel="measured")
         for name, values in zip("xy", zip(*everything, strict=True), strict=True):
@@ -356,8 +364,6 @@ def _draw_predictions(
             colour = looks(results.recipes)[recipe].colour
             axes.plot(predicted, measured, markers[keep], color=colour, markersize=4, alpha=0.75, linestyle="")
         axes.axline((1, 1), (10, 10), color=palette.muted, linewidth=1)  # equal on both scales
-    for axes in places[len(shown) :]:
-        axes.set_axis_off()
     handles = [
         Line2D([], [], color=palette.ink, marker=markers[keep], linestyle="", label=f"keep {keep}")
         for keep in results.keeps
@@ -369,7 +375,7 @@ def _draw_predictions(
 
 
 def _decades(axes: Axes, name: str, values: Sequence[float]) -> None:
-    """A logarithmic axis, x or y, from the decade below all `values` to that above, with a few of them marked."""
+    """Set a logarithmic axis, x or y, from the decade below all `values` to that above, with a few ticks."""
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
     step = math.ceil((ends[1] - ends[0]) / _DECADES)
     axis = axes.xaxis if name == "x" else axes.yaxis
@@ -380,7 +386,7 @@ def _decades(axes: Axes, name: str, values: Sequence[float]) -> None:
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's."""
+    """Return Spearman's rank correlation."""
     predicted, measured = np.array(pairs).T
     return float(spearmanr(predicted, measured).statistic)
 
@@ -401,12 +407,12 @@ def _draw_measure(
 
 
 def _tick(value: float) -> str:
-    """In full, without matplotlib's factor and offset above the axis."""
+    """Format a tick in full, without matplotlib's factor and offset above the axis."""
     return count(value) if value >= 10_000 else f"{value:g}"
 
 
 def _style(palette: Palette, salt: str = "") -> AbstractContextManager[None]:
-    """Our style on top of matplotlib's defaults, whatever a user's own settings say."""
+    """Set our style on top of matplotlib's defaults, ignoring the user's own settings."""
     inked = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
     quiet = ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color")
     colours = {**dict.fromkeys(inked, palette.ink), **dict.fromkeys(quiet, palette.rule)}
@@ -416,7 +422,7 @@ def _style(palette: Palette, salt: str = "") -> AbstractContextManager[None]:
 
 
 def _svg(draw: Callable[[], Figure], salt: str) -> str:
-    """The bare `<svg>` element of a figure, in the page's colours and fonts."""
+    """Return the bare `<svg>` element of a figure, in the page's colours and fonts."""
     with _style(_PAGE, salt):
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

@@ -1,4 +1,4 @@
-"""The results of a study, read from the files of its stages and checked against each other."""
+"""Read the results of a study from the files of its stages, and check them against each other."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tasks.artifacts.results_schema import (
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
-from tasks.config.promotion_limits import Choice, Limits, Measured, Promotion, choose
+from tasks.config.promotion_limits import Choice, Limits, Measured, Promotion, best_first, choose, smallest_first
 from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring import trivial_baseline
@@ -51,18 +51,18 @@ Content = TypeVar("Content", bound=BaseModel)
 
 
 class Point(BaseModel):
-    """A point of a training curve. What a method measured besides stands in it under names of its own."""
+    """A point of a training curve; measures of a method stand in it under names of their own."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, float] = Field(init=False)
 
     step: int
     loss: float
-    """With all that the method adds to the task loss."""
+    """Task loss and all terms that the method adds to it."""
     learning_rate: float
     grad_norm: float
     task_loss: float | None = None
-    """Left out where it is all of `loss`."""
+    """Left out where it equals `loss`."""
 
     @property
     def compared_loss(self) -> float:
@@ -78,7 +78,7 @@ Curve = tuple[Point, ...]
 """Empty where nothing was trained."""
 
 ScoredModel = tuple[str, str]
-"""A model that was scored on the test rows: the file of its rows, and its name there, as ("kfac-0.5", "recovered")."""
+"""A scored model: the file of its per-example results and its name there, such as ("kfac-0.5", "recovered")."""
 DENSE: ScoredModel = ("dense", "dense")
 CONTROL: ScoredModel = ("dense", "control")
 TRIVIAL: ScoredModel = ("dense", trivial_baseline.TRIVIAL)
@@ -86,7 +86,7 @@ TRIVIAL: ScoredModel = ("dense", trivial_baseline.TRIVIAL)
 
 @dataclass(frozen=True)
 class CandidateResults:
-    """All that the stages found out about one candidate."""
+    """The results of all stages for one candidate."""
 
     recipe: str
     keep: str
@@ -94,9 +94,9 @@ class CandidateResults:
     evaluation: Evaluation
     benchmark: Benchmark
     search_curve: Curve
-    """Of shaping and rank search."""
+    """The curve of shaping and rank search."""
     curve: Curve
-    """Of recovery."""
+    """The curve of recovery fine-tuning."""
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class CandidateResults:
 
     @property
     def shaped(self) -> float | None:
-        """The metric of the weights that shaping left, before they are factorized; None where nothing was shaped."""
+        """The metric after shaping and before the factorization; None where nothing was shaped."""
         return None if self.evaluation.shaped is None else self.evaluation.shaped.metric
 
     @property
@@ -148,119 +148,139 @@ class Results:
     task: Task
     targets: tuple[Target, ...]
     census: Census
-    """Of the dense model."""
+    """Parameters of the original model by kind."""
     dense: DenseReport
     curve: Curve
     control: str
-    """The recipe whose recovery the control has."""
+    """The recipe whose recovery fine-tuning the control gets."""
     control_curve: Curve
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
-    """Of the dense model and exported candidates, by name; empty where none was exported."""
+    """By name, `dense` and the exported candidates; empty where none was exported."""
     limits: Limits
-    """Of a promotion."""
+    """The limits of a promotion."""
     resampled: Mapping[ScoredModel, np.ndarray]
-    """The metric of each model on the same resamples of the test rows, `(resamples,)` each."""
+    """The metric of each model on the same resamples of the test examples, `(resamples,)` each."""
     validated: Mapping[ScoredModel, np.ndarray]
-    """The same on the validation rows, of what could be shipped."""
+    """The same on the validation examples, for models that could be shipped."""
     only_answers: Mapping[ScoredModel, str]
-    """What a model answers to every test row, of those that answer one class, tag or number only."""
+    """The answer of each model that gives the same class, tag or number for every test example."""
 
     @property
     def metric(self) -> Metric:
-        """How the task's metric reads."""
+        """The task's metric."""
         return METRICS[self.task.metric]
 
     @property
     def target_parameters(self) -> int:
-        """Of the dense model."""
+        """Parameters of the target layers of the original model."""
         return sum(target.parameters for target in self.targets)
 
     @property
     def searches_trained(self) -> bool:
         """Whether any candidate was trained before its factorization."""
-        return any(one.decision.steps for one in self.candidates)
+        return any(candidate.decision.steps for candidate in self.candidates)
 
     @property
     def has_shaped(self) -> bool:
         """Whether the weights of any candidate were shaped."""
-        return any(one.evaluation.shaped for one in self.candidates)
+        return any(candidate.evaluation.shaped for candidate in self.candidates)
 
     @property
     def measures(self) -> list[str]:
-        """What the trainings of candidates measured besides the loss, in the order in which it appears."""
-        curves = [curve for one in self.candidates for curve in (one.search_curve, one.curve)]
+        """Names of the measures in training curves besides the loss, in the order in which they appear."""
+        curves = [curve for candidate in self.candidates for curve in (candidate.search_curve, candidate.curve)]
         return list(dict.fromkeys(name for curve in curves for point in curve for name in point.measures))
 
     @property
     def has_sparse_rows(self) -> bool:
         """Whether any candidate has rows of a residual beside its factors."""
-        return any(size.rows for one in self.candidates for size in one.evaluation.targets.values())
+        return any(size.rows for candidate in self.candidates for size in candidate.evaluation.targets.values())
 
     @property
     def full_rank(self) -> float:
-        """Mean over the targets of the rank that a dense weight can have."""
+        """The largest possible rank, as a mean over the targets."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
-    def difference(self, one: ScoredModel, other: ScoredModel) -> Interval:
-        """Of the metric of `one` less that of `other`, in the metric's units."""
-        return interval(self.resampled[one] - self.resampled[other])
+    def difference(self, model: ScoredModel, reference: ScoredModel) -> Interval:
+        """Return the interval of the model's metric minus the reference's, in the metric's units."""
+        return interval(self.resampled[model] - self.resampled[reference])
 
-    def gain(self, one: ScoredModel, other: ScoredModel) -> int:
-        """Whether `one` is better than `other` (1) or worse (-1) beyond what these rows leave to chance (0)."""
-        sign = self.difference(one, other).sign
+    def gain(self, model: ScoredModel, reference: ScoredModel) -> int:
+        """Return 1 if `model` is significantly better than the reference, -1 if worse, and 0 if neither."""
+        sign = self.difference(model, reference).sign
         return -sign if self.metric.lower_is_better else sign
 
-    def validation_difference(self, one: CandidateResults) -> Interval:
-        """Of its metric less that of the dense model, on the validation rows."""
-        return interval(self.validated[one.after] - self.validated[DENSE])
+    def validation_difference(self, candidate: CandidateResults) -> Interval:
+        """Return the interval of its metric minus the original model's, on the validation examples."""
+        return interval(self.validated[candidate.after] - self.validated[DENSE])
 
-    def measured(self, one: CandidateResults) -> Measured:
-        """What the limits of a promotion are held against, on the validation rows."""
-        return Measured(
-            metric=one.evaluation.validation.metric,
-            teacher=self.dense.validation.metric,
-            standard_error=standard_error(self.validated[one.after] - self.validated[DENSE]),
-            parameters=one.evaluation.target_parameters,
-            keep=one.evaluation.target_parameters / self.target_parameters,
-            speedup=one.benchmark.speedup.median,
-        )
+    @cached_property
+    def measured(self) -> Mapping[str, Measured]:
+        """Candidate → the numbers that are limited and by which candidates are ordered, on the validation examples."""
+        return {
+            candidate.name: Measured(
+                metric=candidate.evaluation.validation.metric,
+                teacher=self.dense.validation.metric,
+                standard_error=standard_error(self.validated[candidate.after] - self.validated[DENSE]),
+                parameters=candidate.evaluation.target_parameters,
+                keep=candidate.evaluation.target_parameters / self.target_parameters,
+                speedup=candidate.benchmark.speedup.median,
+            )
+            for candidate in self.candidates
+        }
 
     @cached_property
     def choice(self) -> Choice:
-        """Which candidate `eckart promote` takes."""
-        return choose({one.name: self.measured(one) for one in self.candidates}, self.task.metric, self.limits)
+        """The candidate that `eckart promote` takes."""
+        return choose(self.measured, self.task.metric, self.limits)
+
+    def best(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
+        """Return the best one on validation examples, of equal ones the smallest; None of none."""
+        return min(candidates, key=lambda one: best_first(self.measured[one.name], self.task.metric), default=None)
+
+    def smallest(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
+        """Return the smallest one, of equally small ones the best on validation examples; None of none."""
+        return min(candidates, key=lambda one: smallest_first(self.measured[one.name], self.task.metric), default=None)
 
     def named(self, name: str) -> CandidateResults:
-        return next(one for one in self.candidates if one.name == name)
+        return next(candidate for candidate in self.candidates if candidate.name == name)
+
+    def of(self, recipe: str) -> list[CandidateResults]:
+        """Return the candidates of a recipe."""
+        return [candidate for candidate in self.candidates if candidate.recipe == recipe]
 
     def at(self, keep: str) -> list[CandidateResults]:
-        """The candidates at `keep`, best recovered first; of equal metrics, the one of lower loss."""
-        some = [one for one in self.candidates if one.keep == keep]
-        return sorted(some, key=lambda one: (-self.metric.goodness(one.recovered), one.evaluation.recovered.loss))
+        """Return the candidates at `keep`, best on test examples first, of equal ones as a promotion orders them."""
 
-    def is_best(self, one: CandidateResults) -> bool:
-        """Whether no candidate at its keep has a better metric."""
-        return one.recovered == self.at(one.keep)[0].recovered
+        def order(candidate: CandidateResults) -> tuple[float, ...]:
+            by_validation = best_first(self.measured[candidate.name], self.task.metric)
+            return -self.metric.goodness(candidate.recovered), *by_validation
 
-    def rivals(self, one: CandidateResults) -> list[CandidateResults]:
-        """Those of other metric at its keep that these rows cannot tell from it."""
-        others = [other for other in self.at(one.keep) if other.recovered != one.recovered]
-        return [other for other in others if not self.gain(one.after, other.after)]
+        return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
 
-    def metric_of(self, one: ScoredModel) -> float:
-        """Of the dense model, the control or the trivial baseline."""
-        if one == TRIVIAL:
+    def is_best(self, candidate: CandidateResults) -> bool:
+        """Whether no candidate at its keep has a better metric on test examples."""
+        return candidate.recovered == self.at(candidate.keep)[0].recovered
+
+    def rivals(self, candidate: CandidateResults) -> list[CandidateResults]:
+        """Return the candidates at its keep with another metric that is not significantly different."""
+        others = [other for other in self.at(candidate.keep) if other.recovered != candidate.recovered]
+        return [other for other in others if not self.gain(candidate.after, other.after)]
+
+    def metric_of(self, model: ScoredModel) -> float:
+        """Return the test metric of the original model, the control or the trivial baseline."""
+        if model == TRIVIAL:
             return self.dense.trivial
-        return (self.dense if one == DENSE else self.dense.control).score.metric
+        return (self.dense if model == DENSE else self.dense.control).score.metric
 
     def spans_decades(self, metrics: Iterable[float]) -> bool:
-        """Whether an even scale of so different `metrics` would show nothing of most."""
-        some = list(metrics)
-        return not self.metric.bounded and max(some) > 10 * min(some) > 0
+        """Whether `metrics` are too different for an even scale."""
+        values = list(metrics)
+        return not self.metric.bounded and max(values) > 10 * min(values) > 0
 
     def retained(self, metric: float, reference: ScoredModel) -> float | None:
-        """How much `metric` is of that of the dense model or the control; None where the quotient would mislead."""
+        """Return the share of the reference's metric that `metric` is; None where the quotient would mislead."""
         return self.metric.retained(metric, self.metric_of(reference))
 
 
@@ -330,21 +350,23 @@ def _export_command(name: str) -> str:
 
 
 def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
-    """What each row contributed to each model, all of as many rows."""
+    """Return the per-example results of each model, all of equally many examples."""
     count = (results.dense.score if split == "test" else results.dense.validation).rows
-    commands = {one.name: f"evaluate {_options(one.recipe, one.keep)}" for one in results.candidates}
+    commands = {
+        candidate.name: f"evaluate {_options(candidate.recipe, candidate.keep)}" for candidate in results.candidates
+    }
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
     found: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
         for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
             found[name, str(model)] = rows
             if len(rows) != count:
-                raise StageError(f"{rows_file(name)} has other {split} rows: run `python -m tasks.{command}` again")
+                raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
     return found
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """What each row contributed to the models of a candidate, or to `dense`, its control and the trivial baseline."""
+    """Return the per-example results of a candidate's models, or of `dense`, its control and the trivial baseline."""
     path = rows_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
@@ -387,23 +409,23 @@ def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
 
 
 def _check(results: Results) -> None:
-    """Files of different runs do not mix: same targets and same test rows for all."""
+    """Check that all files are of one run: the same targets and the same number of test examples."""
     names = {target.name for target in results.targets}
-    for one in results.candidates:
-        options = _options(one.recipe, one.keep)
-        if names != set(one.decision.ranks):
+    for candidate in results.candidates:
+        name, evaluation, options = candidate.name, candidate.evaluation, _options(candidate.recipe, candidate.keep)
+        if names != set(candidate.decision.ranks):
             raise StageError(
-                f"{decision_file(one.name)} ranks other targets than {TARGETS} has: "
+                f"{decision_file(name)} ranks other targets than {TARGETS} has: "
                 f"run `python -m tasks.search {options}` again"
             )
-        if names != set(one.evaluation.targets):
+        if names != set(evaluation.targets):
             raise StageError(
-                f"{EVALUATIONS / one.name}.json measures other targets than {TARGETS} has: "
+                f"{EVALUATIONS / name}.json measures other targets than {TARGETS} has: "
                 f"run `python -m tasks.evaluate {options}` again"
             )
-        scores = filter(None, (one.evaluation.shaped, one.evaluation.factorized, one.evaluation.recovered))
+        scores = filter(None, (evaluation.shaped, evaluation.factorized, evaluation.recovered))
         if {score.rows for score in scores} != {results.dense.score.rows}:
             raise StageError(
-                f"{EVALUATIONS / one.name}.json and {DENSE_METRICS} count different test rows: "
+                f"{EVALUATIONS / name}.json and {DENSE_METRICS} count different test examples: "
                 f"run `python -m tasks.evaluate {options}` again"
             )

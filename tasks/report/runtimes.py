@@ -1,4 +1,4 @@
-"""The table that a user picks by: each model as each runtime runs it, scored, weighed and timed."""
+"""The table of exported files: each model in each runtime, with its score, size and speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8"
 
 @dataclass(frozen=True)
 class Way:
-    """A model as a runtime runs it."""
+    """A model in a runtime."""
 
     model: str
     runtime: Runtime
@@ -27,30 +27,30 @@ class Way:
     metric: float
     bytes: int
     latencies: Mapping[str, Latency]
-    """At each shape; of the dense model as it was timed beside the first exported candidate."""
+    """At each shape; the original model's as timed beside the first exported candidate."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How many times as fast as the dense model, as people read it."""
+    """Speed over the original model, as people read it."""
 
     of_torch: str
     interval: str
     of_same: str
-    """As that in the same runtime, with the interval; empty for the dense model itself."""
+    """Over the original model in the same runtime, with the interval; empty for the original model."""
     order: float
-    """By what the page sorts."""
+    """The number by which the page sorts."""
 
 
 @dataclass(frozen=True)
 class RuntimeRow:
-    """A way to run a model as people read it."""
+    """A model in a runtime, as people read it."""
 
     name: str
     runtime: str
     metric: str
     difference: str
-    """The interval of its metric less that of the dense model in torch."""
+    """The interval of its metric minus that of the original model in torch."""
     bytes: str
     speeds: tuple[Speed, ...]
     """At each shape."""
@@ -59,38 +59,36 @@ class RuntimeRow:
 
 
 def ways(results: Results) -> list[Way]:
-    """The dense model and each exported candidate, by each runtime; none, where none was exported."""
+    """Return the original model and each exported candidate in each runtime; none where none was exported."""
     return [way(results, name, runtime) for name in results.exports for runtime in TITLES]
 
 
 def way(results: Results, name: str, runtime: Runtime) -> Way:
-    """A candidate, or `dense`, by torch or a runtime that it is exported for."""
-    own = next((one for one in results.candidates if one.name == name), None)
-    found: tuple[ScoredModel, float, int]
+    """Return a candidate, or `dense`, in torch or a runtime that it is exported for."""
+    own = None if name == "dense" else results.named(name)
+    latencies = _latencies(results, own, runtime)
     if runtime != "torch":
         file: ExportedFile = getattr(results.exports[name], runtime)
-        found = (exported_name(name), runtime), file.score.metric, file.bytes
-    elif own:
-        found = own.after, own.recovered, own.evaluation.size.bytes
-    else:
-        found = DENSE, results.dense.score.metric, results.dense.size.bytes
-    return Way(name, runtime, *found, _latencies(results, own, runtime))
+        return Way(name, runtime, (exported_name(name), runtime), file.score.metric, file.bytes, latencies)
+    if own:
+        return Way(name, runtime, own.after, own.recovered, own.evaluation.size.bytes, latencies)
+    return Way(name, runtime, DENSE, results.dense.score.metric, results.dense.size.bytes, latencies)
 
 
 def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime) -> Mapping[str, Latency]:
     if own:
         return own.benchmark.latency["candidate"][runtime]
-    beside = [one for one in results.candidates if one.name in results.exports] or results.candidates
-    return beside[0].benchmark.latency["dense"][runtime]
+    exported = [candidate for candidate in results.candidates if candidate.name in results.exports]
+    return (exported or results.candidates)[0].benchmark.latency["dense"][runtime]
 
 
 def shapes(results: Results) -> list[str]:
-    """At which the models were timed: ROWSxTOKENS."""
+    """Return the shapes at which the models were timed, as ROWSxTOKENS."""
     return list(ways(results)[0].latencies) if results.exports else []
 
 
 def runtime_rows(results: Results) -> list[RuntimeRow]:
-    """What the page and the terminal show."""
+    """Return the rows that the page and the terminal show."""
     return [
         RuntimeRow(
             name=way.model,
@@ -98,7 +96,7 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
             metric=score(way.metric),
             difference=_difference(results, way),
             bytes=size(way.bytes),
-            speeds=tuple(_speed(one, dense=way.model == "dense") for one in way.latencies.values()),
+            speeds=tuple(_speed(latency, way.model == "dense") for latency in way.latencies.values()),
             metric_order=way.metric,
             bytes_order=way.bytes,
         )
@@ -106,10 +104,10 @@ def runtime_rows(results: Results) -> list[RuntimeRow]:
     ]
 
 
-def _speed(one: Latency, dense: bool) -> Speed:
-    same = "" if dense else f"{times(one.of_same.median)} ({times_between(one.of_same.low, one.of_same.high)})"
-    interval = times_between(one.of_torch.low, one.of_torch.high)
-    return Speed(times(one.of_torch.median), interval, same, one.of_torch.median)
+def _speed(latency: Latency, is_dense: bool) -> Speed:
+    torch, same = latency.of_torch, latency.of_same
+    of_same = "" if is_dense else f"{times(same.median)} ({times_between(same.low, same.high)})"
+    return Speed(times(torch.median), times_between(torch.low, torch.high), of_same, torch.median)
 
 
 def _difference(results: Results, way: Way) -> str:
@@ -120,27 +118,27 @@ def _difference(results: Results, way: Way) -> str:
 
 
 def runtimes_csv(results: Results) -> str:
-    """A line for each way, every number in full; its head alone, where nothing was exported."""
+    """Return a line for each model and runtime, every number in full; the head alone where nothing was exported."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    measured = ("seconds", *(f"{one}{end}" for one in ("of_torch", "of_same") for end in ("", "_low", "_high")))
+    measured = ("seconds", *(f"{name}{end}" for name in ("of_torch", "of_same") for end in ("", "_low", "_high")))
     timed = [f"{shape}.{name}" for shape in shapes(results) for name in measured]
     writer.writerow(["model", "runtime", "metric", "bytes", "from_dense_low", "from_dense_high", *timed])
     for way in ways(results):
         found = results.difference(way.scored, DENSE)
-        numbers = (number for one in way.latencies.values() for number in _numbers(one))
+        numbers = (number for latency in way.latencies.values() for number in _numbers(latency))
         writer.writerow([way.model, way.runtime, way.metric, way.bytes, found.low, found.high, *numbers])
     return text.getvalue()
 
 
-def _numbers(one: Latency) -> Iterator[float]:
-    yield one.seconds
-    for found in (one.of_torch, one.of_same):
-        yield from (found.median, found.low, found.high)
+def _numbers(latency: Latency) -> Iterator[float]:
+    yield latency.seconds
+    for ratio in (latency.of_torch, latency.of_same):
+        yield from (ratio.median, ratio.low, ratio.high)
 
 
 def runtimes_table(results: Results, table: Table) -> Table:
-    """`table` filled for a terminal."""
+    """Fill `table` for a terminal."""
     table.add_column("model", no_wrap=True)
     table.add_column("runtime", no_wrap=True)
     for head in (results.metric.title, "difference", "size", *(shape.replace("x", " × ") for shape in shapes(results))):

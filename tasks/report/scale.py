@@ -1,4 +1,4 @@
-"""Scales of plots: even, or finest at the dense model's metric; where their ticks stand and what they say."""
+"""Scales of plots, even or finest at the original model's metric, with their ticks."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5)) 
 
 @dataclass(frozen=True)
 class EvenScale:
-    """From `bottom` to `top`."""
+    """A linear scale from `bottom` to `top`."""
 
     bottom: float
     top: float
 
     def place(self, value: float) -> float:
-        """0 at the bottom, 1 at the top."""
+        """Return 0 at the bottom and 1 at the top."""
         return (value - self.bottom) / (self.top - self.bottom)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """At round numbers, about as many as `most`."""
-        found = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(self.bottom, self.top)
-        return [float(f"{tick:.10g}") for tick in found if self.bottom <= tick <= self.top]
+        """Return about `most` round numbers."""
+        ticks = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(self.bottom, self.top)
+        return [float(f"{tick:.10g}") for tick in ticks if self.bottom <= tick <= self.top]
 
 
 @dataclass(frozen=True)
 class ScaleOfDense:
-    """Even in the loss over dense, log(perplexity ÷ dense), while that is small, and logarithmic in it far from there.
+    """A scale linear in the loss over dense, log(perplexity ÷ dense), while that is small, and logarithmic far from it.
 
-    A plain logarithm would leave a tenth of the axis to all that is of interest beside one perplexity of 10⁵.
+    A plain logarithm would leave a tenth of the axis to all values near dense beside one perplexity of 10⁵.
     """
 
     dense: float
@@ -46,52 +46,52 @@ class ScaleOfDense:
     top: float
 
     def place(self, value: float) -> float:
-        """0 at the bottom, 1 at the top."""
-        low, high, one = (float(self.stretched(each)) for each in (self.bottom, self.top, value))
-        return (one - low) / (high - low)
+        """Return 0 at the bottom and 1 at the top."""
+        low, high, place = (float(self.stretched(end)) for end in (self.bottom, self.top, value))
+        return (place - low) / (high - low)
 
     def stretched(self, value: Any) -> Any:
-        """For matplotlib: of an array, and not from 0 to 1."""
+        """Return the places of an array for matplotlib, not scaled to 0 to 1."""
         above_0 = np.maximum(value, np.finfo(float).tiny)  # matplotlib asks for the place of 0, too
         return np.arcsinh(np.log(above_0 / self.dense) / _EVEN)
 
     def back(self, stretched: Any) -> Any:
-        """The value there."""
+        """Return the value at a place."""
         return self.dense * np.exp(np.minimum(_EVEN * np.sinh(stretched), _LOSS))
 
     def ticks(self) -> list[float]:
-        """The roundest numbers that have room."""
-        found: list[float] = []
+        """Return the roundest numbers that have room."""
+        ticks: list[float] = []
         for mantissas in _MANTISSAS:
             for decade in range(math.floor(math.log10(self.bottom)), math.ceil(math.log10(self.top))):
                 for tick in (mantissa * 10.0**decade for mantissa in mantissas):
-                    apart = all(abs(self.place(tick) - self.place(other)) >= _TICKS_APART for other in found)
+                    apart = all(abs(self.place(tick) - self.place(other)) >= _TICKS_APART for other in ticks)
                     if self.bottom <= tick <= self.top and apart:
-                        found.append(tick)
-        return sorted(found)
+                        ticks.append(tick)
+        return sorted(ticks)
 
 
 def even(values: list[float]) -> EvenScale:
-    """Over all `values`, with a margin; around a single one, too."""
+    """Return an even scale over all `values`, with a margin, also around a single one."""
     least, largest = min(values), max(values)
     margin = _MARGIN * (largest - least) or 0.05 * abs(largest) or 1.0
     return EvenScale(least - margin, largest + margin)
 
 
 def of_dense(dense: float, values: list[float]) -> ScaleOfDense:
-    """Over all `values`, with a margin."""
+    """Return a scale that is finest at `dense`, over all `values`, with a margin."""
     plain = ScaleOfDense(dense, min(values), max(values))
-    ends = [float(plain.stretched(each)) for each in (plain.bottom, plain.top)]
+    ends = [float(plain.stretched(end)) for end in (plain.bottom, plain.top)]
     margin = _MARGIN * (ends[1] - ends[0])
     return ScaleOfDense(dense, float(plain.back(ends[0] - margin)), float(plain.back(ends[1] + margin)))
 
 
 def tick_texts(ticks: list[float]) -> list[str]:
-    """All with the decimals of the one that needs most: 0.80, 0.85."""
+    """Format all with the decimals of the tick that needs most: 0.80, 0.85."""
     decimals = max((len(f"{tick:g}".partition(".")[2]) for tick in ticks if "e" not in f"{tick:g}"), default=0)
     return [tick_text(tick) if "e" in f"{tick:g}" else f"{tick:,.{decimals}f}" for tick in ticks]
 
 
 def tick_text(value: float) -> str:
-    """1,000, 0.85, 1e5."""
+    """Format a tick: 1,000, 0.85, 1e5."""
     return re.sub(r"e\+0*", "e", f"{value:,g}")

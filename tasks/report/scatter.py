@@ -1,10 +1,9 @@
-"""Metric against a cost, for a reader to ask: where things stand; the template draws, and the page's script moves."""
+"""Positions in the plot of metric against cost, which the template draws and the page's script moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from tasks.artifacts.results_schema import CONTROL_NAME
 from tasks.report.numbers import count, size
@@ -36,7 +35,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Axis:
-    """A cost that can lie across, with its name in the choice."""
+    """A cost for the horizontal axis, with its name in the choice."""
 
     key: str
     choice: str
@@ -48,7 +47,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """A candidate, or a model without a recipe: the dense one and its control."""
+    """A candidate, or a model without a recipe: the original one and its control."""
 
     name: str
     recipe: str
@@ -71,35 +70,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Scatter:
-    """The first axis is the one that is drawn; every mark has a place on each."""
+    """The plot; its first axis is drawn, and every mark has a place on each."""
 
     title: str
     axes: tuple[Axis, ...]
     ticks: tuple[Tick, ...]
-    """Of the metric."""
+    """Ticks of the metric."""
     marks: tuple[Mark, ...]
     legend: tuple[Entry, ...]
 
 
-@dataclass(frozen=True)
-class _Cost:
-    key: str
-    choice: str
-    title: str
-    texts: Callable[[list[float]], list[str]]
-    """Of ticks."""
-    dense: float
-    of: Callable[[CandidateResults], float]
-
-
 def scatter(results: Results) -> Scatter:
-    """Every candidate's recovered metric with the interval of its difference from dense, by each cost."""
+    """Place every candidate's recovered metric, with the interval of its difference from the original, by each cost."""
     scale, ticks = _scale(results)
     notes = ["lower is better"] if results.metric.lower_is_better else []
     notes += ["scale finest at dense"] if isinstance(scale, ScaleOfDense) else []
     return Scatter(
         title=", ".join([f"{results.metric.title} on the test split", *notes]),
-        axes=tuple(_axis(results, cost) for cost in _costs(results)),
+        axes=tuple(_axes(results)),
         ticks=tuple(Tick(_up(scale, tick), text) for tick, text in ticks.items()),
         marks=tuple(_marks(results, scale)),
         legend=tuple(
@@ -108,68 +96,53 @@ def scatter(results: Results) -> Scatter:
     )
 
 
-def _costs(results: Results) -> Iterator[_Cost]:
-    dense = results.dense.size
-    yield _Cost(
-        "bytes",
-        "size",
-        "size of the weights as stored",
-        lambda ticks: [size(round(tick)) for tick in ticks],
-        dense.bytes,
-        lambda one: one.evaluation.size.bytes,
-    )
-    yield _Cost(
-        "macs",
-        "MACs per token",
-        "multiply-accumulates per token",
-        lambda ticks: [count(tick) for tick in ticks],
-        dense.macs_per_token,
-        lambda one: one.evaluation.size.macs_per_token,
-    )
+def _axes(results: Results) -> Iterator[Axis]:
+    sizes = {"dense": results.dense.size, CONTROL_NAME: results.dense.size}
+    sizes |= {candidate.name: candidate.evaluation.size for candidate in results.candidates}
+    stored = {name: float(one.bytes) for name, one in sizes.items()}
+    yield _axis("bytes", "size", "size of the weights as stored", stored, _each(lambda tick: size(round(tick))))
+    macs = {name: float(one.macs_per_token) for name, one in sizes.items()}
+    yield _axis("macs", "MACs per token", "multiply-accumulates per token", macs, _each(count))
     for shape in results.candidates[0].benchmark.latency["candidate"]["torch"]:
-        rows, tokens = shape.split("x")
-        yield _Cost(
-            f"latency-{shape}",
-            f"latency at {rows} × {tokens}",
-            f"measured time of a forward of {rows} rows × {tokens} tokens in torch, as a share of the dense model’s",
-            tick_texts,
-            1.0,
-            partial(_latency, shape),
-        )
+        examples, tokens = shape.split("x")
+        title = f"measured time of a forward of {examples} examples × {tokens} tokens in torch, ÷ the original model’s"
+        times = {"dense": 1.0, CONTROL_NAME: 1.0}
+        for candidate in results.candidates:
+            times[candidate.name] = 1 / candidate.benchmark.latency["candidate"]["torch"][shape].of_torch.median
+        yield _axis(f"latency-{shape}", f"latency at {examples} × {tokens}", title, times, tick_texts)
 
 
-def _latency(shape: str, one: CandidateResults) -> float:
-    """Seconds ÷ those of the dense model in the same rounds."""
-    return 1 / one.benchmark.latency["candidate"]["torch"][shape].of_torch.median
+def _each(text: Callable[[float], str]) -> Callable[[list[float]], list[str]]:
+    return lambda ticks: list(map(text, ticks))
 
 
-def _axis(results: Results, cost: _Cost) -> Axis:
-    costs = {"dense": cost.dense, CONTROL_NAME: cost.dense, **{one.name: cost.of(one) for one in results.candidates}}
+def _axis(
+    key: str, choice: str, title: str, costs: Mapping[str, float], texts: Callable[[list[float]], list[str]]
+) -> Axis:
     scale = even(list(costs.values()))
     ticks = scale.ticks(8)
-    return Axis(
-        key=cost.key,
-        choice=cost.choice,
-        title=cost.title,
-        ticks=tuple(Tick(_across(scale, tick), text) for tick, text in zip(ticks, cost.texts(ticks), strict=True)),
-        places={name: _across(scale, value) for name, value in costs.items()},
-    )
+    marked = tuple(Tick(_across(scale, tick), text) for tick, text in zip(ticks, texts(ticks), strict=True))
+    return Axis(key, choice, title, marked, {name: _across(scale, cost) for name, cost in costs.items()})
 
 
 def _scale(results: Results) -> tuple[EvenScale | ScaleOfDense, dict[float, str]]:
-    """That of the metric, with its ticks; where it is even, it has room for the bars."""
-    metrics = [results.metric_of(DENSE), results.metric_of(CONTROL), *(one.recovered for one in results.candidates)]
+    """Return the scale of the metric, with its ticks; an even one has room for the bars."""
+    metrics = [
+        results.metric_of(DENSE),
+        results.metric_of(CONTROL),
+        *(candidate.recovered for candidate in results.candidates),
+    ]
     if results.spans_decades(metrics):
         wide = of_dense(results.metric_of(DENSE), metrics)
         return wide, {tick: tick_text(tick) for tick in wide.ticks()}
-    bars = [end for one in results.candidates for end in _bar(results, one)]
+    bars = [end for candidate in results.candidates for end in _bar(results, candidate)]
     scale = even([*metrics, *bars])
     return scale, dict(zip(scale.ticks(), tick_texts(scale.ticks()), strict=True))
 
 
-def _bar(results: Results, one: CandidateResults) -> tuple[float, float]:
-    """The interval of its difference from dense, at the dense model's metric."""
-    found, dense = results.difference(one.after, DENSE), results.metric_of(DENSE)
+def _bar(results: Results, candidate: CandidateResults) -> tuple[float, float]:
+    """Return the interval of its difference from the original model, at the metric of that."""
+    found, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
     return dense + found.low, dense + found.high
 
 
@@ -179,10 +152,18 @@ def _marks(results: Results, scale: EvenScale | ScaleOfDense) -> Iterator[Mark]:
         y = _up(scale, results.metric_of(model))
         yield Mark(name, "", y, y, y, "", _SHAPES["o"])
     shown = looks(results.recipes)
-    for one in results.candidates:
-        low, high = (_up(scale, end) for end in _bar(results, one))
-        look = shown[one.recipe]
-        yield Mark(one.name, one.recipe, _up(scale, one.recovered), low, high, look.colour, _SHAPES[look.marker])
+    for candidate in results.candidates:
+        low, high = (_up(scale, end) for end in _bar(results, candidate))
+        look = shown[candidate.recipe]
+        yield Mark(
+            candidate.name,
+            candidate.recipe,
+            _up(scale, candidate.recovered),
+            low,
+            high,
+            look.colour,
+            _SHAPES[look.marker],
+        )
 
 
 def _across(scale: EvenScale, value: float) -> float:

@@ -150,7 +150,7 @@ class TestMeasure:
         assert {gate.name: gate.value for gate in gates} == {
             "files other than measured": 0,
             "difference from the record": 0,
-            "drop from the teacher": 0,
+            "drop from the original": 0,
             "keep": 0.5,
             "speed-up": 1.5,
         }
@@ -170,7 +170,7 @@ class TestMeasure:
         gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, TERMS)
         assert refused(gates) == [
             ("difference from the record", "0.5", "0.7", "0.1", "0.1"),
-            ("drop from the teacher", "0.5", "0.2", "0.7", "0.01", "0", "0.19"),
+            ("drop from the original", "0.5", "0.2", "0.7", "0.01", "0", "0.19"),
         ]
         # Of twenty rows that the teacher has right the candidate has half: a row's standard deviation is 1 ÷ 2.
         assert gates[2].standard_error == pytest.approx(0.5 / 20**0.5, rel=0.1)

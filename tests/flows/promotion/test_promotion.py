@@ -79,7 +79,7 @@ def start(root: Path, prefect: dict[str, str]) -> Command:
 
 
 def said(process: Command) -> str:
-    """What it prints; it ends with code 0."""
+    """Return its output; it ends with code 0."""
     code, printed = process.end()
     assert code == 0, printed
     return printed
@@ -107,13 +107,13 @@ def entry(root: Path, stage: str) -> dict[str, Any]:
 
 
 def promote(root: Path, prefect: dict[str, str], again: bool = False) -> str:
-    """What `eckart promote` ends with, run in this process."""
+    """Run `eckart promote` in this process and return its message."""
     with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
         return promotion.promotion(again).message
 
 
 def scheduled(root: Path, prefect: dict[str, str]) -> State[Any]:
-    """How a scheduled run ends that promotes."""
+    """Return the state of a scheduled run that promotes."""
     with chdir(root), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
         return run_study(promote=True, return_state=True)
 
@@ -227,7 +227,7 @@ def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
 
 
 def written(root: Path) -> None:
-    """What was checked, and where it comes from, is on the version, for programs and for people."""
+    """The gates and the origin are on the version, for programs and for people."""
     (version,) = versions(root)
     tags = version.tags
     finetune, evaluate = entry(root, "finetune@svd-0.5"), entry(root, "evaluate@svd-0.5")
@@ -242,10 +242,10 @@ def written(root: Path) -> None:
     recorded = json.loads((root / "reports/evaluate/svd-0.5.json").read_text())["recovered"]["metric"]
     assert json.loads(tags["eckart.numbers"])["recorded"] == recorded
     gates = {gate["name"]: gate for gate in json.loads(tags["eckart.gates"])}
-    assert set(gates) == {"files other than measured", "difference from the record", "drop from the teacher"}
+    assert set(gates) == {"files other than measured", "difference from the record", "drop from the original"}
     assert gates["difference from the record"]["value"] == 0.0
     assert tags["eckart.smoke"].startswith("passed")
-    assert "| drop from the teacher " in version.description
+    assert "| drop from the original " in version.description
     assert tags["eckart.decision"].startswith("Promoted at ")
     assert tags["eckart.decision"] in version.description
 
@@ -298,7 +298,7 @@ class TestChoice:
         change(workspace, "promotion", keep=0.25)
         message = refusal(workspace)
         for name in ("svd-0.5", "kfac-0.5"):
-            assert re.search(rf"^  {name}: keep .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
+            assert re.search(rf"^  {name}: .*parameter ratio .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
 
     def test_a_named_one_is_taken_whatever_the_limits_say_and_no_other_name(self, workspace: Path) -> None:
         """And though the report was not made again by these limits: its gates are closed to it."""

@@ -1,11 +1,10 @@
-"""The registry against a real MLflow database: who is champion, what stands before it, and what a kill leaves."""
+"""The registry against a real MLflow database: the champion, the version before it, and the state after a kill."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,10 +17,8 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
-from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.registry import model_package, previous_version, versions
+from flows.registry import model_package, versions
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -39,7 +36,7 @@ from flows.registry.versions import (
     connected,
 )
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tests.workspace import REPOSITORY, a_task
+from tests.workspace import a_task
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +108,7 @@ def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> Non
     assert [ROLLED_BACK in models.version(number).tags for number in "123"] == [False, True, True]
 
 
-def test_of_a_version_that_is_champion_twice_the_last_time_counts(models: Registry) -> None:
+def test_a_version_promoted_twice_counts_from_the_last_time(models: Registry) -> None:
     promote(models, "1", "2", "1")
     assert models.before(models.version("1")) == "2"
     assert models.roll_back() == ("1", "2")
@@ -133,40 +130,6 @@ def test_without_a_champion_there_is_nothing_to_go_back_from(models: Registry) -
     models.name = "never-registered"
     with pytest.raises(NothingBefore, match="never-registered"):
         models.roll_back()
-
-
-@pytest.mark.parametrize(("promoted", "back"), [("", 0), ("1", 0), ("12", 1), ("123", 2), ("121", 1)])
-def test_that_there_is_nothing_to_go_back_to_is_known_beforehand(models: Registry, promoted: str, back: int) -> None:
-    promote(models, *promoted)
-    for _ in range(back):
-        previous_version.refuse("m")
-        models.roll_back()
-    with pytest.raises(NothingBefore):
-        previous_version.refuse("m")
-    with pytest.raises(NothingBefore):
-        models.roll_back()
-
-
-def test_a_rollback_without_a_registry_makes_none_and_starts_no_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(REPOSITORY / "params.yaml", tmp_path)
-    for name in ("flows.promotion.flow", "flows.servers.prefect_server"):
-        monkeypatch.setitem(sys.modules, name, None)  # so that it cannot be imported
-    done = CliRunner().invoke(app, ["promote", "--rollback"])
-    assert done.exit_code == 1
-    assert "nothing to go back from" in done.output
-    assert [file.name for file in tmp_path.iterdir()] == ["params.yaml"]
-
-
-def test_a_champion_that_was_noted_or_set_aside_is_for_the_registry_to_look_for(
-    models: Registry, tmp_path: Path
-) -> None:
-    promote(models, "1")
-    models.client.delete_registered_model_alias("m", CHAMPION)
-    previous_version.refuse("m")
-    (tmp_path / "mlflow.db.damaged").touch()
-    previous_version.refuse("never-registered")
 
 
 def test_the_version_to_go_back_to_must_answer(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +196,7 @@ def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry
     assert models.roll_back() == ("2", "1")
 
 
-def test_nobody_goes_back_to_what_was_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_skips_versions_that_were_taken_back(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a kill came between the two tags of a promotion."""
     promote(models, "1", "2")
     models.mark("3", {PROMOTED_AT: models._now(), SMOKE: "pending"})
@@ -259,7 +222,7 @@ def test_versions_that_were_deleted_are_passed_over(models: Registry) -> None:
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
-def test_aliases_that_were_bent_are_put_right(models: Registry) -> None:
+def test_wrong_aliases_are_repaired(models: Registry) -> None:
     promote(models, "1", "2")
     models.client.set_registered_model_alias("m", PREVIOUS, "4")
     models.client.set_registered_model_alias("m", CHALLENGER, "2")
@@ -285,7 +248,7 @@ def test_a_rolled_back_version_stays_so_until_it_answers_as_the_champion(
     assert ROLLED_BACK in models.version("2").tags
 
 
-def test_who_loses_the_alias_while_it_is_asked_was_not_promoted(
+def test_a_version_that_loses_the_alias_during_its_smoke_test_is_not_promoted(
     models: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promote(models, "1")
@@ -298,7 +261,7 @@ def test_who_loses_the_alias_while_it_is_asked_was_not_promoted(
     assert not models.version("2").tags[SMOKE].startswith("passed")
 
 
-def test_what_came_of_it_is_written_below_what_was_checked(models: Registry) -> None:
+def test_the_outcome_is_written_below_the_gates(models: Registry) -> None:
     models.describe("2", "checked")
     promote(models, "1", "2")
     version = models.version("2")
@@ -311,7 +274,7 @@ def test_files_that_are_gone_are_no_failure_of_the_registry(models: Registry, tm
     assert not models.fetch("1", tmp_path).exists()
 
 
-def test_a_database_that_is_none_is_an_error_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_database_is_a_registry_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ours.db").write_text("no database")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'ours.db'}")
     with pytest.raises(RegistryError, match=r"ours\.db"), connected("m"):
@@ -348,7 +311,7 @@ def test_a_clock_that_goes_back_makes_no_other_order(models: Registry, monkeypat
     assert models.roll_back() == ("3", "2")
 
 
-def test_a_champion_that_has_yet_to_answer_is_none_that_was_had(database: Path, tmp_path: Path) -> None:
+def test_a_pending_champion_is_not_noted_as_the_last_one(database: Path, tmp_path: Path) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     with connected("m") as models:
         models.mark("1", {SMOKE: "pending"})
@@ -514,7 +477,9 @@ class TestKilled:
         assert champions == sorted(champions)  # once it is moved it stays
         assert set(champions) == {"2", "3"}
 
-    def test_one_that_does_not_answer_never_stays(self, models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_version_that_does_not_answer_never_stays(
+        self, models: Registry, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def smoke(self: Registry, reference: str) -> None:
             if reference == f"@{CHAMPION}" and self.aliases()[CHAMPION] == "3":
                 raise SmokeFailed("it is silent")

@@ -1,4 +1,4 @@
-"""The mirror against a real MLflow database: what is told, once, of whom, and what a failing store costs."""
+"""The mirror against a real MLflow database: what it logs, that it logs it once, and what a failing store costs."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def started(root: Path, plan: list[Planned]) -> Mirror:
 
 
 def record_shared(mirror: Mirror) -> None:
-    """What comes before the stages of the candidate, and beside them."""
+    """Record the stages before the candidate's, and beside them."""
     for name in ("teacher", "dense"):
         mirror.record(outcome(name, "Cached"))
 
@@ -356,6 +356,18 @@ def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
+def test_addresses_are_those_of_the_environment_or_the_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
+    own = f"sqlite:///{root / 'mlflow.db'}"
+    assert (database_file.address(), database_file.registry_address()) == (own, own)
+    assert database_file.is_local()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
+    assert (database_file.address(), database_file.registry_address()) == ("http://team", "http://team")
+    assert not database_file.is_local()
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "http://models")
+    assert database_file.registry_address() == "http://models"
 
 
 def test_a_damaged_database_is_kept_and_said(root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture) -> None:

@@ -329,7 +329,7 @@ class TestCommand:
         monkeypatch.chdir(repository)
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
         monkeypatch.setattr(other_studies, "run", lambda _study, seed, *_: seed != 1)
-        monkeypatch.setattr(summary, "collect", lambda folders: made_up(seeds=len(folders)))
+        monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
 
     def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])

@@ -1,5 +1,6 @@
 """The tables of a study with several seeds and tasks, from made-up results."""
 
+import contextlib
 import json
 import math
 import re
@@ -9,19 +10,18 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eckart.model.census import Census
-from eckart.model.targets import Targets
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.results_schema import SECONDS
 from tasks.multi_seed import published_numbers
 from tasks.multi_seed import seeds_table as summary
+from tasks.multi_seed.pairwise_differences import COLUMNS, leaders
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.seeds_table import CANDIDATE, CONTROL
 from tasks.multi_seed.study_file import StudyFile
 from tasks.multi_seed.trials import Trial
-from tasks.report.pairwise_differences import COLUMNS, differences, leaders
 from tests.tasks.multi_seed.test_published_numbers import ROW
-from tests.workspace import REVIEWS, a_task, tiny_params
+from tests.tasks.report.test_compare import make_study
+from tests.workspace import REVIEWS, tiny_params
 
 
 def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
@@ -59,44 +59,29 @@ def made_up(metric: MetricName = "accuracy", seeds: int = 2) -> pd.DataFrame:
     )
 
 
-def finished(root: Path, rows: pd.DataFrame) -> None:
-    """Fill `root` with what `collect` reads of a study that found `rows`."""
-    relative = [
-        "seed",
-        "seconds",
-        "test_rows",
-        "of_dense",
-        "of_control",
-        *(f"{a}_share" for a in ("target", "model", "macs")),
-    ]
-    relative += [name for name in rows if name.startswith("seeds_")]
-    for folder in ("reports", "data/importance"):
-        (root / folder).mkdir(parents=True, exist_ok=True)
-    rows.drop(columns=relative).to_csv(root / summary.COMPARISON, index=False)
-    dense: dict[str, Any] = {"score": {"metric": 0.8, "metrics": {}, "loss": 1.0, "rows": 20}}
-    dense |= {"licence": {}, "trivial": 0.5}
-    dense["size"] = {"model_parameters": 3_000_000, "macs_per_token": 6_000, "bytes": 1}
-    dense |= {"zero_shot": {}, "continuations": [], "validation": dense["score"]}
-    dense["control"] = {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
-    (root / summary.DENSE_METRICS).write_text(str(dense).replace("'", '"'))
-    census = Census(targets=0, linear={}, experts=0, embeddings=0, rest=0)
-    found = Targets(targets=(), excluded={}, census=census)
-    (root / summary.TARGETS).write_text(found.model_dump_json())
-    (root / "data/splits").mkdir()
-    task = a_task("classification", ("no", "yes"), "accuracy")
-    (root / "data/splits/task.json").write_text(task.model_dump_json())
-    (root / "reports/rows").mkdir()
-    answered(root, "dense", dense=[1, 1, 1, 0], control=[1, 1, 1, 1])
-    for row in rows.itertuples():
-        answered(root, f"{row.recipe}-{row.keep}", factorized=[0, 0, 0, 0], recovered=[1, 0, 1, 0])
+def finished(root: Path, metric: MetricName = "accuracy") -> Path:
+    """Fill `root` with a finished study of the recipes `a` and `b` at keep 0.5."""
+    root.mkdir(parents=True)
+    with contextlib.chdir(root):
+        make_study(["a", "b"], [0.5], ["h.0.query", "h.1.query"], metric)
+    return root
 
 
 def answered(root: Path, name: str, **models: list[int]) -> None:
-    """Which of some test rows each model got right."""
+    """Record which of 400 examples each model of a candidate, or `dense` and its control, got right."""
     frames = [
-        pd.DataFrame({"label": 1, "guess": right}).assign(model=model, split="test") for model, right in models.items()
+        pd.DataFrame({"label": 1, "guess": right}).assign(model=model, split=split)
+        for model, right in models.items()
+        for split in ("test", "validation")
     ]
     pd.concat(frames).to_parquet(root / f"reports/rows/{name}.parquet")
+    file = root / ("reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json")
+    report = json.loads(file.read_text())
+    if name == "dense":
+        models = {"score": models["dense"]}
+    for model, right in models.items():
+        report[model]["metric"] = sum(right) / len(right)
+    file.write_text(json.dumps(report))
 
 
 NO_PAIRS = pd.DataFrame(columns=list(COLUMNS))
@@ -166,10 +151,8 @@ class TestSummary:
         assert dict(zip(heads, lines[1], strict=True))["of dense, %"] == "99.9 ± 6.7"  # of 80 ÷ 84 and 90 ÷ 86
         data = {"task": "language_modeling", "metric": "perplexity"}
         text = page_of(rows, tiny_params(data=data))
-        assert (
-            "- Metric: perplexity (lower is better) on 1,000 test rows; of dense and of control: each ÷ recovered.\n"
-            in text
-        )
+        assert "- Metric: perplexity (lower is better) on 1,000 test examples; " in text
+        assert "of dense and of control: each ÷ recovered" in text
         assert "of dense and of control: recovered ÷ each" in page_of(made_up(), tiny_params())
 
     def test_a_perplexity_has_the_digits_that_its_size_asks_for(self) -> None:
@@ -180,25 +163,31 @@ class TestSummary:
         assert (row["dense"], row["recovered"]) == ("20.50 ± 0.71", "1,000 ± 1")  # √½
         assert row["factorized"] == "1.5e5 ± 7.1e4"
 
-    def test_what_is_retained_is_read_in_the_metric_s_direction(self, tmp_path: Path) -> None:
-        finished(tmp_path / "one", made_up("perplexity", seeds=1))
-        rows = summary.collect({0: tmp_path / "one"})
-        assert rows.of_dense.tolist() == pytest.approx([0.8 / value for value in (0.7, 0.6, 0.8, 0.84)])
-        finished(tmp_path / "other", made_up("rouge1", seeds=1))
-        rows = summary.collect({0: tmp_path / "other"})
-        assert rows.of_dense.tolist() == pytest.approx([value / 0.8 for value in (0.7, 0.6, 0.8, 0.84)])
+    def test_rows_have_the_numbers_of_the_results(self, tmp_path: Path) -> None:
+        """Recovered are 0.65 and 0.66, dense and control 0.8; of two targets one is dense and one has rank 2 of 10."""
+        rows, _ = summary.collect({7: finished(tmp_path / "study")})
+        assert rows[CANDIDATE].apply(tuple, axis=1).tolist() == [CONTROL, ("a", "0.5"), ("b", "0.5")]
+        assert set(rows.seed) == {7}
+        assert rows.recovered.tolist() == [0.8, 0.65, 0.66]
+        assert rows.of_dense.tolist() == pytest.approx([1, 0.65 / 0.8, 0.66 / 0.8])
+        assert rows.target_share.tolist() == [1, 0.7, 0.7]
+        assert rows.model_share.tolist() == [1, 0.7, 0.7]
 
-    def test_rows_are_resampled_together_for_all_seeds(self, tmp_path: Path) -> None:
-        """Two seeds that err on other rows: their mean is steadier than that of one seed twice."""
-        for seed, right in enumerate(([1, 0] * 100, [0, 1] * 100)):
-            finished(tmp_path / str(seed), made_up(seeds=1))
-            answered(tmp_path / str(seed), "dense", dense=[1] * 200, control=[1] * 200)
-            for recipe, keep in {(row.recipe, row.keep) for row in made_up(seeds=1).itertuples()}:
-                answered(tmp_path / str(seed), f"{recipe}-{keep}", recovered=right)
-        one, both = (summary.collect({0: tmp_path / "0", 1: tmp_path / last}) for last in "01")
-        assert one.seeds_from_dense_low.iloc[0] < -0.53
-        assert one.seeds_from_dense_high.iloc[0] > -0.47
-        assert set(both.seeds_from_dense_low) == set(both.seeds_from_control_high) == {-0.5}
+    def test_a_lower_perplexity_retains_more(self, tmp_path: Path) -> None:
+        rows, _ = summary.collect({0: finished(tmp_path / "study", "perplexity")})
+        assert rows.of_dense.tolist() == pytest.approx([1, 0.8 / 0.65, 0.8 / 0.66])
+
+    def test_examples_are_resampled_together_for_all_seeds(self, tmp_path: Path) -> None:
+        """Two seeds that err on other examples: their mean is steadier than that of one seed twice."""
+        for seed, right in enumerate(([1, 0] * 200, [0, 1] * 200)):
+            finished(tmp_path / str(seed))
+            answered(tmp_path / str(seed), "dense", dense=[1] * 400, control=[1] * 400)
+            answered(tmp_path / str(seed), "a-0.5", recovered=right)
+        one, both = (summary.collect({0: tmp_path / "0", 1: tmp_path / last})[0] for last in "01")
+        one, both = (rows[rows.recipe == "a"].iloc[0] for rows in (one, both))
+        assert one.seeds_from_dense_low < -0.53
+        assert one.seeds_from_dense_high > -0.47
+        assert both.seeds_from_dense_low == both.seeds_from_control_high == -0.5
 
     def test_the_page_says_how_it_was_made_and_is_the_same_anywhere(self, tmp_path: Path) -> None:
         command = "eckart study studies/two.yaml"
@@ -207,7 +196,7 @@ class TestSummary:
         for part in (
             command,
             "Seeds: 0, 1;",
-            "1,000 test rows",
+            "1,000 test examples",
             REVIEWS,
             "models/base/tiny",
             "core",
@@ -225,22 +214,20 @@ class TestSummary:
         once = params["recipes"]["svd"]["recovery"]
         both = {"kind": "in_turn", "first": once, "then": {**once, "steps": 7, "learning_rate": 1e-3}}
         params["recipes"]["kfac"]["recovery"] = both
-        way = "2 steps of 8 rows at a rate of 5e-05"
-        assert f"Recovery: {way} (svd); {way}, then 7 steps of 8 rows at a rate of 0.001 (kfac)." in page_of(
+        way = "2 steps of 8 examples at a rate of 5e-05"
+        assert f"Recovery: {way} (svd); {way}, then 7 steps of 8 examples at a rate of 0.001 (kfac)." in page_of(
             made_up(), params
         )
 
-    def test_a_candidate_took_what_its_stages_took(self, tmp_path: Path) -> None:
-        """The control one training; where a stage's time is not known, nothing is said."""
-        rows = made_up(seeds=1)
-        rows.loc[0, CANDIDATE] = CONTROL
-        finished(tmp_path, rows)
-        assert summary.collect({0: tmp_path}).seconds.isna().all()
-        known = {"search@b-0.25": 1, "factorize@b-0.25": 2, "finetune@b-0.25": 4, "evaluate@b-0.25": 8, "control": 16}
-        (tmp_path / SECONDS).parent.mkdir()
-        (tmp_path / SECONDS).write_text(json.dumps({**known, "finetune@a-0.5": 32}))
-        found = summary.collect({0: tmp_path}).set_index(CANDIDATE).seconds
-        assert found.dropna().to_dict() == {CONTROL: 16, ("b", "0.25"): 7}
+    def test_the_seconds_of_a_candidate_are_those_of_its_stages(self, tmp_path: Path) -> None:
+        """The control has one training; where the time of a stage is not known, there is none."""
+        root = finished(tmp_path / "study")
+        assert summary.collect({0: root})[0].seconds.isna().all()
+        known = {"search@b-0.5": 1, "factorize@b-0.5": 2, "finetune@b-0.5": 4, "evaluate@b-0.5": 8, "control": 16}
+        (root / SECONDS).parent.mkdir()
+        (root / SECONDS).write_text(json.dumps({**known, "finetune@a-0.5": 32}))
+        seconds = summary.collect({0: root})[0].set_index(CANDIDATE).seconds
+        assert seconds.dropna().to_dict() == {CONTROL: 16, ("b", "0.5"): 7}
 
     def test_trials_are_listed_with_what_was_chosen(self) -> None:
         tried = (Trial("a", {}, 0.5, False), Trial("a", {"recovery": {"steps": 9}, "sequential": 1}, 0.75, True))
@@ -252,52 +239,36 @@ class TestSummary:
         assert "| a | as it is | 50.0 | |" in lines
         assert "| a | recovery.steps 9, sequential 1 | 75.0 | * |" in lines
 
-    def test_a_recipe_may_be_called_none(self, tmp_path: Path) -> None:
-        """Words that pandas would read as missing values, and keeps as they are written."""
-        tables = made_up(seeds=1)
-        tables["recipe"] = ["none", "NA", "null", "nan"]
-        tables["keep"] = ["0.50", "0.5", "1", "1.0"]
-        finished(tmp_path, tables)
-        rows = summary.collect({0: tmp_path, 5: tmp_path})
-        assert list(rows.recipe) == ["none", "NA", "null", "nan"] * 2
-        assert list(rows.keep) == ["0.50", "0.5", "1", "1.0"] * 2
-        assert list(rows.seed) == [0] * 4 + [5] * 4
-        assert set(rows.model_share) == {0.5}
-
 
 class TestPairs:
     def test_each_two_recipes_of_a_keep_over_all_seeds(self, tmp_path: Path) -> None:
-        """`a` is right on 3 and 1 rows of 4, `b` on 2 and 2, on the same rows for 200 times."""
+        """`a` is right on 3 and 1 examples of 4, `b` on 2 and 2, on the same examples for 100 times."""
         right = {"a": ([1, 1, 1, 0], [0, 0, 0, 1]), "b": ([1, 1, 0, 0], [0, 0, 1, 1])}
-        folders = {seed: tmp_path / str(seed) for seed in range(2)}
+        folders = {seed: finished(tmp_path / str(seed)) for seed in range(2)}
         for seed, folder in folders.items():
-            finished(folder, made_up(seeds=1))
-            answered(folder, "dense", dense=[1, 1, 1, 0] * 200, control=[1, 1, 1, 1] * 200)
+            answered(folder, "dense", dense=[1, 1, 1, 0] * 100, control=[1, 1, 1, 1] * 100)
             for recipe, seeds in right.items():
-                answered(folder, f"{recipe}-0.5", recovered=seeds[seed] * 200)
-        rows = made_up().query("keep == '0.5'")
-        found = differences(rows, folders)
-        one, *others = found[found["first"] == "a"].itertuples()
-        assert not others  # none was scored before recovery
-        dense = found[found.second.isin(["a", "b"])].set_index(["first", "second", "model"]).difference
-        assert dense["dense model", "a", "recovered"] == 0.25  # 0 and 0.5
-        assert dense["dense + recovery", "b", "recovered"] == 0.5
-        assert (one.model, one.first, one.second, one.difference) == ("recovered", "a", "b", 0)
-        # The seeds differ by 1 and by -1 on the third row in four: together never.
-        assert (one.low, one.high) == (0, 0)
-        assert one.spread == pytest.approx(0.125**0.5)  # of 0.25 and -0.25
-        (one,) = differences(rows, {0: folders[0]}).query("first == 'a'").itertuples()
-        assert one.difference == 0.25
-        assert math.isnan(one.spread)
-        assert one.low == pytest.approx(0.25 - 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
-        assert one.high == pytest.approx(0.25 + 1.96 * (0.25 * 0.75 / 800) ** 0.5, abs=0.004)
+                answered(folder, f"{recipe}-0.5", recovered=seeds[seed] * 100)
+        _, found = summary.collect(folders)
+        (pair,) = found[found["first"] == "a"].itertuples()  # none was scored before recovery
+        named = found.set_index(["first", "second", "model"]).difference
+        assert named["dense model", "a", "recovered"] == 0.25  # 0 and 0.5
+        assert (pair.model, pair.first, pair.second, pair.difference) == ("recovered", "a", "b", 0)
+        # The seeds differ by 1 and by -1 on one example in four: together never.
+        assert (pair.low, pair.high) == (0, 0)
+        assert pair.spread == pytest.approx(0.125**0.5)  # of 0.25 and -0.25
+        _, found = summary.collect({0: folders[0]})
+        (pair,) = found[found["first"] == "a"].itertuples()
+        assert pair.difference == 0.25
+        assert math.isnan(pair.spread)
+        assert pair.low == pytest.approx(0.25 - 1.96 * (0.25 * 0.75 / 400) ** 0.5, abs=0.005)
+        assert pair.high == pytest.approx(0.25 + 1.96 * (0.25 * 0.75 / 400) ** 0.5, abs=0.005)
 
-    def test_keeps_and_models_have_lines_of_their_own(self, tmp_path: Path) -> None:
-        finished(tmp_path, made_up(seeds=1))
-        found = differences(made_up(), {0: tmp_path})
-        assert list(found[found["first"] == "a"].groupby(["keep", "model"]).size()) == [1, 1, 1, 1]
+    def test_models_have_lines_of_their_own(self, tmp_path: Path) -> None:
+        _, found = summary.collect({0: finished(tmp_path / "study")})
+        assert list(found[found["first"] == "a"].groupby(["keep", "model"]).size()) == [1, 1]
 
-    def test_who_leads_and_who_cannot_be_told_from_it(self) -> None:
+    def test_leaders_are_named_with_recipes_not_significantly_different(self) -> None:
         """In the metric's direction; `b` leads at 0.5, `a` at 0.25."""
         decided, undecided = (0.01, 0.2), (-0.1, 0.2)
         for metric, first in (("accuracy", {"0.5": "b", "0.25": "a"}), ("perplexity", {"0.5": "a", "0.25": "b"})):
@@ -305,7 +276,7 @@ class TestPairs:
             lines = [(keep, "recovered", "a", "b", 0.1, *ends[keep], 0.0) for keep in ends]
             lines += [(keep, "recovered", "dense model", "b", 0.1, *undecided, 0.0) for keep in ends]
             said = dict.fromkeys(leaders(pd.DataFrame(lines, columns=list(COLUMNS)), made_up(metric)))
-            assert [one.split(",")[0] for one in said] == [f"at keep {keep} {first[keep]}" for keep in ("0.25", "0.5")]
+            assert [one.split(" (")[0] for one in said] == [f"at keep {keep} {first[keep]}" for keep in ("0.25", "0.5")]
             assert [{"a", "b"} <= set(re.findall(r"\b[ab]\b", one)) for one in said] == [True, False]
 
 

@@ -1,6 +1,6 @@
-"""What a file of studies/ may say, and the parameters that are made of it.
+"""The content of a file of studies/, and the parameters made from it.
 
-Of a mistake the path is compared, which stands before the colon; how one is worded, tests/test_messages.py says.
+Tests compare the path of a mistake, which stands before the colon; tests/test_messages.py has the wording.
 """
 
 import copy
@@ -112,13 +112,6 @@ class TestStudyFiles:
         study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
         assert study.params["recipes"]["mine"] == mine
 
-    def test_a_recipe_s_part_may_become_another_kind(self, write: Callable[..., Path]) -> None:
-        parts = {"ranks": {"kind": "uniform", "by": "share"}, "weighting": {"kind": "fisher", "axis": "input"}}
-        study = only(write({"recipes": {"kfac": parts}}))
-        assert study.params["recipes"]["kfac"]["weighting"] == parts["weighting"]
-        again = {"recipes": {"kfac": {"weighting": {"kind": "none"}}}}
-        assert only(write(again)).params["recipes"]["kfac"]["weighting"] == {"kind": "none"}
-
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path]) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
         assert set(mistakes(file)) == {"study.keeps.0", "study.recipes", "teacher.epoch", "bnechmark"}
@@ -184,7 +177,7 @@ class TestTasks:
             load(write({"seed": 1}), (), ["one"])
 
     def test_each_mistake_is_named_once_where_it_stands(self, write: Callable[..., Path]) -> None:
-        """Of all tasks, the chosen ones or not."""
+        """Mistakes of all tasks, chosen or not."""
         tasks = {"one": {"data": {"metric": "pearson"}}, "two": {"bnechmark": {}}, "three": {}}
         found = mistakes(write({"teacher": {"epoch": 1}, "tasks": tasks}), ["three"])
         assert found == ["teacher.epoch", "tasks.one.data.metric", "tasks.two.bnechmark"]
@@ -240,7 +233,7 @@ class TestPublished:
 
 
 class TestTrials:
-    """What may be tried first; tests/tasks/multi_seed/test_trials.py has the rest."""
+    """Mistakes in trials; tests/tasks/multi_seed/test_trials.py has the rest."""
 
     def test_the_study_and_its_trials_have_workspaces_of_their_own(self, write: Callable[..., Path]) -> None:
         study = only(write({"trials": ASKED, "seeds": [0, 1]}))

@@ -1,4 +1,4 @@
-"""What a study tries of its recipes first, and what it takes of that."""
+"""Trials of a study's recipes, and the choice among them."""
 
 import json
 from pathlib import Path

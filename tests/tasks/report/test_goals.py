@@ -16,7 +16,7 @@ from flows.goal_search import pursue
 from tasks.compare import compare
 from tasks.config import yaml_edit
 from tasks.config.schema import Goal, ParamsError, parse
-from tasks.report.goals import asked, closer, goal_rows
+from tasks.report.goals import closer, goal_results, goal_rows
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, load_results
 from tests.tasks.report.test_compare import make_benchmark, make_candidate, make_exports, make_study, page
@@ -68,12 +68,13 @@ def test_noise_that_turns_time_around_ends_the_search() -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two recipes at two keeps: what they keep, they have in bytes and on validation rows."""
+    """Two recipes at two keeps, whose bytes, parameters and validation metrics grow with the keep."""
     monkeypatch.chdir(tmp_path)
     make_study(["one", "two"], [0.5, 0.25], TARGETS)
     for path in Path("reports/evaluate").glob("*.json"):
         content = json.loads(path.read_text())
-        content["size"]["bytes"] = int(4000 * float(path.stem.partition("-")[2]))
+        keep = float(path.stem.partition("-")[2])
+        content["size"]["bytes"], content["target_parameters"] = int(4000 * keep), int(200 * keep)
         path.write_text(json.dumps(content))
     return tmp_path
 
@@ -93,9 +94,9 @@ def amounts_of(name: str) -> tuple[float, int, float]:
 def test_of_a_drop_the_smallest_is_chosen_and_of_bytes_the_best(workspace: Path) -> None:
     dense = load_results().dense.validation.metric
     ask(largest_drop=max(dense - amounts_of(name)[0] for name in ("one-0.5", "one-0.25")))
-    assert [one.candidate.name for one in asked(load_results()) if one.recipe == "one"] == ["one-0.25"]
+    assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "one"] == ["one-0.25"]
     ask(bytes=max(amounts_of(name)[1] for name in ("two-0.5", "two-0.25")))
-    assert [one.candidate.name for one in asked(load_results()) if one.recipe == "two"] == ["two-0.5"]
+    assert [one.candidate.name for one in goal_results(load_results()) if one.recipe == "two"] == ["two-0.5"]
 
 
 def test_beside_the_chosen_one_stands_the_smallest_of_which_test_rows_show_it(workspace: Path) -> None:
@@ -116,7 +117,7 @@ def test_beside_the_chosen_one_stands_the_smallest_of_which_test_rows_show_it(wo
 
 def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
     ask(speedup=1000.0)
-    found = asked(load_results())
+    found = goal_results(load_results())
     assert [one.met for one in found] == [False, False]
     fastest = max(("one-0.5", "one-0.25"), key=lambda name: amounts_of(name)[2])
     assert amounts_of(found[0].candidate.name)[2] == amounts_of(fastest)[2]
@@ -124,7 +125,7 @@ def test_the_nearest_is_said_where_none_meets_it(workspace: Path) -> None:
 
 
 def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(workspace: Path) -> None:
-    """Of the recipe that is exported alone: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
+    """Only one recipe is exported: 0.25 is twice as fast as dense int8 and half as large, 0.5 is neither."""
     content = json.loads(Path("params.yaml").read_text())
     Path("params.yaml").write_text(json.dumps(content | {"export": {"recipes": ["two"]}}))
     for name, bytes_, speed in (("dense", 1000, 4.0), ("two-0.5", 800, 6.0), ("two-0.25", 500, 8.0)):
@@ -134,13 +135,13 @@ def test_a_goal_of_a_runtime_is_judged_by_its_files_against_the_dense_model_s(wo
             make_benchmark(name, dense=dense, candidate=dense | {"int8": speed})
     for goal in ({"speedup": 2.0}, {"bytes": 500}):
         ask(**goal, runtime="int8")
-        assert [(one.candidate.name, one.met) for one in asked(load_results())] == [("two-0.25", True)]
+        assert [(one.candidate.name, one.met) for one in goal_results(load_results())] == [("two-0.25", True)]
         (row,) = goal_rows(load_results())
         assert (row.metric, row.bytes, row.speedup) == (score(0.4), size(500), times(2.0))
         found = load_results().difference(("two-0.25.onnx", "int8"), DENSE)
         assert row.difference == between(found.low, found.high, 0.4)
     ask(speedup=2.0, runtime="onnx")
-    assert not any(one.met for one in asked(load_results()))
+    assert not any(one.met for one in goal_results(load_results()))
 
 
 def test_goals_are_on_the_page(workspace: Path) -> None:
@@ -164,8 +165,8 @@ def test_pursuing_goals_adds_keeps_until_nothing_is_left_to_look_at(workspace: P
     pursue(run, lambda _: None)
     assert runs[0] == [0.5, 0.25]
     assert all(set(before) < set(after) for before, after in pairwise(runs))
-    assert not [one for one in asked(load_results()) if one.closer]
-    assert all(one.met for one in asked(load_results()))
+    assert not [one for one in goal_results(load_results()) if one.closer]
+    assert all(one.met for one in goal_results(load_results()))
 
 
 def test_nothing_runs_without_a_goal(workspace: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, smallest, statistics
+from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, statistics
 from tasks.report.results import CONTROL, DENSE, load_results
 from tests.tasks.report.test_compare import make_candidate, make_perplexities, make_study, score, write, write_dense
 
@@ -52,7 +52,7 @@ def test_what_holds_for_a_margin_holds_for_a_wider_one(
 
 
 def test_few_rows_without_any_difference_show_little() -> None:
-    """Of 12 rows none differs: that may be so by chance where a quarter of all differ, and of 368 where 1 % do."""
+    """None of 12 examples may differ by chance where a quarter of all do, and none of 368 where 1 % do."""
     assert not Statistics(0.0, 0.0, 0.25, 12, is_mean=True).holds
     assert Statistics(0.0, 0.0, 0.27, 12, is_mean=True).holds
     assert 0.99**368 < 0.025 < 0.99**367
@@ -62,7 +62,7 @@ def test_few_rows_without_any_difference_show_little() -> None:
 
 
 def test_few_blocks_of_a_perplexity_show_nothing() -> None:
-    """Of one block every resample is the same, of few the intervals are too narrow."""
+    """Every resample of one block is the same, and the intervals of few are too narrow."""
     for rows in (1, 5, 29):
         found = Statistics(0.0, 0.0, 0.01, rows, is_mean=False)
         assert not found.holds
@@ -123,7 +123,7 @@ def test_of_equally_small_ones_the_best_on_validation_rows(workspace: Path) -> N
     path = Path("reports/evaluate/svd-0.5.json")
     write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
     found = load_results()
-    best = smallest(found, found.candidates)
+    best = found.smallest(found.candidates)
     assert best is not None
     assert best.name == "svd-0.5"
-    assert smallest(found, []) is None
+    assert found.smallest([]) is None
