@@ -91,7 +91,7 @@ def typed_section(name: str) -> Any:
     Raises:
         ParamsError: with all mistakes in it.
     """
-    return schema.section(name, SECTIONS[name])
+    return schema.parse(schema.sections(schema.read())[name], SECTIONS[name], PARAMS, name)
 
 
 def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:

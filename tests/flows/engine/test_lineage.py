@@ -153,7 +153,7 @@ def test_gc_writes_none(main: Path, edited: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prefect_records, "kinds", lambda days: [])
     edit(main, edited)
     before = entries(main)
-    with collect.found(1, 1, 30) as kinds:
+    with collect.kinds(1, 1, 30) as kinds:
         for kind in kinds:
             kind.remove()
     assert entries(main) == before
