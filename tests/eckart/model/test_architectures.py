@@ -37,9 +37,9 @@ from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual.sparse_rows import RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
-from tasks.config.schema import read
 from tests.architectures import AUTO, FAMILIES, HEAD, Family, Kind, collate, loss, samples
 from tests.tiny import assert_same
+from tests.workspace import repository_params
 
 KEEP = 0.6
 
@@ -251,7 +251,9 @@ def test_full_rank_gives_the_logits_back(case):
 
 # --- rules of training -----------------------------------------------------------------------------------------------
 
-RECIPES = {name: TypeAdapter(Recipe).validate_python(content) for name, content in read()["recipes"].items()}
+RECIPES = {
+    name: TypeAdapter(Recipe).validate_python(content) for name, content in repository_params()["recipes"].items()
+}
 
 
 def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:

@@ -69,8 +69,10 @@ def choose(root: Path, *recipes: str) -> None:
     change(root, "study", recipes=list(recipes))
     change(root, "export", recipes=[name for name in recipes if name == "kfac"])
     with chdir(root):
-        for one in engine.plan():
-            engine.run(one, lambda command: stage_processes.run(command, root, print, {}))
+        planned = engine.plan()
+        with stage_processes.reaping():
+            for stage in planned:
+                engine.run(stage, lambda command: stage_processes.run(command, root, print, {}))
 
 
 def start(root: Path, prefect: dict[str, str]) -> Command:
