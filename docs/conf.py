@@ -1,4 +1,4 @@
-"""How `make docs` builds the site: every page of the repository as it stands, and an reference of the docstrings.
+"""Sphinx settings of `make docs`: every page of the repository as it is, and a reference from the docstrings.
 
 Sphinx is called with `--fail-on-warning`, and is nitpicky: a link, an anchor or a name that leads nowhere ends it.
 """
@@ -16,12 +16,12 @@ root_doc = "README"
 include_patterns = ["*.md", "*/README.md", "docs/**"]
 exclude_patterns = [".*", "data/*/", "models/*/", "reports", "workspaces", "site", "build", "mlruns", "mlartifacts"]
 
-# Headings have the anchors that a forge gives them. A link to a file that is no page brings the file into the site.
+# Headings have the same anchors as on GitHub. A link to a file that is not a page copies the file into the site.
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # code with … for what is there already
 
-# What stands in single backticks in a docstring is a link where the reference has such a name. Types of Eckart must
-# lead somewhere; those of other packages would have to be looked up in the network.
+# A name in single backticks in a docstring is a link if the reference has that name. Types of Eckart must lead
+# somewhere; those of other packages would have to be looked up on the network.
 default_role = "py:obj"
 nitpicky = True
 nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!eckart).*")]
@@ -70,24 +70,24 @@ _BELOW = {
     },
     "docs/results/README": {"Pages": ["docs/results/*"]},
 }
-"""Page → captions of the navigation → the pages below it. A page that is nowhere here ends the build, too."""
+"""The navigation: page → captions → the pages below it. A page that is not listed here ends the build, too."""
 
 
 def _navigate(_app, page, content):
-    """It stands here and not in the pages, which so read the same on a forge."""
+    """Add the navigation to a page. It is not in the pages themselves, so that they read the same on GitHub."""
     for caption, pages in _BELOW.get(page, {}).items():
         paths = "\n".join(f"/{path}" for path in pages)
         content[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n:caption: {caption}\n\n{paths}\n```\n"
 
 
 def _without_type(_app, what, _name, _object, _options, lines):
-    """Keep napoleon from taking what stands before a colon, in the docstring of a value, for its type."""
+    """Keep napoleon from taking the words before a colon, in the docstring of a value, for its type."""
     if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]  # an empty comment
 
 
 def _start(app, error):
-    """Browsers and servers begin with index.html; the page itself is called as its source."""
+    """Copy the first page to index.html, with which browsers and servers begin."""
     if not error:
         copy(app.outdir / "README.html", app.outdir / "index.html")
 
