@@ -287,11 +287,10 @@ class Collector:
         Args:
             shape: that of the inputs, without their features.
         """
-        size, mask, masks = batch_size(self.batch), None, masks_of(self.batch)
-        if target.mask and masks:
-            if target.mask not in masks:
-                raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
-            mask = self.batch[target.mask]
+        size, masks = batch_size(self.batch), masks_of(self.batch)
+        mask = self.batch.get(target.mask) if target.mask and masks else None
+        if target.mask and masks and target.mask not in masks:
+            raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
         whole = mask is None or len(shape) == 1 or shape[0] in (size, math.prod(mask.shape[:-1]))
         if shape[0] % size or not whole:
             raise ValueError(
