@@ -1,89 +1,79 @@
-"""Tiny models of four families, with every weight and bias drawn at random, and padded batches for them."""
+"""Tiny models of every family, with all weights and biases drawn at random, and batches for them.
+
+`FAMILIES` are three classifiers, `ARCHITECTURES` one model of each family with the targets that probing must find in
+it, and `UNUSUAL` models with inputs beyond ids and a mask, or labels other than a class for each example.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
-from transformers import (
-    AlbertConfig,
-    AlbertForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5EncoderModel,
-)
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eckart.calibration.losses import mean_loss_times_batch, token_loss
+from eckart.factorization.factorize import rest
+from eckart.factorization.weighted_svd import decompose
+from eckart.factorization.weightings import ErrorNorm
+from eckart.model.layers import factorize_target
+from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
+from eckart.model.targets import Target, find_targets, weight_of
 
 Sample = tuple[Tensor, int]
 """Token ids `(tokens,)` and a label."""
-
+Batch = dict[str, Tensor]
 VOCABULARY, LABELS, PAD = 30, 3, 0
+LAYERS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+LENGTH = {"max_position_embeddings": 32}
+GROUPED = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, **LENGTH}
 
 
-def bert() -> PreTrainedModel:
-    """Separate query, key and value; dropout on, as by default."""
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=40,
-        max_position_embeddings=32,
-        num_labels=LABELS,
-    )
-    return drawn(BertForSequenceClassification, config)
+def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the same model every time, with no parameter at zero or one, so that a forgotten bias shows."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = family(config)
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
 
 
-def gpt2() -> PreTrainedModel:
-    """Conv1D everywhere, query, key and value in one."""
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, num_labels=LABELS, pad_token_id=PAD
-    )
-    return drawn(GPT2ForSequenceClassification, config)
+def build(family: str, **options: Any) -> PreTrainedModel:
+    """Return a model of the class `family` of transformers, with these options of its config."""
+    model: type[PreTrainedModel] = getattr(transformers, family)
+    return drawn(model, model.config_class(**options))
 
 
-def llama() -> PreTrainedModel:
-    """Two key-value heads for four query heads, no biases."""
-    return drawn(LlamaForSequenceClassification, _llama_config())
+def of(family: str, **options: Any) -> Callable[[], PreTrainedModel]:
+    """Return a builder of a model that reads the tokens of `samples`."""
+    everywhere = {"vocab_size": VOCABULARY, "num_labels": LABELS, "pad_token_id": PAD}
+    return lambda: build(family, **{**everywhere, **options})
 
 
-def causal_llama() -> PreTrainedModel:
-    """The same with a head that is tied to the embedding."""
-    return drawn(LlamaForCausalLM, _llama_config())
+bert = of("BertForSequenceClassification", **{**LAYERS, "intermediate_size": 40}, **LENGTH)
+"""Separate query, key and value; dropout on, as by default."""
+gpt2 = of("GPT2ForSequenceClassification", n_positions=32, n_embd=16, n_layer=2, n_head=2)
+"""Conv1D everywhere, query, key and value in one."""
+llama = of("LlamaForSequenceClassification", **GROUPED, tie_word_embeddings=True)
+"""Two key-value heads for four query heads, no biases."""
+causal_llama = of("LlamaForCausalLM", **GROUPED, tie_word_embeddings=True)
+"""The same with a head that is tied to the embedding."""
+albert = of("AlbertForSequenceClassification", **{**LAYERS, "num_hidden_layers": 3}, embedding_size=8, **LENGTH)
+"""One layer that runs three times."""
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+t5 = of("T5EncoderModel", **T5)
+"""An encoder whose blocks read the type of the weight of their last layer before they call it."""
+FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
 
 
-def albert() -> PreTrainedModel:
-    """One layer that runs three times."""
-    config = AlbertConfig(
-        vocab_size=VOCABULARY,
-        embedding_size=8,
-        hidden_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        num_labels=LABELS,
-    )
-    return drawn(AlbertForSequenceClassification, config)
-
-
-def t5() -> PreTrainedModel:
-    """An encoder whose blocks read the type of the weight of their last layer before they call it."""
-    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, pad_token_id=PAD)
-    return drawn(T5EncoderModel, config)
+# --- texts and classes -----------------------------------------------------------------------------------------------
 
 
 def words() -> PreTrainedTokenizerBase:
@@ -97,34 +87,6 @@ def words() -> PreTrainedTokenizerBase:
     )
 
 
-FAMILIES = {"bert": bert, "gpt2": gpt2, "llama": llama}
-
-
-def _llama_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        num_labels=LABELS,
-        pad_token_id=PAD,
-        tie_word_embeddings=True,
-    )
-
-
-def drawn(family: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the same model every time, with no parameter at zero or one, so that a forgotten bias shows."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = family(config)
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape))
-    return model
-
-
 def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> list[Sample]:
     """Draw examples of different lengths without the padding token."""
     generator = torch.Generator().manual_seed(seed)
@@ -136,22 +98,22 @@ def samples(count: int, shortest: int = 2, longest: int = 7, seed: int = 0) -> l
     return [(draw(PAD + 1, VOCABULARY, length), int(draw(0, LABELS))) for length in lengths]
 
 
-def collate(some: Sequence[Sample], length: int = 0, side: str = "right") -> dict[str, Tensor]:
+def collate(texts: Sequence[Sample], length: int = 0, side: str = "right") -> Batch:
     """Return a batch, padded on `side` to the longest example or to `length`; positions count from the first token."""
-    length = max(length, *(len(ids) for ids, _ in some))
-    ids = torch.full((len(some), length), PAD)
+    length = max(length, *(len(ids) for ids, _ in texts))
+    ids = torch.full((len(texts), length), PAD)
     mask = torch.zeros_like(ids)
-    for row, (sample, _) in enumerate(some):
+    for row, (sample, _) in enumerate(texts):
         where = slice(0, len(sample)) if side == "right" else slice(length - len(sample), length)
         ids[row, where], mask[row, where] = sample, 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    labels = torch.tensor([label for _, label in some])
+    labels = torch.tensor([label for _, label in texts])
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 
 
-def batches(some: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[dict[str, Tensor]]:
+def batches(texts: Sequence[Sample], size: int, length: int = 0, side: str = "right") -> list[Batch]:
     """Return examples in batches of `size`."""
-    return [collate(some[start : start + size], length, side) for start in range(0, len(some), size)]
+    return [collate(texts[start : start + size], length, side) for start in range(0, len(texts), size)]
 
 
 def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
@@ -159,12 +121,442 @@ def assert_same(model: PreTrainedModel, other: PreTrainedModel, batch: Mapping[s
 
     How a product is summed depends on where in memory its operands begin, and loaded weights are elsewhere.
     """
-    some, others = model.state_dict(), other.state_dict()
-    assert set(some) == set(others)
-    for name, tensor in some.items():
+    weights, others = model.state_dict(), other.state_dict()
+    assert set(weights) == set(others)
+    for name, tensor in weights.items():
         assert tensor.dtype == others[name].dtype, name
         assert torch.equal(tensor, others[name]), name
     with torch.no_grad():
-        found, expected = other.eval()(**batch), model.eval()(**batch)
+        actual, expected = other.eval()(**batch), model.eval()(**batch)
     for name in [name for name, value in expected.items() if isinstance(value, Tensor)]:
-        torch.testing.assert_close(found[name], expected[name])
+        torch.testing.assert_close(actual[name], expected[name])
+
+
+def logits(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits in eval mode; labels are not read."""
+    with torch.no_grad():
+        return model.eval()(**{name: values for name, values in batch.items() if name != "labels"}).logits
+
+
+def factorize(
+    model: PreTrainedModel,
+    batch: Mapping[str, Tensor],
+    rank: Callable[[int], int],
+    residual: bool = False,
+    **options: Any,
+) -> PreTrainedModel:
+    """Factorize the targets of `model` at the rank of each one's number, 0 and up; with `residual`, beside the rest."""
+    for number, target in enumerate(find_targets(model, batch, **options).targets):
+        weight = weight_of(model.get_submodule(target.name)).clone()
+        left, right = decompose(weight, ErrorNorm()).truncate(rank(number))
+        factorize_target(model, target.name, left, right, rest(weight, left, right) if residual else None)
+    return model
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+class LinearLayers(nn.Module):
+    """Linear layers a, b, … of the given shapes `(out, in)`."""
+
+    def __init__(self, *shapes: tuple[int, int], seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for name, (rows, columns) in zip("abcdefgh", shapes, strict=False):
+                self.add_module(name, nn.Linear(columns, rows))
+
+    def targets(self) -> list[Target]:
+        return [
+            Target(name=name, out_features=layer.out_features, in_features=layer.in_features, input_of=name)
+            for name, layer in self.named_children()
+        ]
+
+
+# --- every family ----------------------------------------------------------------------------------------------------
+
+Kind = Literal["classification", "causal", "seq2seq", "images"]
+AUTO = {
+    "classification": transformers.AutoModelForSequenceClassification,
+    "causal": transformers.AutoModelForCausalLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "images": transformers.AutoModelForImageClassification,
+}
+HEAD = "is a head"
+NOT_OF_EXAMPLES = "not all of its inputs belong to examples of the batch"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A tiny model, and the targets that probing must find in it."""
+
+    kind: Kind
+    build: Callable[[], PreTrainedModel]
+    targets: int
+    excluded: Mapping[str, int] = field(default_factory=dict)
+    """Reason → number of linear layers."""
+    more: int = 0
+    """Additional targets if heads and embeddings are included; tied ones and positions never are."""
+    everything: bool = False
+    """Whether heads and embeddings are included in all tests."""
+    rounding: float = 1e-8
+    """Relative rounding of what it computes in float64; more if its code goes through float32."""
+
+
+def mobilebert() -> PreTrainedModel:
+    """A model that reads each token with its neighbours, and zeros beyond the text, so padding must be zero."""
+    sizes = {"embedding_size": 12, "intra_bottleneck_size": 8, "num_feedforward_networks": 2}
+    model = of("MobileBertForSequenceClassification", **LAYERS, **LENGTH, **sizes, classifier_activation=False)()
+    with torch.no_grad():
+        model.mobilebert.embeddings.word_embeddings.weight[PAD] = 0
+    return model
+
+
+RELATIVE = {"relative_attention": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+RELATIVE |= {"pos_att_type": ["p2c", "c2p"], "position_biased_input": False, "pooler_hidden_size": 16}
+BART = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+BART |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 20}
+LSTM = {"vocab_size": VOCABULARY, "embedding_size": 12, "hidden_size": 16, "pad_token_id": PAD}
+ARCHITECTURES = {
+    # 6 a layer and the pooler
+    "bert": Architecture("classification", bert, 13, {HEAD: 1}, 3),
+    # and its head, words and token types; its positions are the same for all samples
+    "bert-everything": Architecture("classification", bert, 16, {NOT_OF_EXAMPLES: 1}, everything=True),
+    # 6 a layer; the head is two layers
+    "distilbert": Architecture(
+        "classification",
+        of("DistilBertForSequenceClassification", dim=16, n_layers=2, n_heads=2, hidden_dim=24, **LENGTH),
+        12,
+        {HEAD: 2},
+        3,
+    ),
+    # 11 a layer (3 of bottlenecks, 4 of attention, 2 for each of two feed-forward networks) and one of the embeddings
+    "mobilebert": Architecture("classification", mobilebert, 23, {HEAD: 1}, 3),
+    "roberta": Architecture(
+        "classification", of("RobertaForSequenceClassification", **LAYERS, **LENGTH), 12, {HEAD: 2}, 5
+    ),
+    # query and key also read the embeddings of relative positions, which belong to no sample: 4 a layer are left
+    "deberta-v3": Architecture(
+        "classification",
+        of("DebertaV2ForSequenceClassification", **LAYERS, **LENGTH, **RELATIVE),
+        8,
+        {HEAD: 2, NOT_OF_EXAMPLES: 4},
+        3,
+    ),
+    # one layer of 6 that runs 3 times, the layer before it and the pooler
+    "albert": Architecture("classification", albert, 8, {HEAD: 1}, 3),
+    # 4 a layer: query, key and value are one Conv1D
+    "gpt2": Architecture("classification", gpt2, 8, {HEAD: 1}, 2),
+    # 7 a layer; the head is tied to the embedding
+    "llama": Architecture("causal", causal_llama, 14, {HEAD: 1}),
+    # 4 a layer: query, key and value are one Linear
+    "pythia": Architecture("causal", of("GPTNeoXForCausalLM", **LAYERS, **LENGTH), 8, {HEAD: 1}, 2),
+    # 6 a layer, and two between the width of the embedding and that of the layers
+    "opt": Architecture(
+        "causal",
+        of("OPTForCausalLM", **LAYERS, ffn_dim=24, word_embed_proj_dim=12, **LENGTH),
+        14,
+        {HEAD: 1},
+    ),
+    "qwen2": Architecture("causal", of("Qwen2ForCausalLM", **GROUPED), 14, {HEAD: 1}, 2),
+    "qwen3": Architecture("causal", of("Qwen3ForCausalLM", **GROUPED, head_dim=8), 14, {HEAD: 1}, 2),
+    # 3 a layer; the weight of dt_proj is used without its forward
+    "mamba": Architecture(
+        "causal",
+        of("MambaForCausalLM", hidden_size=16, num_hidden_layers=2, state_size=4, time_step_rank=3),
+        6,
+        {HEAD: 1, "its forward ran 0 times for one batch": 2},
+        rounding=1e-5,
+    ),
+    # 2 a layer, of which one runs for each token
+    "lstm": Architecture("causal", lambda: drawn(LSTMForCausalLM, LSTMConfig(**LSTM)), 4, {HEAD: 1}, 2),
+    # 6 a layer of the encoder, 10 of the decoder
+    "bart": Architecture("seq2seq", of("BartForConditionalGeneration", **BART, **LENGTH), 32, {HEAD: 1}),
+    # 7 a layer of the encoder, 11 of the decoder: a gated feed-forward network has 3; wo is looked at for its type
+    "t5": Architecture(
+        "seq2seq",
+        of("T5ForConditionalGeneration", **T5, feed_forward_proj="gated-gelu", decoder_start_token_id=PAD),
+        36,
+        {HEAD: 1},
+    ),
+    # 6 a layer; the patches are cut by a convolution
+    "vit": Architecture(
+        "images", of("ViTForImageClassification", **LAYERS, image_size=8, patch_size=4), 12, {HEAD: 1}, 1
+    ),
+}
+PECULIAR = ("deberta-v3", "albert", "gpt2", "lstm", "t5", "vit")
+"""One architecture for each peculiarity: unsampled and shared layers, Conv1D, cells, two texts, pictures."""
+
+
+def unpadded(kind: Kind) -> list[Batch]:
+    """Return six examples of different lengths, each as the model reads it alone."""
+    read, written = samples(6), samples(6, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    result: list[Batch] = []
+    for (ids, label), (target, _) in zip(read, written, strict=True):
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if kind == "images":
+            example = {"pixel_values": torch.randn(3, 8, 8, generator=generator)}
+        if kind == "causal":
+            example["labels"] = ids
+        elif kind == "seq2seq":
+            shifted = torch.cat([torch.tensor([PAD]), target[:-1]])
+            example |= {"decoder_input_ids": shifted, "decoder_attention_mask": torch.ones_like(target)}
+            example["labels"] = target
+        else:
+            example["labels"] = torch.tensor(label)
+        result.append(example)
+    return result
+
+
+def padded(examples: Sequence[Mapping[str, Tensor]], more: int = 0) -> Batch:
+    """Return a batch padded on the right by `more` tokens beyond the longest text, twice as many for a decoder."""
+
+    def column(name: str) -> Tensor:
+        values = [example[name] for example in examples]
+        if values[0].dim() != 1:
+            return torch.stack(values)
+        decoder = "decoder_input_ids" in examples[0] and (name.startswith("decoder_") or name == "labels")
+        length = max(map(len, values)) + more * (2 if decoder else 1)
+        filling = -100 if name == "labels" else PAD
+        return torch.stack([nn.functional.pad(value, (0, length - len(value)), value=filling) for value in values])
+
+    return {name: column(name) for name in examples[0]}
+
+
+def loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sum the losses of examples: of the label, or the mean over the labelled tokens."""
+    labels = batch["labels"]
+    if labels.dim() == 1:
+        return mean_loss_times_batch(model, batch)
+    if "decoder_input_ids" in batch:
+        return token_loss(model, batch)
+    losses = nn.functional.cross_entropy(model(**batch).logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1)).sum()
+
+
+# --- unusual inputs and heads: every batch has examples of several lengths -------------------------------------------
+
+Case = tuple[PreTrainedModel, Batch]
+ROWS, TOKENS, CLASSES = 4, 10, 3
+WORDS = {"vocab_size": 64, "pad_token_id": 1}
+PICTURE = {**LAYERS, "image_size": 8, "patch_size": 4, "projection_dim": 16}
+UNUSUAL: dict[str, Callable[[], Case]] = {}
+
+
+def case(make: Callable[[], Case]) -> Callable[[], Case]:
+    UNUSUAL[make.__name__] = make
+    return make
+
+
+def text(rows: int = ROWS, tokens: int = TOKENS) -> Batch:
+    """Return texts of 10, 8, 6, 4 tokens, and so on."""
+    ids = torch.randint(5, 64, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    lengths = tokens - 2 * torch.arange(rows) % (tokens - 2)
+    mask = (torch.arange(tokens) < lengths[:, None]).long()
+    return {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+
+
+def classes() -> Batch:
+    return {"labels": torch.arange(ROWS) % CLASSES}
+
+
+def following(rows: Batch) -> Batch:
+    """Return texts whose labels are their own tokens."""
+    return rows | {"labels": rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)}
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def boxes() -> Tensor:
+    return torch.tensor([0, 0, 5, 5]).expand(ROWS, TOKENS, 4).clone()
+
+
+def masked_words() -> Tensor:
+    """Labels of 5, 1, 2 and 1 tokens."""
+    batch = text()
+    kept = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    for row, places in enumerate((range(1, 6), [2], [1, 2], [1])):
+        kept[row, list(places)] = True
+    return batch["input_ids"].masked_fill(~kept, -100)
+
+
+@case
+def layoutlm() -> Case:
+    """A box for each token."""
+    model = build("LayoutLMForSequenceClassification", **WORDS, **LAYERS, num_labels=CLASSES)
+    return model, text() | {"bbox": boxes()} | classes()
+
+
+@case
+def layoutlmv3() -> Case:
+    """Boxes, and a picture whose patches follow the tokens."""
+    sizes = {"input_size": 16, "patch_size": 8, "coordinate_size": 3, "shape_size": 2, "max_2d_position_embeddings": 32}
+    model = build("LayoutLMv3ForSequenceClassification", **WORDS, **LAYERS, **sizes, num_labels=CLASSES)
+    return model, text() | {"bbox": boxes(), "pixel_values": noise(ROWS, 3, 16, 16)} | classes()
+
+
+@case
+def embedded() -> Case:
+    """Vectors in place of ids."""
+    model = build("BertForSequenceClassification", **WORDS, **LAYERS, num_labels=CLASSES)
+    mask = {"attention_mask": text()["attention_mask"]}
+    return model, {"inputs_embeds": noise(ROWS, TOKENS, 16)} | mask | classes()
+
+
+@case
+def choices() -> Case:
+    """Two texts in each example."""
+    batch = {name: values.view(ROWS, 2, TOKENS) for name, values in text(2 * ROWS).items()}
+    return build("BertForMultipleChoice", **WORDS, **LAYERS), batch | {"labels": torch.arange(ROWS) % 2}
+
+
+@case
+def llava() -> Case:
+    """A picture's tokens first, which must all stay, then text."""
+    model = build(
+        "LlavaForConditionalGeneration",
+        vision_config=transformers.CLIPVisionConfig(**PICTURE),
+        text_config=transformers.LlamaConfig(**LAYERS, **WORDS, max_position_embeddings=64),
+        image_token_index=3,
+        vision_feature_layer=-1,
+        image_seq_length=4,
+    )
+    batch = following(text())
+    image = torch.full((ROWS, 4), 3)
+    return model, {
+        "input_ids": torch.cat([image, batch["input_ids"]], 1),
+        "attention_mask": torch.cat([torch.ones_like(image), batch["attention_mask"]], 1),
+        "pixel_values": noise(ROWS, 3, 8, 8),
+        "labels": torch.cat([torch.full_like(image, -100), batch["labels"]], 1),
+    }
+
+
+@case
+def whisper() -> Case:
+    """Sound of one length, and text that is padded."""
+    ends = {"decoder_start_token_id": 2, "bos_token_id": 2, "eos_token_id": 2}
+    sizes = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16}
+    model = build("WhisperForConditionalGeneration", **WORDS, **BART, **sizes, **ends)
+    return model, {"input_features": noise(ROWS, 8, 20), "labels": following(text())["labels"]}
+
+
+@case
+def swin() -> Case:
+    """Windows of a picture, several for each example."""
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]}
+    model = build("SwinForImageClassification", **sizes, window_size=4, num_labels=CLASSES)
+    return model, {"pixel_values": noise(ROWS, 3, 16, 16)} | classes()
+
+
+@case
+def patchtst() -> Case:
+    """Three channels of a series, each by itself; the labels have a name of their own."""
+    sizes = {"context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 16, "ffn_dim": 24}
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 2, "num_targets": CLASSES, "use_cls_token": True}
+    model = build("PatchTSTForClassification", num_input_channels=3, **sizes, **heads)
+    return model, {"past_values": noise(ROWS, 16, 3), "target_values": classes()["labels"]}
+
+
+@case
+def canine() -> Case:
+    """A layer of characters, then layers of every fourth."""
+    hashes = {"num_hash_buckets": 32, "num_hash_functions": 4}
+    strides = {"local_transformer_stride": 16, "downsampling_rate": 4, "upsampling_kernel_size": 4}
+    model = build("CanineForSequenceClassification", **LAYERS, **hashes, **strides, num_labels=CLASSES)
+    return model, text(tokens=32) | classes()
+
+
+@case
+def switch() -> Case:
+    """Experts that are linear layers, whose inputs a router chooses."""
+    experts = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    model = build(
+        "SwitchTransformersForConditionalGeneration",
+        **WORDS,
+        **T5,
+        **experts,
+        num_decoder_layers=2,
+        decoder_start_token_id=0,
+    )
+    return model, following(text())
+
+
+@case
+def falcon() -> Case:
+    """Linear layers of a class of their own."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return build("FalconForCausalLM", **WORDS, **sizes), following(text())
+
+
+@case
+def masked_language_model() -> Case:
+    return build("BertForMaskedLM", **WORDS, **LAYERS), text() | {"labels": masked_words()}
+
+
+def heard(family: str, **options: Any) -> Case:
+    """Return a model that reads waves, 8 samples to a frame, and labels of 5, 3, 2 and 5 letters."""
+    convolutions = {"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0}
+    model = build(family, **LAYERS, **convolutions, **positions, vocab_size=20, pad_token_id=0, **options)
+    labels = torch.randint(3, 20, (ROWS, 5), generator=torch.Generator().manual_seed(2))
+    labels[1, 3:] = labels[2, 2:] = -100
+    return model, {"input_values": noise(ROWS, 160), "labels": labels}
+
+
+@case
+def speech() -> Case:
+    """Its loss is the sum over examples, and its code reads `in_features` to initialize weights."""
+    return heard("Wav2Vec2ForCTC", feat_extract_norm="layer", do_stable_layer_norm=True)
+
+
+@case
+def wavlm() -> Case:
+    """Attention that uses weights outside the forward of their layers."""
+    return heard("WavLMForCTC")
+
+
+def two_heads() -> Case:
+    """A mean over all tokens, and one over examples."""
+    model = build("GPT2DoubleHeadsModel", vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    batch = {name: values.view(ROWS, 2, TOKENS) for name, values in text(2 * ROWS).items()}
+    ends = batch["attention_mask"].sum(-1) - 1
+    return model, following(batch) | {"mc_token_ids": ends, "mc_labels": torch.arange(ROWS) % 2}
+
+
+def patches_with_a_mask() -> Case:
+    """Pictures of 16, 12, 8 and 4 patches."""
+    vision = {**LAYERS, "num_patches": 16, "patch_size": 2, "num_channels": 3}
+    text_config = {**LAYERS, "vocab_size": 64, "max_position_embeddings": 16}
+    model = build("Siglip2ForImageClassification", vision_config=vision, text_config=text_config, num_labels=CLASSES)
+    mask = (torch.arange(16) < torch.tensor([16, 12, 8, 4])[:, None]).long()
+    shapes = torch.tensor([[4, 4], [3, 4], [2, 4], [2, 2]])
+    pictures = {"pixel_values": noise(ROWS, 16, 12), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return model, pictures | classes()
+
+
+def picture_classes() -> Case:
+    """Its layers and head have the same parent."""
+    model = build("CLIPForImageClassification", vision_config=PICTURE, num_labels=CLASSES)
+    return model, {"pixel_values": noise(ROWS, 3, 8, 8)} | classes()
+
+
+def pixels() -> Case:
+    """A class for each pixel."""
+    blocks = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]}
+    patches = {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
+    model = build("SegformerForSemanticSegmentation", **blocks, **patches, decoder_hidden_size=16, num_labels=CLASSES)
+    labels = torch.randint(0, CLASSES, (3, 16, 16), generator=torch.Generator().manual_seed(0))
+    return model, {"pixel_values": noise(3, 3, 16, 16), "labels": labels}
+
+
+def mixtral() -> Case:
+    """Four experts, of which each token goes to two; their weights are one tensor."""
+    options = {**LAYERS, "num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 64}
+    return build("MixtralForCausalLM", **WORDS, **options), following(text())

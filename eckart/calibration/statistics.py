@@ -287,7 +287,10 @@ class Collector:
         Args:
             shape: that of the inputs, without their features.
         """
-        size, mask = batch_size(self.batch), self._mask(target)
+        size, masks = batch_size(self.batch), masks_of(self.batch)
+        mask = self.batch.get(target.mask) if target.mask and masks else None
+        if target.mask and masks and target.mask not in masks:
+            raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
         whole = mask is None or len(shape) == 1 or shape[0] in (size, math.prod(mask.shape[:-1]))
         if shape[0] % size or not whole:
             raise ValueError(
@@ -306,15 +309,6 @@ class Collector:
                 "be told from data: exclude this target, or pad batches as the model pads them itself"
             )
         return None if bool(mask.all()) else mask
-
-    def _mask(self, target: Target) -> Tensor | None:
-        """Return the batch's mask for `target`; None if there is none."""
-        masks = masks_of(self.batch)
-        if target.mask is None or not masks:
-            return None
-        if target.mask not in masks:
-            raise ValueError(f"{target.name}: the batch has no {target.mask}: add it, 0 where a token is padding")
-        return self.batch[target.mask]
 
     def _check_tokens(self, target: Target, tokens: int, flat: bool) -> None:
         """Check that a target without a mask reads as many tokens per example in every batch of padded texts.
@@ -381,11 +375,6 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def has_gradients(statistics: Statistics) -> bool:
-    """Return whether any target has a gradient other than zero; otherwise every error would weigh nothing."""
-    return any(bool(value.any()) for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
-
-
 # --- several passes --------------------------------------------------------------------------------------------------
 
 
@@ -444,10 +433,11 @@ def gather(
     Raises:
         ValueError: statistics of gradients are asked for, and no target has a gradient; or as for `collect`.
     """
-    without_gradient = bool({*kinds} & {*OF_GRADIENTS})
+    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # then every error would weigh nothing
     for number, group in enumerate(groups, 1):
         statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations)
-        without_gradient = without_gradient and not has_gradients(statistics)
+        gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
+        without_gradient = without_gradient and not any(bool(value.any()) for value in gradients)
         if without_gradient and number == len(groups):
             raise ValueError(NO_GRADIENT)
         yield statistics

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.weighted_svd import Decomposition, decompose
-from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.factorization.weightings import ErrorNorm, Weighting, exact_dtype, weigh
 from eckart.model.layers import head_rows_like, present, replace, set_weight
 from eckart.model.targets import Product, Target, weight_of
 
@@ -96,7 +96,7 @@ def _output_moments(
     """Return the second moments of each head's outputs `(heads, d, d)`, with inputs weighted by `weighting`."""
     module = present(model, target.name)
     weight, bias = weight_of(module), getattr(module, "bias", None)
-    weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
+    weight = weight.to(exact_dtype(weight))
     if bias is not None and "inputs" in weighting.statistics:
         weight = torch.cat([weight, bias.detach().to(weight).unsqueeze(1)], 1)
         statistics = {**statistics, "inputs": {target.input_of: _with_ones(statistics, target.input_of)}}

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.calibration.statistics import Statistics
+from eckart.factorization.weightings import exact_dtype
 from eckart.model.layers import present, replace, set_weight
 from eckart.model.targets import Target, weight_of
 
@@ -44,7 +45,7 @@ def anchored(weight: Tensor, inputs: Tensor, dense_inputs: Tensor, anchor: float
         anchor: a.
         ridge: λ ÷ the mean of C's diagonal, above 0.
     """
-    w, c, d = (x.to(torch.float32 if x.device.type == "mps" else torch.float64) for x in (weight, inputs, dense_inputs))
+    w, c, d = (x.to(exact_dtype(x)) for x in (weight, inputs, dense_inputs))
     level = c.diagonal().mean()
     if not level > 0:
         return w  # all inputs are zero

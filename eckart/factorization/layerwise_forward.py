@@ -12,7 +12,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Collector, Statistics
 from eckart.factorization.error_compensation import DenseModules
-from eckart.model.module_context import forward_of, frozen
+from eckart.model.module_context import frozen
 from eckart.model.targets import Target
 
 
@@ -64,7 +64,7 @@ class LayerwiseForward:
     def pause_at(self, name: str) -> None:
         """Make all forwards pause when they call the target `name`, until `advance_to` has been there."""
         module = self._model.get_submodule(name)
-        own = module.forward
+        own, patched = module.forward, "forward" in vars(module)  # by accelerate
 
         def forward(*args: Tensor) -> Tensor:
             _Forward.pause(name, args[0])
@@ -72,9 +72,13 @@ class LayerwiseForward:
             result: Tensor = own(*args) if current is module else current(*args)
             return result
 
-        pauses = ExitStack()
-        pauses.enter_context(forward_of(module, forward))
-        self._undo[name] = pauses.close
+        def undo() -> None:
+            del module.forward
+            if patched:
+                module.forward = own
+
+        module.forward = forward
+        self._undo[name] = undo
 
     def advance_to(self, group: Sequence[Target]) -> Statistics:
         """Run all forwards up to `group` and return statistics of its inputs; with `dense`, also dense_inputs.

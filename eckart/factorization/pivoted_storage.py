@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eckart.factorization.weightings import exact_dtype
 from eckart.model.layers import low_rank_layers, pivoted_like, replace, tied_heads
 
 _LARGEST = 1.05  # coefficient of a direction; the nearer to 1, the more exchanges
@@ -61,8 +62,7 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         left, right: `(out, r)` and `(r, in)`, r ≤ out.
     """
-    exact = torch.float32 if left.device.type == "mps" else torch.float64
-    left, right = left.to(exact), right.to(exact)
+    left, right = left.to(exact_dtype(left)), right.to(exact_dtype(right))
     weight = left @ right
     norms = weight.norm(dim=1)
     lengths = torch.where(norms > 0, norms, torch.ones_like(norms))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eckart.factorization.weightings import ErrorNorm, Side
+from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
 
 _FLOOR = 1e-12  # smallest eigenvalue and variance of a side, relative to the largest; higher in float32
 
@@ -86,13 +86,13 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
 
 def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:
     """Return ‖L E R‖²_F = tr(A E B Eᵀ) of an error `(out, in)`."""
-    e = error.to(_precision(error))
+    e = error.to(exact_dtype(error))
     return (_apply(norm.left, e) * _apply(norm.right, e.T).T).sum()
 
 
 def _weighted_gram(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Side, Side, Tensor]:
     """Return W in working precision, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
-    w = weight.to(_precision(weight))
+    w = weight.to(exact_dtype(weight))
     lift, unlift = _root(norm.left)
     gram = _apply(norm.right, w.T).T @ w.T
     gram = _apply(lift, _apply(lift, gram).T)
@@ -115,7 +115,7 @@ def _root(side: Side) -> tuple[Side, Side]:
     """
     if side is None:
         return None, None
-    values = side.to(_precision(side))
+    values = side.to(exact_dtype(side))
     diagonal = values if values.dim() == 1 else values.diagonal()
     top, floor = float(diagonal.max()), max(_FLOOR, 10 * torch.finfo(values.dtype).eps)
     deviations = diagonal.clamp(min=floor * top if top > 0 else 1.0).sqrt()
@@ -133,7 +133,3 @@ def _apply(side: Side, x: Tensor) -> Tensor:
         return x
     side = side.to(x)
     return side @ x if side.dim() == 2 else side.unsqueeze(1) * x
-
-
-def _precision(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -36,6 +36,11 @@ class ErrorNorm:
     right: Side = None
 
 
+def exact_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64, or float32 on mps, which has no more."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
 class _Weighting(Method):
     @property
     def statistics(self) -> tuple[StatisticKind, ...]:
@@ -208,9 +213,9 @@ def _nearest(first: ErrorNorm, second: ErrorNorm, target: Target) -> ErrorNorm:
 def _same_form(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:
     """Return both sides as matrices `(size, size)` if one of them is, otherwise as diagonals `(size,)`."""
     tensors = [side for side in sides if side is not None]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    exact = torch.float32 if device.type == "mps" else torch.float64
-    ones = torch.ones(size, dtype=exact, device=device)
+    like = tensors[0] if tensors else torch.empty(0)
+    exact = exact_dtype(like)
+    ones = torch.ones(size, dtype=exact, device=like.device)
     a, b = (ones if side is None else side.to(exact) for side in sides)
     if all(tensor.dim() == 1 for tensor in tensors):
         return a, b

@@ -9,7 +9,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eckart.model.module_context import eval_mode
+from eckart.model.probing import float_tensors
 from eckart.model.targets import Product, Target, Targets
 
 _ROUNDING = 0.02  # change that counts as rounding ÷ change if only one layer is mixed; wrong pairs are near 1
@@ -101,7 +102,7 @@ class _Probe:
             *(module(name).register_forward_pre_hook(lambda _, args: values.append(args[0])) for name in readers),
         ]
         try:
-            values += _floats(self.model(**self.batch))
+            values += float_tensors(self.model(**self.batch))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -119,12 +120,3 @@ def _mixtures(heads: int, width: int) -> tuple[Tensor, Tensor]:
     rotations = torch.linalg.qr(torch.randn(heads, width, width, generator=generator, dtype=torch.float64)).Q
     stretches = (2 * torch.rand(heads, width, 1, generator=generator, dtype=torch.float64) - 1).exp2()
     return stretches * rotations, rotations / stretches
-
-
-def _floats(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a model's output."""
-    if isinstance(output, Tensor) and output.is_floating_point():
-        yield output
-    parts: Sequence[Any] = tuple(output.values()) if isinstance(output, Mapping) else output
-    for part in parts if isinstance(parts, tuple | list) else ():
-        yield from _floats(part)

@@ -94,13 +94,8 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
             linear[reason] += parameter.numel()
         else:
             counts["rest"] += parameter.numel()
-    return Census(
-        targets=counts["targets"],
-        linear=dict(linear),
-        experts=counts["experts"],
-        embeddings=counts["embeddings"],
-        rest=counts["rest"],
-    )
+    parts = ("targets", "experts", "embeddings", "rest")
+    return Census(linear=dict(linear), **{part: counts[part] for part in parts})
 
 
 def other_matrices(model: nn.Module) -> dict[str, str]:

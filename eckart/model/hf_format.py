@@ -146,7 +146,8 @@ def describe(model: PreTrainedModel) -> None:
         _guard(model)
     elif isinstance(getattr(model.config, "quantization_config", None), EckartConfig):
         del model.config.quantization_config  # every factorized layer has been merged since it was loaded
-        _unguard(model)
+        for module in model.modules():
+            vars(module).pop("save_pretrained", None)
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
@@ -187,11 +188,6 @@ def _guard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
-
-
-def _unguard(model: PreTrainedModel) -> None:
-    for module in model.modules():
-        vars(module).pop("save_pretrained", None)
 
 
 def check_base(model: PreTrainedModel) -> None:

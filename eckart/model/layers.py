@@ -275,12 +275,7 @@ def _reads_ids(module: nn.Module) -> bool:
 
 def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
     """Return an uninitialized HeadRows with the shape, bias, dtype and device of a Linear or Conv1D."""
-    out_features, in_features = shape_of(module)
-    weight = module.get_parameter("weight")
-    with torch.device(weight.device):
-        layer = HeadRows(in_features, out_features, heads, rank, bias=getattr(module, "bias", None) is not None)
-    layer.transposed = isinstance(module, Conv1D)
-    return layer.to(weight.dtype)
+    return _like(module, HeadRows, heads=heads, rank=rank)
 
 
 def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:

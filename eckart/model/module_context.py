@@ -1,10 +1,9 @@
-"""Context managers that change a module for a while: eval mode, frozen parameters, another forward."""
+"""Context managers that change a model for a while: eval mode, frozen parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -39,16 +38,3 @@ def frozen(model: nn.Module) -> Iterator[None]:
         for name, parameter in model.named_parameters():  # by name, as they may have been replaced
             if name in trainable:
                 parameter.requires_grad_(True)
-
-
-@contextmanager
-def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give `module` another forward; afterwards restore its own, which accelerate may have set on the instance."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -271,3 +271,12 @@ def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str,
         for name, values in batch.items()
         if name != "labels"
     }
+
+
+def float_tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a model's output."""
+    if isinstance(output, Tensor) and output.is_floating_point():
+        yield output
+    parts: Sequence[Any] = tuple(output.values()) if isinstance(output, Mapping) else output
+    for part in parts if isinstance(parts, tuple | list) else ():
+        yield from float_tensors(part)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from eckart.model.census import Census, census, other_matrices
 from eckart.model.layers import shape_of
 from eckart.model.module_context import eval_mode
-from eckart.model.probing import ATTENTION, PICTURES, Probe, is_embedding, is_linear
+from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
 """The storage of a layer of rank r: as two factors, r (out + in) parameters, or as r rows of the matrix and the
@@ -412,9 +412,5 @@ def _try_replacing(
 
 
 def _has_nan(output: Any) -> list[bool]:
-    """Return, for each tensor of a model's output, whether any entry is nan."""
-    if isinstance(output, Tensor):
-        return [bool(output.isnan().any())]
-    if isinstance(output, Mapping):
-        output = tuple(output.values())
-    return [has_nan for part in output for has_nan in _has_nan(part)] if isinstance(output, tuple | list) else []
+    """Return, for each floating-point tensor of a model's output, whether any entry is nan."""
+    return [bool(tensor.isnan().any()) for tensor in float_tensors(output)]

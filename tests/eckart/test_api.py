@@ -6,18 +6,16 @@ import copy
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import eckart
-from eckart.calibration.losses import IGNORED, expected_losses
-from eckart.model.layers import factorized, pivoted
+from eckart.calibration.losses import IGNORED
+from eckart.model.layers import factorized
 from tests import tiny
-from tests.architectures import FAMILIES, collate, samples
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 BATCHES = tiny.batches(tiny.samples(12), 4)
@@ -26,20 +24,10 @@ CLOSED = ("svd", "fwsvd", "iwsvd", "drone", "kfac", "anchored")
 PIPELINE = ("prefect", "dvc", "mlflow", "datasets", "pandas", "scipy", "sklearn", "pydantic_settings", "tasks", "flows")
 
 
-def outputs(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**INPUTS).logits
-
-
-def test_the_public_names_exist_and_are_completed() -> None:
-    assert set(eckart.__all__) <= set(dir(eckart))
-    assert all(getattr(eckart, name) is not None for name in dir(eckart))
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("recipe", CLOSED)
-def test_keep_is_met_and_the_report_counts_parameters(family: str, recipe: str) -> None:
-    model = tiny.FAMILIES[family]()
+def test_keep_is_met_the_report_counts_parameters_and_the_given_model_is_not_changed(recipe: str) -> None:
+    model = tiny.bert().train()
+    before = copy.deepcopy(model)
     small, report = eckart.compress(model, BATCHES, 0.5, recipe)
     assert report.keep <= 0.5
     assert {name: target.rank for name, target in report.targets.items() if target.rank} == factorized(small)
@@ -47,14 +35,7 @@ def test_keep_is_met_and_the_report_counts_parameters(family: str, recipe: str) 
     saved = sum(target.parameters[0] - target.parameters[1] for target in report.targets.values())
     assert saved == model.num_parameters() - small.num_parameters()
     assert report.macs[1] < report.macs[0]
-    assert outputs(small).isfinite().all()
-
-
-@pytest.mark.parametrize("recipe", CLOSED)
-def test_the_given_model_is_not_changed(recipe: str) -> None:
-    model = tiny.bert()
-    before = copy.deepcopy(model)
-    eckart.compress(model.train(), BATCHES, 0.5, recipe)
+    assert tiny.logits(small, INPUTS).isfinite().all()
     assert model.training
     assert not hasattr(model.config, "quantization_config")
     tiny.assert_same(before, model, INPUTS)
@@ -65,19 +46,7 @@ def test_keep_1_gives_the_original_model(recipe: str) -> None:
     model = tiny.llama()
     small, report = eckart.compress(model, BATCHES, 1.0, recipe)
     assert report.predicted_loss == pytest.approx(0, abs=1e-12)
-    torch.testing.assert_close(outputs(small), outputs(model))
-
-
-@pytest.mark.parametrize("storage", ["factors", "pivoted"])
-def test_a_saved_model_loads_by_its_own_class(storage: str, tmp_path: Path) -> None:
-    recipe = eckart.recipes()["anchored"].model_copy(update={"storage": storage})
-    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
-    assert bool(pivoted(small)) == (storage == "pivoted")
-    small.save_pretrained(tmp_path / "by itself")
-    eckart.save(small, tmp_path / "by eckart", tiny.words())
-    for folder in ("by itself", "by eckart"):
-        tiny.assert_same(small, eckart.load(tmp_path / folder), INPUTS)
-    assert (tmp_path / "by eckart/tokenizer.json").exists()
+    torch.testing.assert_close(tiny.logits(small, INPUTS), tiny.logits(model, INPUTS))
 
 
 def test_a_compressed_causal_model_generates() -> None:
@@ -86,16 +55,6 @@ def test_a_compressed_causal_model_generates() -> None:
     small, _ = eckart.compress(model, texts, 0.6, "kfac")
     written = small.generate(input_ids=INPUTS["input_ids"][:1], max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert written.shape[1] == INPUTS["input_ids"].shape[1] + 3
-
-
-def test_factors_are_trained_by_the_trainer(tmp_path: Path) -> None:
-    rows = [{name: values[0] for name, values in batch.items()} for batch in tiny.batches(tiny.samples(8), 1, 7)]
-    small, _ = eckart.compress(tiny.bert(), BATCHES, 0.5)
-    before = copy.deepcopy(small.state_dict())
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
-    Trainer(small, arguments, train_dataset=rows).train()
-    after = small.state_dict()
-    assert all(not torch.equal(before[f"{name}.left"], after[f"{name}.left"]) for name in factorized(small))
 
 
 def test_largest_drop_finds_the_smallest_keep_that_is_good_enough() -> None:
@@ -119,11 +78,6 @@ def test_score_gets_a_model_in_eval_mode() -> None:
     )
     assert not any(seen)
     assert model.training
-
-
-def test_a_drop_that_is_never_exceeded_gives_the_smallest_ranks() -> None:
-    _, report = eckart.compress(tiny.bert(), BATCHES, recipe="kfac", largest_drop=0.0, score=lambda _: 1.0)
-    assert {target.rank for target in report.targets.values()} <= {1, 2}
 
 
 def test_a_drop_that_cannot_be_met_is_an_error() -> None:
@@ -155,12 +109,6 @@ def test_labels_are_needed_only_for_gradients() -> None:
         eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac")
 
 
-def test_a_given_loss_may_need_no_labels() -> None:
-    unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
-    _, report = eckart.compress(tiny.bert(), unlabelled, 0.5, "kfac", loss=expected_losses)
-    assert report.keep <= 0.5
-
-
 def test_a_search_that_reads_the_loss_needs_labels() -> None:
     unlabelled = [{name: values for name, values in batch.items() if name != "labels"} for batch in BATCHES]
     with pytest.raises(ValueError, match=r"tolerance.*labels"):
@@ -181,7 +129,7 @@ def test_batching_and_padding_do_not_change_the_result(side: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["ars", "softlm", "lpaf", "losparse"])
+@pytest.mark.parametrize("recipe", ["ars", "losparse"])
 def test_a_recipe_that_trains_first_is_refused(recipe: str) -> None:
     with pytest.raises(ValueError, match=r"eckart run.*svd, .*anchored"):
         eckart.compress(tiny.bert(), BATCHES, 0.5, recipe)
@@ -231,12 +179,6 @@ def test_every_batch_is_checked(second: Any, match: str) -> None:
 def test_a_score_that_is_no_number_is_an_error(given: float | None) -> None:
     with pytest.raises(ValueError, match=str(given)):
         eckart.compress(tiny.bert(), BATCHES, recipe="svd", largest_drop=0.1, score=lambda _: given)  # type: ignore[arg-type,return-value]
-
-
-def test_a_single_pattern_may_be_a_string() -> None:
-    _, report = eckart.compress(tiny.bert(), BATCHES, 0.5, "svd", include="*.attention.*")
-    assert report.targets
-    assert all(".attention." in name for name in report.targets)
 
 
 def test_decoder_inputs_are_made_from_the_labels() -> None:
@@ -314,8 +256,8 @@ def test_a_loss_without_a_gradient_is_an_error() -> None:
 
 def test_a_model_that_widens_its_own_parameters_is_counted() -> None:
     """DeBERTa reads embeddings of positions, which have gradients and are no result of any."""
-    family = FAMILIES["deberta-v3"]
-    batch = collate(samples(family.kind))
+    family = tiny.ARCHITECTURES["deberta-v3"]
+    batch = tiny.padded(tiny.unpadded(family.kind))
     _, report = eckart.compress(family.build(), [batch], 0.5, "kfac")
     assert 0 < report.macs[1] < report.macs[0]
 

@@ -43,21 +43,12 @@ def assert_same(some, other, **tolerance) -> None:
 # --- laws ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [8, 11, 20])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_statistics_do_not_depend_on_padding_to_the_left(family, length):
+def test_statistics_do_not_depend_on_padding_to_the_left(family):
     model = double(family)
     targets = targets_of(model)
     alone = collect(model, tiny.batches(SAMPLES[:8], 1), targets)
-    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, length, "left"), targets), alone)
-
-
-def test_statistics_do_not_depend_on_the_tokens_of_padding():
-    model = double("bert")
-    targets = targets_of(model)
-    batch = tiny.collate(SAMPLES[:4], 10)
-    other = dict(batch, input_ids=torch.where(batch["attention_mask"] == 1, batch["input_ids"], 7))
-    assert_same(collect(model, [other], targets), collect(model, [batch], targets))
+    assert_same(collect(model, tiny.batches(SAMPLES[:8], 4, 11, "left"), targets), alone)
 
 
 def test_statistics_in_single_precision_are_those_in_double():
@@ -94,49 +85,6 @@ def test_a_target_has_the_same_statistics_alone_as_among_others():
             torch.testing.assert_close(tensor, everything[kind][name], **CLOSE)
 
 
-def test_squaring_the_gradient_of_a_batch_is_another_number():
-    model = double("bert").eval()
-    targets = targets_of(model)
-    fisher = collect(model, tiny.batches(SAMPLES, 16), targets, kinds=["fisher"])["fisher"]
-    weights = [model.get_submodule(target.name).weight for target in targets]
-    means = torch.autograd.grad(model(**tiny.collate(SAMPLES)).loss, weights)
-    for target, mean in zip(targets, means, strict=True):
-        # Jensen: the mean of squares is larger, and by far where gradients of samples differ
-        assert float((mean**2).sum()) < 0.9 * float(fisher[f"{target.name}.input"].sum())
-
-
-def test_a_conv1d_target_has_the_statistics_of_the_linear_of_its_transpose():
-    model = double("gpt2")
-    targets = targets_of(model)
-    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
-    for target in targets:
-        parent, _, child = target.name.rpartition(".")
-        convolution = model.get_submodule(target.name)
-        linear = nn.Linear(target.in_features, target.out_features, dtype=torch.float64)
-        linear.weight.data.copy_(convolution.weight.T)
-        linear.bias.data.copy_(convolution.bias)
-        setattr(model.get_submodule(parent), child, linear)
-    assert targets_of(model) == targets
-    assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected)
-
-
-def test_a_custom_loss_does_not_depend_on_batch_size():
-    """Next-token prediction: the mean over the tokens of each example, summed over examples."""
-
-    def loss(model, batch):
-        logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits[:, :-1]
-        wanted = batch["attention_mask"][:, 1:]
-        losses = nn.functional.cross_entropy(logits.mT, batch["input_ids"][:, 1:], reduction="none") * wanted
-        return (losses.sum(1) / wanted.sum(1)).sum()
-
-    model = tiny.causal_llama().double()
-    targets = targets_of(tiny.llama())
-    assert_same(
-        collect(model, tiny.batches(SAMPLES, 1), targets, loss=loss),
-        collect(model, tiny.batches(SAMPLES, 8, 12), targets, loss=loss),
-    )
-
-
 # --- the sums of squares ---------------------------------------------------------------------------------------------
 
 
@@ -168,25 +116,6 @@ def test_a_gram_matrix_in_panels_is_the_product(tokens, features):
     add_gram(total, x)
     mirror(total)
     torch.testing.assert_close(total, x.T @ x + 1, **CLOSE)
-
-
-def test_wide_layers_have_whole_matrices():
-    """Wider than the panels that are added at a time, in two batches."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.map = nn.Linear(130, 300, dtype=torch.float64)
-
-        def forward(self, x: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(loss=self.map(x).square().sum() / len(x))
-
-    x = torch.randn(4, 3, 130, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    model, target = Wide(), Target(name="map", out_features=300, in_features=130, input_of="map")
-    got = collect(model, [{"x": x[:2]}, {"x": x[2:]}], [target])
-    rows, deltas = x.flatten(0, 1), 2 * model.map(x).detach().flatten(0, 1)
-    torch.testing.assert_close(got["inputs"]["map"], rows.T @ rows / 4, **CLOSE)
-    torch.testing.assert_close(got["output_gradients"]["map"], deltas.T @ deltas / 4, **CLOSE)
 
 
 # --- a case solved by hand -------------------------------------------------------------------------------------------
@@ -232,14 +161,6 @@ def test_padding_does_not_count_whatever_it_holds(filling):
     assert_same(collect(Sum(), [{"x": padded, "attention_mask": mask}], [MAP]), collect(Sum(), [{"x": TWO}], [MAP]))
 
 
-def test_tokens_are_the_mean_of_real_tokens_per_sample():
-    model = double("bert")
-    tokens = collect(model, tiny.batches(SAMPLES, 4, 12), targets_of(model), kinds=["inputs"])["tokens"]
-    mean = sum(len(ids) for ids, _ in SAMPLES) / len(SAMPLES)
-    assert float(tokens["bert.encoder.layer.0.output.dense"]) == pytest.approx(mean)
-    assert float(tokens["bert.pooler.dense"]) == 1.0
-
-
 # --- the model afterwards --------------------------------------------------------------------------------------------
 
 
@@ -268,18 +189,6 @@ def test_collecting_does_not_change_the_model():
     assert state(model) == before
 
 
-def test_the_model_is_restored_if_the_data_raise_an_error():
-    def broken():
-        yield tiny.collate(SAMPLES)
-        raise OSError("the disk is gone")
-
-    model = mixed_model()
-    before = state(model)
-    with pytest.raises(OSError, match="the disk is gone"):
-        collect(model, broken(), targets_of(tiny.bert()))
-    assert state(model) == before
-
-
 def test_a_model_in_training_gives_the_statistics_of_eval_mode():
     """Dropout is off: two passes give the same numbers, and so does the model in eval mode."""
     model = double("bert").train()
@@ -287,14 +196,6 @@ def test_a_model_in_training_gives_the_statistics_of_eval_mode():
     first, second = (collect(model, tiny.batches(SAMPLES, 4), targets) for _ in range(2))
     assert_same(first, second, rtol=0, atol=0)
     assert_same(first, collect(model.eval(), tiny.batches(SAMPLES, 4), targets), rtol=0, atol=0)
-
-
-def test_statistics_are_gathered_where_gradients_are_off():
-    model = double("bert")
-    targets = targets_of(model)
-    expected = collect(model, tiny.batches(SAMPLES, 4), targets)
-    with torch.no_grad():
-        assert_same(collect(model, tiny.batches(SAMPLES, 4), targets), expected, rtol=0, atol=0)
 
 
 def test_inputs_alone_need_no_gradient():
@@ -427,15 +328,6 @@ def test_calls_without_a_gradient_add_nothing():
     assert float(got["tokens"]["map"]) == 2.0
 
 
-def test_a_cell_that_runs_more_often_than_there_are_tokens_is_an_error():
-    class Twice(Cell):
-        def forward(self, x: Tensor, attention_mask: Tensor) -> SimpleNamespace:
-            return super().forward(torch.cat([x, x], 1), torch.cat([attention_mask] * 2, 1))
-
-    with pytest.raises(ValueError, match=r"^map: 1 .*\battention_mask\b.*\b0\b"):
-        collect(Twice(), rows(left=False)[-1:], [CELL])
-
-
 def test_a_target_that_runs_again_unexpectedly_is_an_error():
     once = CELL.model_copy(update={"repeated": False})
     with pytest.raises(ValueError, match=r"^map: "):
@@ -488,10 +380,9 @@ def in_parts(model, targets, layers, folder, **options):
 
 
 @pytest.mark.parametrize("kinds", [STATISTIC_KINDS, ["inputs"]])
-@pytest.mark.parametrize("layers", [1, 2, 9])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_layer_by_layer_is_bitwise_the_single_pass(family, layers, kinds, tmp_path):
-    model = tiny.FAMILIES[family]()
+@pytest.mark.parametrize("layers", [1, 9])
+def test_layer_by_layer_is_bitwise_the_single_pass(layers, kinds, tmp_path):
+    model = tiny.bert()
     targets = targets_of(model)
     whole = collect(model, tiny.batches(SAMPLES, 4), targets, kinds)
     assert_same(in_parts(model, targets, layers, tmp_path, kinds=kinds), whole, rtol=0, atol=0)
@@ -560,9 +451,8 @@ def test_the_graph_begins_at_the_first_target():
     assert graphs == [False, True]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_offloaded_activations_give_the_same_statistics(family):
-    model = tiny.FAMILIES[family]()
+def test_offloaded_activations_give_the_same_statistics():
+    model = tiny.gpt2()
     targets = targets_of(model)
     options = {"model": model, "targets": targets}
     kept = collect(batches=tiny.batches(SAMPLES, 4), **options)
@@ -614,9 +504,8 @@ MAPS = {
 }
 
 
-@pytest.mark.parametrize("layers", [None, 1])
 @pytest.mark.parametrize("name", MAPS)
-def test_an_offloaded_model_has_the_same_statistics(name, layers, tmp_path):
+def test_an_offloaded_model_has_the_same_statistics(name, tmp_path):
     here = tiny.llama()
     there = spread("llama", tmp_path / "model", MAPS[name])
     offloaded = name == "disk"
@@ -625,7 +514,7 @@ def test_an_offloaded_model_has_the_same_statistics(name, layers, tmp_path):
     assert targets == targets_of(here)
     expected = collect(here, tiny.batches(SAMPLES, 4), targets)
     # Not bits: weights that were loaded lie elsewhere in memory.
-    assert_same(in_parts(there, targets, layers, tmp_path / "statistics"), expected)
+    assert_same(in_parts(there, targets, 1, tmp_path / "statistics"), expected)
     assert there.model.layers[0].mlp.up_proj.weight.is_meta == offloaded
     for target in targets:
         torch.testing.assert_close(
@@ -634,25 +523,6 @@ def test_an_offloaded_model_has_the_same_statistics(name, layers, tmp_path):
 
 
 # --- on the disk -----------------------------------------------------------------------------------------------------
-
-
-def test_saved_statistics_load_bit_for_bit(tmp_path):
-    model = tiny.bert()
-    gathered = collect(model, tiny.batches(SAMPLES, 4), targets_of(model))
-    folder = tmp_path / "new" / "folder"
-    save_statistics(gathered, folder)
-    assert_same(load_statistics(folder), gathered, rtol=0, atol=0)
-    assert {path.name for path in folder.iterdir()} == {f"{kind}.safetensors" for kind in gathered}
-
-
-def test_statistics_that_were_not_gathered_are_a_key_error(tmp_path):
-    save_statistics(collect(Sum(), [{"x": TWO}], [MAP], kinds=["fisher"]), tmp_path)
-    loaded = load_statistics(tmp_path)
-    assert "map.input" in loaded["fisher"]
-    assert len(loaded["fisher"]) == 2
-    for kind, key in (("taylor", "map.input"), ("fisher", "other.input")):
-        with pytest.raises(KeyError):
-            loaded[kind][key]
 
 
 def test_a_target_that_no_gradient_reaches_weighs_nothing():

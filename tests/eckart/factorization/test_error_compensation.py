@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from eckart.model.attention_products import find_products
 from eckart.model.layers import factorized
 from eckart.model.probing import is_embedding
 from eckart.model.targets import Target, find_targets, weight_of
-from tests import architectures, tiny
+from tests import tiny
 from tests.eckart.factorization.test_factorize import BATCHES, Chain, targets_of
 
 WEIGHTINGS: list[Weighting] = [
@@ -180,19 +180,19 @@ def double(some: Sequence[Batch]) -> list[dict[str, Tensor]]:
 
 def case(family: str, products: bool = False):
     """A model in float64, its targets, some batches and the loss."""
-    one = architectures.FAMILIES[family]
-    some = double(architectures.samples(one.kind))
+    one = tiny.ARCHITECTURES[family]
+    some = double(tiny.unpadded(one.kind))
     model, batches = (
         one.build().double().eval(),
-        [architectures.collate(some[:4], more=1), architectures.collate(some[4:])],
+        [tiny.padded(some[:4], more=1), tiny.padded(some[4:])],
     )
-    found = find_targets(model, architectures.collate(some[:1]), heads=one.everything, embeddings=one.everything)
+    found = find_targets(model, tiny.padded(some[:1]), heads=one.everything, embeddings=one.everything)
     if products:
         found = find_products(model, batches[0], found)
-    return model, found.targets, batches, architectures.loss
+    return model, found.targets, batches, tiny.loss
 
 
-@pytest.mark.parametrize("family", architectures.FAMILIES)
+@pytest.mark.parametrize("family", tiny.PECULIAR)
 def test_full_rank_gives_the_model_back_in_every_family(family):
     model, targets, batches, loss = case(family)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def everything_read(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
     return {name: torch.cat(calls) for name, calls in seen.items()}
 
 
-@pytest.mark.parametrize("family", architectures.FAMILIES)
+@pytest.mark.parametrize("family", tiny.PECULIAR)
 def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family):
     """Padded batches against one example at a time."""
     model, targets, batches, _ = case(family)
@@ -251,28 +251,13 @@ def test_dense_inputs_sum_products_of_both_models_inputs_in_every_family(family)
             found |= forward.advance_to([target])["dense_inputs"]
     expected = dict.fromkeys(found, 0.0)
     count = 0
-    for sample in double(architectures.samples(architectures.FAMILIES[family].kind)):
-        one = architectures.collate([sample])
+    for sample in double(tiny.unpadded(tiny.ARCHITECTURES[family].kind)):
+        one = tiny.padded([sample])
         lost, whole = everything_read(model, above, one), everything_read(dense, above, one)
         expected = {name: total + whole[name].T @ lost[name] for name, total in expected.items()}
         count += 1
     for name, moment in found.items():
         torch.testing.assert_close(moment, expected[name] / count, rtol=1e-8, atol=1e-11)
-
-
-def test_the_original_model_can_be_put_back_for_a_while():
-    dense, model = tiny.bert().eval(), tiny.bert().eval()
-    batch = tiny.collate(tiny.samples(4))
-    targets = find_targets(model, batch).targets
-    kept = DenseModules(model)
-    kept.keep(targets)
-    factorize_at_once(model, targets, {target.name: 2 for target in targets}, PLAIN, {})
-    with torch.no_grad():
-        lost = model(**batch).logits
-        with kept.back():
-            torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, rtol=1e-4, atol=1e-6)
-        assert torch.equal(model(**batch).logits, lost)
-    assert not torch.equal(lost, dense(**batch).logits)
 
 
 def test_each_model_runs_every_batch_once():
@@ -296,36 +281,6 @@ def test_the_factorized_model_can_be_trained_afterwards():
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"classifier.weight", "classifier.bias"}
     assert all(module.training for module in model.modules())
-
-
-def broken_batches() -> Iterator[Batch]:
-    yield from BATCHES
-    raise OSError("cannot be read")
-
-
-def test_an_error_in_the_data_leaves_the_model_unchanged():
-    model = tiny.bert().eval()
-    targets = find_targets(model, BATCHES[0]).targets
-    with torch.no_grad():
-        before = model(**BATCHES[0]).logits
-    with pytest.raises(OSError, match="cannot be read"):
-        factorize_in_order(
-            model, targets, {target.name: 2 for target in targets}, INPUTS, {}, broken_batches(), order(0.5)
-        )
-    with torch.no_grad():
-        assert torch.equal(model(**BATCHES[0]).logits, before)
-    assert "forward" not in vars(model.get_submodule(targets[0].name))
-
-
-def test_the_model_can_be_called_while_forwards_are_paused():
-    model = tiny.bert().eval()
-    targets = [target for target in find_targets(model, BATCHES[0]).targets if target.input_of == target.name]
-    with torch.no_grad():
-        before = model(**BATCHES[0]).logits
-        with layerwise_forward(model, [[target] for target in targets], BATCHES) as forward:
-            forward.advance_to(targets[:1])
-            assert torch.equal(model(**BATCHES[0]).logits, before)
-            forward.advance_to(targets[1:2])
 
 
 def test_an_error_in_a_forward_reaches_the_caller_and_the_model_is_usable():

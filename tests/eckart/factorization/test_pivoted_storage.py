@@ -128,9 +128,9 @@ def of(left: Tensor, right: Tensor) -> nn.Module:
     return nn.ModuleDict({"map": layer})
 
 
-def adversarial(family: str) -> PreTrainedModel:
+def adversarial() -> PreTrainedModel:
     """Factors that are hard on rounding: steep spectra, outputs of many sizes."""
-    model = tiny.FAMILIES[family]().eval()
+    model = tiny.gpt2().eval()
     for number, target in enumerate(find_targets(model, BATCH).targets):
         weight = weight_of(model.get_submodule(target.name)).double()
         u, s, v = torch.linalg.svd(weight, full_matrices=False)
@@ -141,9 +141,8 @@ def adversarial(family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_a_pivoted_model_computes_the_same_with_fewer_parameters(family):
-    model = adversarial(family)
+def test_a_pivoted_model_computes_the_same_with_fewer_parameters():
+    model = adversarial()
     ranks, before = factorized(model), copy.deepcopy(model)
     with torch.no_grad():
         expected = model(**BATCH).logits
@@ -181,14 +180,6 @@ def test_every_rank_can_be_pivoted(rows, columns, data):
     rank = data.draw(st.integers(1, min(rows, columns)))
     left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
     torch.testing.assert_close(together(*pivots(left, right)), left @ right, rtol=1e-9, atol=1e-9)
-
-
-def test_pivoting_keeps_half_precision():
-    model = of(drawn(9, 3), drawn(3, 8)).bfloat16()
-    expected = model["map"].dense()
-    pivot(model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(model["map"].dense(), expected, rtol=0.05, atol=0.05)
 
 
 def test_sparse_rows_cannot_be_pivoted():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import kl_div
-from transformers import PreTrainedModel
 
 from eckart.calibration.losses import Objective, logits_of, mean_loss_times_batch
-from eckart.factorization import single_target_ablation
 from eckart.factorization.factorize import factorize_at_once
 from eckart.factorization.single_target_ablation import losses_alone
 from eckart.factorization.weightings import Plain
@@ -75,52 +71,3 @@ def test_both_layers_of_a_product_are_replaced_together() -> None:
     losses = losses_alone(dense, small, products, BATCHES, objective())
     assert len(losses) == 2
     assert max(map(abs, losses.values())) < 1e-6
-
-
-def looped() -> PreTrainedModel:
-    """A BERT that runs its layers twice."""
-    model = tiny.bert()
-    once = model.bert.encoder.forward
-    model.bert.encoder.forward = lambda states, *rest, **options: once(
-        once(states, *rest, **options)[0], *rest, **options
-    )
-    return model
-
-
-def sharing() -> PreTrainedModel:
-    """A BERT whose second layer reads what the first passes on beside its output."""
-    model = tiny.bert()
-    first, second, *_ = model.bert.encoder.layer
-    left: list[int] = []
-
-    def leaving(*inputs: Any, forward: Callable[..., Any] = first.forward, **options: Any) -> Any:
-        left.append(0)
-        return forward(*inputs, **options)
-
-    def taking(*inputs: Any, forward: Callable[..., Any] = second.forward, **options: Any) -> Any:
-        left.pop()
-        return forward(*inputs, **options)
-
-    first.forward, second.forward = leaving, taking
-    return model
-
-
-@pytest.mark.parametrize("room", [2**30, 0])
-@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2, tiny.llama, looped, sharing])
-def test_replaying_the_blocks_before_a_target_changes_nothing(
-    make: Callable[[], PreTrainedModel], room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every block runs if one runs twice, if blocks share more than outputs, or if outputs take too much memory."""
-    monkeypatch.setattr(single_target_ablation, "_MOST_BYTES", room)
-    dense = make().eval()
-    targets = find_targets(dense, BATCHES[0]).targets
-    small = deepcopy(dense)
-    factorize_at_once(small, targets, {target.name: 1 for target in targets}, PLAIN, {})
-    first = targets[0].name
-    runs: list[str] = []
-    dense.get_submodule(first).register_forward_pre_hook(lambda *_: runs.append(first))
-    found = losses_alone(dense, small, targets, BATCHES, objective())
-    fewer = len(runs)
-    monkeypatch.setattr(single_target_ablation._RecordedBlocks, "_blocks_before", lambda *_: 0)
-    assert losses_alone(dense, small, targets, BATCHES, objective()) == found
-    assert (fewer < len(runs) - fewer) == (bool(room) and make not in (looped, sharing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from eckart.calibration.second_moments import square_sums
 from eckart.calibration.statistics import collect
 from eckart.factorization.weighted_svd import decompose, weighted_loss
-from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.targets import Target, find_targets, weight_of
 from tests import tiny
 
@@ -57,17 +57,10 @@ def calibrations(draw: st.DrawFn, samples: int = 5, tokens: int = 3):
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-def test_every_weighting_is_tested_here():
-    parts = get_args(get_args(Weighting)[0])
-    kinds = {kind for part in parts for kind in get_args(part.model_fields["kind"].annotation)}
-    assert kinds == {written["kind"] for written in WRITTEN} | {"movement"}
-
-
 @pytest.mark.parametrize("written", WRITTEN)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_statistics_that_a_weighting_asks_for_are_enough(family, written):
+def test_the_statistics_that_a_weighting_asks_for_are_enough(written):
     """They give every target a norm of its shape."""
-    model = tiny.FAMILIES[family]()
+    model = tiny.gpt2()
     targets = find_targets(model, tiny.collate(tiny.samples(2))).targets
     weighting = parse(written)
     gathered = collect(model, tiny.batches(tiny.samples(8), 4), targets, kinds=weighting.statistics)
@@ -77,32 +70,11 @@ def test_the_statistics_that_a_weighting_asks_for_are_enough(family, written):
         torch.testing.assert_close(result.left @ result.right, weight, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("written", WRITTEN)
-def test_a_weighting_reads_all_statistics_that_it_asks_for(written):
-    """A weighting reads the kinds it asks for and no other; tokens come with inputs."""
-    weighting = parse(written)
-    full = token_statistics(torch.ones(2, 3, 6), torch.ones(2, 3, 4))
-    full["taylor"] = full["fisher"]
-    read = set()
-
-    class Watched(dict):
-        def __getitem__(self, kind):
-            read.add(kind)
-            return super().__getitem__(kind)
-
-    weigh(weighting, KEY, Watched(full))
-    assert read - {"tokens"} == set(weighting.statistics)
-
-
 @pytest.mark.parametrize("written", WRITTEN[1:])
 def test_missing_statistics_are_an_error_that_names_them(written):
     weighting = parse(written)
     with pytest.raises(ValueError, match=weighting.statistics[0]):
         weigh(weighting, KEY, {})
-
-
-def test_kind_none_is_the_identity():
-    assert weigh(parse({"kind": "none"}), KEY, {}) == ErrorNorm()
 
 
 @pytest.mark.parametrize("kind", ["fisher", "taylor"])

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+import eckart
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import collect
 from eckart.factorization.factorize import rest
 from eckart.factorization.weighted_svd import decompose, spectrum
-from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.factorization.weightings import ErrorNorm, Inputs, Kfac, Plain, Weighting, weigh
 from eckart.model.hf_format import save
 from eckart.model.layers import factorize_target, factorized
 from eckart.model.probing import is_embedding
@@ -31,15 +31,13 @@ from eckart.ranks.search_problem import ByFormula
 from eckart.ranks.threshold import ThresholdSearch
 from eckart.ranks.uniform import Uniform
 from eckart.ranks.waterfill import Waterfill
-from eckart.recipe import Recipe
 from eckart.recovery.distillation import Distillation, DistillationRule
 from eckart.recovery.mixed_rank import MixedRankRule
 from eckart.residual.sparse_rows import RowPruning
 from eckart.shaping.pruning import WeightPruning
 from eckart.training.rules import Rule
-from tests.architectures import AUTO, FAMILIES, HEAD, Family, Kind, collate, loss, samples
-from tests.tiny import assert_same
-from tests.workspace import repository_params
+from tests import tiny
+from tests.tiny import ARCHITECTURES, AUTO, HEAD, PECULIAR, Architecture, Kind, assert_same, loss, padded, unpadded
 
 KEEP = 0.6
 
@@ -48,8 +46,7 @@ KEEP = 0.6
 class Case:
     """A family's model with what every test needs of it; `model` is not to be changed."""
 
-    name: str
-    family: Family
+    family: Architecture
     model: PreTrainedModel
     found: Targets
     batch: Batch
@@ -60,19 +57,23 @@ class Case:
         return self.found.targets
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request) -> Case:
-    family = FAMILIES[request.param]
+def case_of(name: str) -> Case:
+    family = ARCHITECTURES[name]
     model = family.build().eval()
-    some = samples(family.kind)
-    found = find_targets(model, collate(some[:1]), heads=family.everything, embeddings=family.everything)
-    batch = collate(some)
-    return Case(request.param, family, model, found, batch, collect(model, [batch], found.targets, loss=loss))
+    some = unpadded(family.kind)
+    found = find_targets(model, padded(some[:1]), heads=family.everything, embeddings=family.everything)
+    batch = padded(some)
+    return Case(family, model, found, batch, collect(model, [batch], found.targets, loss=loss))
 
 
-def logits(model: PreTrainedModel, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(**batch).logits
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request) -> Case:
+    return case_of(request.param)
+
+
+@pytest.fixture(scope="module", params=PECULIAR)
+def peculiar(request) -> Case:
+    return case_of(request.param)
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -143,13 +144,13 @@ def one_sample(model: PreTrainedModel, targets: Iterable[Target], batch: Batch) 
     return result
 
 
-def assert_is_by_hand(model: PreTrainedModel, targets: Sequence[Target], family: Family) -> None:
+def assert_is_by_hand(model: PreTrainedModel, targets: Sequence[Target], family: Architecture) -> None:
     """Assert that statistics of padded batches are the mean of autograd's over single examples without padding."""
     model = model.double().eval()
-    found = samples(family.kind)
+    found = unpadded(family.kind)
     some = [{name: x.double() if x.is_floating_point() else x for name, x in one.items()} for one in found]
-    each = [one_sample(model, targets, collate([one])) for one in some]
-    got = collect(model, [collate(some[:4], more=2), collate(some[4:], more=1)], targets, loss=loss)
+    each = [one_sample(model, targets, padded([one])) for one in some]
+    got = collect(model, [padded(some[:4], more=2), padded(some[4:], more=1)], targets, loss=loss)
     assert {(kind, key) for kind, tensors in got.items() for key in tensors} == set(each[0])
     for kind, key in each[0]:
         mean = sum(one[kind, key] for one in each) / len(each)
@@ -167,38 +168,28 @@ def test_statistics_equal_autograds_whatever_the_batches_and_padding(case):
     assert_is_by_hand(copy.deepcopy(case.model), case.targets, case.family)
 
 
-def test_embeddings_and_heads_can_be_included(case, tmp_path):
-    model = copy.deepcopy(case.model)
-    found = find_targets(model, collate(samples(case.family.kind)[:1]), heads=True, embeddings=True)
-    more = {target.name for target in found.targets} - {target.name for target in case.targets}
-    assert len(more) == case.family.more, more
+def test_embeddings_and_heads_can_be_included(peculiar, tmp_path):
+    model = copy.deepcopy(peculiar.model)
+    found = find_targets(model, padded(unpadded(peculiar.family.kind)[:1]), heads=True, embeddings=True)
+    more = {target.name for target in found.targets} - {target.name for target in peculiar.targets}
+    assert len(more) == peculiar.family.more, more
     assert HEAD not in found.excluded.values()
     assert all(each.looks_up == isinstance(model.get_submodule(each.name), nn.Embedding) for each in found.targets)
-    assert_is_by_hand(copy.deepcopy(model), found.targets, case.family)
-    statistics = collect(model, [case.batch], found.targets, loss=loss)
+    assert_is_by_hand(copy.deepcopy(model), found.targets, peculiar.family)
+    statistics = collect(model, [peculiar.batch], found.targets, loss=loss)
     for target in found.targets:
         if target.name in more:
             weight = weight_of(model.get_submodule(target.name))
-            metrics = weigh(WEIGHTINGS["kfac"], target, statistics)
+            metrics = weigh(KFAC, target, statistics)
             factorize_target(model, target.name, *decompose(weight, metrics).truncate(largest_rank(target)))
-    model.train()(**case.batch).loss.backward()
+    model.train()(**peculiar.batch).loss.backward()
     torch.optim.SGD(model.parameters(), lr=1e-4).step()
-    assert_loads_as_saved(model, case.family.kind, case.batch, tmp_path)
+    assert_loads_as_saved(model, peculiar.family.kind, peculiar.batch, tmp_path)
 
 
 # --- closed forms ----------------------------------------------------------------------------------------------------
 
-WEIGHTINGS: dict[str, Weighting] = {
-    name: TypeAdapter(Weighting).validate_python(content)
-    for name, content in {
-        "none": {"kind": "none"},
-        "fisher": {"kind": "fisher", "axis": "input"},
-        "taylor": {"kind": "taylor", "axis": "output"},
-        "inputs": {"kind": "inputs"},
-        "kfac": {"kind": "kfac", "shrinkage": 0.0},
-        "fisher_inputs": {"kind": "fisher_inputs"},
-    }.items()
-}
+NONE, INPUTS, KFAC = Plain(kind="none"), Inputs(kind="inputs"), Kfac(kind="kfac", shrinkage=0.0)
 
 
 def compress(case: Case, weighting: Weighting, method: ByFormula, keep: float = KEEP) -> PreTrainedModel:
@@ -223,11 +214,8 @@ def assert_loads_as_saved(model: PreTrainedModel, kind: Kind, batch: Batch, fold
     assert_same(model, loaded, batch)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
-def test_a_closed_form_can_be_recovered_saved_and_loaded(case, name, tmp_path):
-    uniform = Uniform(kind="uniform", by="share")
-    waterfill = Waterfill(kind="waterfill", multiple=1, embedding_price=1.0)
-    model = compress(case, WEIGHTINGS[name], uniform if name in ("none", "taylor", "fisher_inputs") else waterfill)
+def test_a_closed_form_can_be_recovered_saved_and_loaded(case, tmp_path):
+    model = compress(case, KFAC, Waterfill(kind="waterfill", multiple=1, embedding_price=1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     model.train()(**case.batch).loss.backward()
     for name in factorized(model):
@@ -241,19 +229,17 @@ def test_a_closed_form_can_be_recovered_saved_and_loaded(case, name, tmp_path):
 def test_full_rank_gives_the_logits_back(case):
     model = copy.deepcopy(case.model).double()
     batch = {name: x.double() if x.is_floating_point() else x for name, x in case.batch.items()}
-    expected = logits(model, batch)
+    expected = tiny.logits(model, batch)
     for target in case.targets:
         weight = weight_of(model.get_submodule(target.name))
         factorize_target(model, target.name, *decompose(weight, ErrorNorm()).truncate(min(weight.shape)))
     assert len(factorized(model)) == len(case.targets)
-    torch.testing.assert_close(logits(model, batch), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tiny.logits(model, batch), expected, rtol=1e-4, atol=1e-6)
 
 
 # --- rules of training -----------------------------------------------------------------------------------------------
 
-RECIPES = {
-    name: TypeAdapter(Recipe).validate_python(content) for name, content in repository_params()["recipes"].items()
-}
+RECIPES = eckart.recipes()
 
 
 def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
@@ -270,85 +256,76 @@ def train(model: PreTrainedModel, rule: Rule, batch: Batch) -> None:
     rule.after_update(0)
 
 
-def test_a_step_of_mixed_rank_recovery(case, tmp_path):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
-    weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
+def test_a_step_of_mixed_rank_recovery(peculiar, tmp_path):
+    model = compress(peculiar, NONE, Uniform(kind="uniform", by="share"))
+    weights = {name: weight_of(peculiar.model.get_submodule(name)) for name in factorized(model)}
     rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 0.5}), True, seed=0)
-    train(model, rule, case.batch)
+    train(model, rule, peculiar.batch)
     rule.finish()
-    assert_loads_as_saved(model, case.family.kind, case.batch, tmp_path)
+    assert_loads_as_saved(model, peculiar.family.kind, peculiar.batch, tmp_path)
 
 
-def test_mixed_rank_with_dense_weights_is_the_original_model(case):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
-    weights = {name: weight_of(case.model.get_submodule(name)) for name in factorized(model)}
-    rule = MixedRankRule(model, weights, RECIPES["lpaf"].recovery.model_copy(update={"initial": 1.0}), True, seed=0)
-    rule.before_forward(0)
-    for layer in rule.layers.values():
-        layer.train()  # dropout stays off
-    with torch.no_grad():
-        torch.testing.assert_close(model(**case.batch).logits, logits(case.model, case.batch), rtol=1e-4, atol=1e-5)
-
-
-def test_a_step_of_sparse_rows(case, tmp_path):
-    model, settings = copy.deepcopy(case.model), RECIPES["losparse"].residual
-    for target in case.targets:
+def test_a_step_of_sparse_rows(peculiar, tmp_path):
+    model, settings = copy.deepcopy(peculiar.model), RECIPES["losparse"].residual
+    for target in peculiar.targets:
         weight = weight_of(model.get_submodule(target.name))
         left, right = decompose(weight, ErrorNorm()).truncate(1)
         factorize_target(model, target.name, left, right, rest(weight, left, right))
-    torch.testing.assert_close(logits(model, case.batch), logits(case.model, case.batch), rtol=1e-3, atol=1e-4)
-    rule = RowPruning(model, settings, allowance(case.targets, KEEP), steps=1)
-    train(model, rule, case.batch)
+    torch.testing.assert_close(
+        tiny.logits(model, peculiar.batch), tiny.logits(peculiar.model, peculiar.batch), rtol=1e-3, atol=1e-4
+    )
+    rule = RowPruning(model, settings, allowance(peculiar.targets, KEEP), steps=1)
+    train(model, rule, peculiar.batch)
     rule.finish()
-    assert_loads_as_saved(model, case.family.kind, case.batch, tmp_path)
+    assert_loads_as_saved(model, peculiar.family.kind, peculiar.batch, tmp_path)
 
 
-def test_a_step_of_distillation(case):
-    model = compress(case, WEIGHTINGS["none"], Uniform(kind="uniform", by="share"))
-    terms = {"layers": 0.0 if case.family.kind == "seq2seq" else 1.0, "logits": 1.0, "temperature": 2.0}
-    rule = DistillationRule(case.model, Distillation(**terms), True)
-    train(model, rule, case.batch)
+def test_a_step_of_distillation(peculiar):
+    model = compress(peculiar, NONE, Uniform(kind="uniform", by="share"))
+    terms = {"layers": 0.0 if peculiar.family.kind == "seq2seq" else 1.0, "logits": 1.0, "temperature": 2.0}
+    rule = DistillationRule(peculiar.model, Distillation(**terms), True)
+    train(model, rule, peculiar.batch)
     assert all(torch.isfinite(error) and error > 0 for error in rule.errors.values())
 
 
-def test_a_step_of_pruning(case):
-    model = copy.deepcopy(case.model)
-    rule = WeightPruning(model, case.targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": 1}), 0.5)
-    train(model, rule, case.batch)
+def test_a_step_of_pruning(peculiar):
+    model = copy.deepcopy(peculiar.model)
+    rule = WeightPruning(model, peculiar.targets, RECIPES["lpaf"].shaping.model_copy(update={"steps": 1}), 0.5)
+    train(model, rule, peculiar.batch)
     assert rule.measures()["remaining"] == pytest.approx(0.5, abs=0.01)
-    assert set(rule.statistics()["movement"]) == {f"{target.name}.output" for target in case.targets}
+    assert set(rule.statistics()["movement"]) == {f"{target.name}.output" for target in peculiar.targets}
 
 
-def test_a_step_of_the_hypernetwork(case):
-    model = copy.deepcopy(case.model)
+def test_a_step_of_the_hypernetwork(peculiar):
+    model = copy.deepcopy(peculiar.model)
     parts = {
-        target.name: decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()) for target in case.targets
+        target.name: decompose(weight_of(model.get_submodule(target.name)), ErrorNorm()) for target in peculiar.targets
     }
-    rule = HypernetworkSearch(model, case.targets, parts, RECIPES["ars"].ranks, KEEP, seed=0)
-    train(model, rule, case.batch)
+    rule = HypernetworkSearch(model, peculiar.targets, parts, RECIPES["ars"].ranks, KEEP, seed=0)
+    train(model, rule, peculiar.batch)
     rule.finish()
-    assert total(case.targets, rule.ranks()) <= allowance(case.targets, KEEP)
-    assert_same(model, case.model, case.batch)
+    assert total(peculiar.targets, rule.ranks()) <= allowance(peculiar.targets, KEEP)
+    assert_same(model, peculiar.model, peculiar.batch)
 
 
-def test_a_step_of_the_threshold(case):
-    model = copy.deepcopy(case.model)
-    rule = ThresholdSearch(model, case.targets, RECIPES["softlm"].ranks, KEEP)
-    train(model, rule, case.batch)
+def test_a_step_of_the_threshold(peculiar):
+    model = copy.deepcopy(peculiar.model)
+    rule = ThresholdSearch(model, peculiar.targets, RECIPES["softlm"].ranks, KEEP)
+    train(model, rule, peculiar.batch)
     rule.finish()
     assert not factorized(model)
-    assert torch.isfinite(logits(model, case.batch)).all()
+    assert torch.isfinite(tiny.logits(model, peculiar.batch)).all()
 
 
-def test_tolerance_finds_ranks(case):
+def test_tolerance_finds_ranks(peculiar):
     settings = RECIPES["drone_tolerance"].ranks.model_copy(update={"increase": 0.5, "grid": 2})
-    if "labels" in case.batch and case.batch["labels"].dim() == 2:
-        batches = [collate([one]) for one in samples(case.family.kind)]  # the loss is a mean of tokens
+    if "labels" in peculiar.batch and peculiar.batch["labels"].dim() == 2:
+        batches = [padded([one]) for one in unpadded(peculiar.family.kind)]  # the loss is a mean of tokens
     else:
-        batches = [case.batch]
-    model = copy.deepcopy(case.model)
-    macs = tolerance.module_macs(model, case.targets, case.batch)
-    assert all(macs[target.name] > 0 for target in case.targets)
-    ranks = tolerance.tolerated_ranks(model, case.targets, settings, 1.0, batches, WEIGHTINGS["inputs"])
-    assert set(ranks) == {target.name for target in case.targets}
-    assert all((ranks[target.name] or 0) <= largest_rank(target) for target in case.targets)
+        batches = [peculiar.batch]
+    model = copy.deepcopy(peculiar.model)
+    macs = tolerance.module_macs(model, peculiar.targets, peculiar.batch)
+    assert all(macs[target.name] > 0 for target in peculiar.targets)
+    ranks = tolerance.tolerated_ranks(model, peculiar.targets, settings, 1.0, batches, INPUTS)
+    assert set(ranks) == {target.name for target in peculiar.targets}
+    assert all((ranks[target.name] or 0) <= largest_rank(target) for target in peculiar.targets)

@@ -20,7 +20,7 @@ from tests.workspace import digests, run_stage, tiny_params, tiny_workspace, wri
 
 AUTO = AutoModelForSequenceClassification
 HALF = {"model": {"dtype": "bfloat16"}}
-NAMES = ["ars", "softlm", "lpaf", "losparse", "drone_tolerance", "kfac_anchored"]
+NAMES = ["softlm", "losparse", "kfac_anchored"]
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +54,17 @@ def change(**changes: object) -> None:
 
 @pytest.mark.parametrize(
     "importance",
-    [{"layers_at_once": 1}, {"offload_activations": True}, {"layers_at_once": 2, "offload_activations": True}],
+    [{"layers_at_once": 1}, {"layers_at_once": 2, "offload_activations": True}],
 )
-def test_statistics_do_not_depend_on_how_memory_is_saved(workspace: Path, importance: dict[str, object]) -> None:
+def test_statistics_do_not_depend_on_how_memory_is_saved(workspace: Path, importance: dict[str, int]) -> None:
     before = statistics()
     change(importance=importance)
     run_stage("importance")
     after = statistics()
     assert set(after) == set(before)
     assert all(torch.equal(after[key], before[key]) for key in before)
-
-
-def test_each_pass_writes_its_statistics_to_a_file_of_its_own(workspace: Path) -> None:
-    change(importance={"layers_at_once": 2})  # of two layers and a pooler
-    run_stage("importance")
-    files = {file.name for file in Path("data/importance").glob("inputs*")}
-    assert files == {"inputs-00001.safetensors", "inputs-00002.safetensors"}
+    parts = -(-3 // importance["layers_at_once"])  # two layers and a pooler
+    assert len(list(Path("data/importance").glob("inputs*"))) == parts
     for stage in ("search", "factorize"):
         run_stage(stage, "kfac", "0.5")
 

@@ -49,11 +49,6 @@ def load(folder: Path, **options) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_pretrained(folder, **options)
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**{key: tensor for key, tensor in BATCH.items() if key != "labels"}).logits
-
-
 def assert_same(model: PreTrainedModel, other: PreTrainedModel) -> None:
     tiny.assert_same(model, other, {key: tensor for key, tensor in BATCH.items() if key != "labels"})
 
@@ -65,9 +60,7 @@ def with_factorized_head() -> PreTrainedModel:
 
 
 MODELS = {
-    "bert": lambda: compress(tiny.bert()),
     "gpt2, every third target": lambda: compress(tiny.gpt2(), 3),
-    "llama": lambda: compress(tiny.llama()),
     "shared layers": lambda: compress(tiny.albert()),
     "half precision": lambda: compress(tiny.llama()).bfloat16(),
     "a factorized head": with_factorized_head,
@@ -93,9 +86,8 @@ def test_a_dense_model_is_saved_as_any_other(tmp_path):
     assert_same(load(tmp_path), model)
 
 
-@FAMILIES
-def test_a_model_of_pivots_and_factors_loads_as_it_was_saved(family, tmp_path):
-    model = compress(tiny.FAMILIES[family](), every=2)
+def test_a_model_of_pivots_and_factors_loads_as_it_was_saved(tmp_path):
+    model = compress(tiny.gpt2(), every=2)
     pivot(model)
     names = pivoted(model)
     compress(model)
@@ -129,14 +121,6 @@ def test_a_model_that_reads_the_weights_of_its_layers_runs_and_loads(tmp_path):
     tiny.assert_same(T5EncoderModel.from_pretrained(tmp_path), model, tokens)
 
 
-@FAMILIES
-def test_the_folder_holds_safetensors_and_no_pickles(family, tmp_path):
-    save(compress(tiny.FAMILIES[family]()), tmp_path)
-    suffixes = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
-    assert ".safetensors" in suffixes
-    assert suffixes <= {".safetensors", ".json"}
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 
@@ -156,9 +140,8 @@ def train(model: PreTrainedModel, folder: Path) -> None:
     Trainer(model=model, args=arguments, train_dataset=examples).train()
 
 
-@FAMILIES
-def test_a_loaded_model_can_be_trained_and_saved_again(family, tmp_path):
-    model = compress(tiny.FAMILIES[family](), every=2)
+def test_a_loaded_model_can_be_trained_and_saved_again(tmp_path):
+    model = compress(tiny.gpt2(), every=2)
     save(model, tmp_path / "first")
     loaded = load(tmp_path / "first")
     assert all(parameter.requires_grad for parameter in loaded.parameters())
@@ -185,21 +168,6 @@ def test_a_loaded_model_can_be_compressed_further(tmp_path):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_model_gives_the_same_bytes(tmp_path):
-    for name in ("first", "second"):
-        save(compress(tiny.bert()), tmp_path / name)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
-    assert first == second
-
-
-def test_saving_does_not_change_the_model(tmp_path):
-    model = compress(tiny.bert())
-    expected = logits(model)
-    save(model, tmp_path)
-    assert torch.equal(logits(model), expected)
-    assert factorized(model)
-
-
 @FAMILIES
 def test_a_compressed_model_loads_without_its_head(family, tmp_path):
     """Its layers have shorter names then, and a factorized head is left out; saved like that, it can get a new head."""
@@ -217,16 +185,6 @@ def test_a_compressed_model_loads_without_its_head(family, tmp_path):
     assert factorized(again) == {name: rank for name, rank in ranks.items() if name.startswith(prefix)}
     again = again.base_model.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in state.items())
-
-
-def test_a_rank_for_a_module_that_does_not_exist_is_an_error(tmp_path):
-    save(compress(tiny.bert()), tmp_path)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"]["ranks"]["bert.absent"] = 3
-    file.write_text(json.dumps(config))
-    with pytest.raises(AttributeError, match="absent"):
-        load(tmp_path)
 
 
 def test_transformers_without_this_package_fails_and_names_it(tmp_path, monkeypatch):

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModel, AutoModelForCausalLM
 
-from eckart.factorization.weighted_svd import decompose
-from eckart.factorization.weightings import ErrorNorm
-from eckart.model.hf_format import save
-from eckart.model.layers import factorize_target, factorized
-from eckart.model.lstm import LSTMConfig, LSTMForCausalLM, LSTMModel
-from eckart.model.targets import weight_of
-from eckart.recovery.distillation import Distillation, DistillationRule
-from tasks.models.model_io import size
+from eckart.model.lstm import LSTMForCausalLM, LSTMModel
 from tests import tiny
 
 VOCABULARY, EMBEDDING, HIDDEN = tiny.VOCABULARY, 6, 8
@@ -90,24 +81,6 @@ def test_logits_and_gradients_equal_those_of_torch(options):
         torch.testing.assert_close(ours.grad, torchs.grad, **EXACT)
 
 
-def test_from_torch_copies_weights_and_draws_no_random_number():
-    plain = parts()
-    before, state = plain_logits(*plain, IDS), torch.get_rng_state()
-    model = LSTMForCausalLM.from_torch(*plain)
-    assert torch.equal(torch.get_rng_state(), state)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(plain_logits(*plain, IDS), before)
-
-
-def test_from_torch_keeps_dropout_and_the_padding_token():
-    embedding, lstm, head = parts(dropout=0.25)
-    embedding.padding_idx = 3
-    config = LSTMForCausalLM.from_torch(embedding, lstm, head).config
-    assert (config.dropout, config.pad_token_id) == (0.25, 3)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -123,11 +96,6 @@ def test_parts_that_do_not_fit_are_refused(change, named):
     plain = dict(zip(("embedding", "lstm", "head"), parts(), strict=True))
     with pytest.raises(ValueError, match=named):
         LSTMForCausalLM.from_torch(**plain | change)
-
-
-def test_tied_embeddings_of_another_width_are_refused():
-    with pytest.raises(ValueError, match="tie_word_embeddings"):
-        LSTMForCausalLM(LSTMConfig(embedding_size=EMBEDDING, hidden_size=HIDDEN, tie_word_embeddings=True))
 
 
 # --- a model of Hugging Face -----------------------------------------------------------------------------------------
@@ -147,12 +115,6 @@ def test_a_saved_model_loads_with_and_without_its_head(tied, tmp_path):
         torch.testing.assert_close(model.lm_head(base(IDS).last_hidden_state), model(IDS).logits)
 
 
-def test_new_weights_are_drawn_as_in_torch():
-    model = LSTMForCausalLM(LSTMConfig(vocab_size=VOCABULARY, embedding_size=EMBEDDING, hidden_size=HIDDEN))
-    for name, parameter in model.named_parameters():
-        assert 0.8 * HIDDEN**-0.5 < parameter.abs().max() <= HIDDEN**-0.5, name
-
-
 def test_the_loss_is_the_cross_entropy_of_the_next_tokens():
     model = tiny_lstm()
     labels = IDS.clone()
@@ -160,13 +122,6 @@ def test_the_loss_is_the_cross_entropy_of_the_next_tokens():
     outputs = model(IDS, labels=labels)
     chances = outputs.logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(outputs.loss, -chances[labels[:, 1:] != -100].mean())
-
-
-def test_dropout_is_off_in_eval_mode():
-    model = LSTMForCausalLM.from_torch(*parts(dropout=0.5))
-    assert torch.equal(model(IDS).logits, model(IDS).logits)
-    model.train()
-    assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
 def test_hidden_states_are_the_embeddings_and_the_outputs_of_the_layers():
@@ -206,61 +161,3 @@ def test_hidden_map_reads_zeros_at_padding(side):
     model(**batch)
     hook.remove()
     assert not torch.stack(read, 1)[batch["attention_mask"] == 0].any()
-
-
-def test_the_trainer_lowers_its_loss(tmp_path):
-    model = tiny_lstm()
-    batch = padded()
-    rows = [{name: values[row] for name, values in batch.items()} for row in range(len(batch["input_ids"]))]
-    before = model(**batch).loss.item()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=10,
-        per_device_train_batch_size=4,
-        learning_rate=0.05,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    Trainer(model=model, args=arguments, train_dataset=rows).train()
-    assert model.eval()(**batch).loss.item() < before
-
-
-# --- compression -----------------------------------------------------------------------------------------------------
-
-
-def layers_named(model: LSTMForCausalLM, kind: str) -> list[str]:
-    return [f"model.layers.{index}.{kind}_map" for index in range(len(model.model.layers))]
-
-
-def compress(model: LSTMForCausalLM, *names: str) -> LSTMForCausalLM:
-    for rank, name in enumerate(names, start=2):
-        factorize_target(model, name, *decompose(weight_of(model.get_submodule(name)), ErrorNorm()).truncate(rank))
-    return model
-
-
-def test_a_factorized_model_loads_as_saved_and_can_be_distilled(tmp_path: Path):
-    dense, model = tiny_lstm(), tiny_lstm()
-    compress(model, *layers_named(model, "input"), *layers_named(model, "hidden"), "lm_head")
-    save(model, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert factorized(loaded) == factorized(model)
-    assert len(factorized(loaded)) == 5
-    assert_same(loaded, model)
-
-    rule = DistillationRule(dense, Distillation(layers=1, logits=1, temperature=2), classification=True)
-    batch = padded()
-    extra = rule.extra_loss(loaded, batch, loaded(**batch, output_hidden_states=True))
-    assert extra is not None
-    assert float(extra.detach()) > 0
-
-
-@pytest.mark.parametrize("factorize_one", [False, True])
-def test_multiplications_are_counted_for_every_token(factorize_one, tmp_path):
-    model = tiny_lstm()
-    first, others = 4 * HIDDEN * EMBEDDING, 3 * 4 * HIDDEN * HIDDEN + HIDDEN * VOCABULARY
-    if factorize_one:
-        compress(model, "model.layers.0.input_map")
-        first = 2 * (4 * HIDDEN + EMBEDDING)
-    assert size(model, tmp_path, tokens=7).macs_per_token == first + others

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartForSequenceClassification, BertModel, T5Config, T5ForTokenClassification
+from transformers import BartConfig, BartForSequenceClassification, T5Config, T5ForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from eckart.calibration.statistics import collect
@@ -17,7 +17,6 @@ from eckart.model.layers import factorize_target
 from eckart.model.probing import is_embedding, is_linear
 from eckart.model.targets import Targets, find_targets, weight_of
 from tests import tiny
-from tests.architectures import FAMILIES
 
 BATCH = tiny.collate(tiny.samples(2))
 
@@ -63,44 +62,12 @@ def test_all_linear_layers_but_the_head_are_targets_in_order_of_execution(family
     assert result.excluded == {HEADS[family]: "is a head"}
 
 
-def test_a_model_without_a_head_has_none():
-    model = BertModel(tiny.bert().config)
-    batch = {key: value for key, value in BATCH.items() if key != "labels"}
-    result = find_targets(model, batch)
-    assert names(result) == [name.removeprefix("bert.") for name in EXPECTED["bert"]]
-    assert not result.excluded
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_linear_layer_is_a_target_or_has_a_reason(family):
-    model = tiny.FAMILIES[family]()
+def test_every_linear_layer_is_a_target_or_has_a_reason():
+    model = tiny.llama()
     result = found(model, include=["*.1.*"], exclude=["*.mlp.*"])
     linear = {name for name, module in model.named_modules() if is_linear(module)}
     assert set(names(result)) | set(result.excluded) == linear
     assert not set(names(result)) & set(result.excluded)
-
-
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_shapes_are_those_of_y_equals_x_w_transposed(family):
-    model = tiny.FAMILIES[family]()
-    for target in found(model).targets:
-        module = model.get_submodule(target.name)
-        outputs = module(torch.zeros(1, target.in_features))
-        assert outputs.shape == (1, target.out_features)
-        assert weight_of(module).shape == (target.out_features, target.in_features)
-        assert target.parameters == module.weight.numel()
-
-
-def test_the_weight_of_a_conv1d_is_that_of_the_linear_of_its_transpose():
-    convolution = Conv1D(3, 5)  # 5 inputs, 3 outputs
-    nn.init.normal_(convolution.bias)
-    linear = nn.Linear(5, 3)
-    with torch.no_grad():
-        linear.weight.copy_(weight_of(convolution))
-        linear.bias.copy_(convolution.bias)
-    x = torch.randn(2, 5)
-    torch.testing.assert_close(convolution(x), linear(x))
-    assert not weight_of(convolution).requires_grad
 
 
 class Doubled(nn.Linear):
@@ -320,7 +287,7 @@ def test_a_layer_that_also_reads_inputs_of_no_example_is_excluded():
 
 
 def test_unsampled_layers_are_targets_without_statistics():
-    model = FAMILIES["deberta-v3"].build().eval()
+    model = tiny.ARCHITECTURES["deberta-v3"].build().eval()
     result = found(model, unsampled=True)
     mixed = [target for target in result.targets if not target.sampled]
     assert {target.name.rpartition(".")[2] for target in mixed} == {"query_proj", "key_proj"}
@@ -396,12 +363,12 @@ def translation() -> dict[str, torch.Tensor]:
 def test_a_decoder_without_a_mask_is_an_error(missing):
     batch = {name: values for name, values in translation().items() if name not in missing}
     with pytest.raises(ValueError, match=rf"^[^:]*\b{missing[0]}\b"):
-        find_targets(FAMILIES["bart"].build(), batch)
+        find_targets(tiny.ARCHITECTURES["bart"].build(), batch)
 
 
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_sides_of_one_length_are_told_apart(family):
-    masks = {target.mask for target in find_targets(FAMILIES[family].build(), translation()).targets}
+    masks = {target.mask for target in find_targets(tiny.ARCHITECTURES[family].build(), translation()).targets}
     assert masks == {"attention_mask", "decoder_attention_mask"}
 
 

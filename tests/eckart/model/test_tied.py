@@ -125,17 +125,6 @@ def second_moment(size: int, seed: int) -> Tensor:
     return x.T @ x
 
 
-def test_the_norm_is_the_sum_of_both_if_they_are_proportional() -> None:
-    """For two norms that differ by a factor, and for two with one side in common."""
-    target = pair_of(language())
-    a, b, c = second_moment(16, 0), second_moment(30, 1).diagonal(), second_moment(16, 2)
-    for others, left in (((2 * a, 3 * b), 7 * a), ((c, b), a + c)):
-        norm = _nearest(ErrorNorm(a, b), ErrorNorm(*others), target)
-        assert norm.left is not None
-        assert norm.right is not None
-        torch.testing.assert_close(torch.kron(norm.left, norm.right.diag()), torch.kron(left, b.diag()))
-
-
 def test_the_norm_is_the_nearest_to_the_sum_of_both() -> None:
     """It is given by singular vectors of the rearranged sum (Van Loan and Pitsianis)."""
     target = pair_of(language())

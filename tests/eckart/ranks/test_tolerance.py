@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from eckart.calibration.statistics import collect, mean_loss_times_batch
-from eckart.factorization import decomposition
 from eckart.factorization.weighted_svd import decompose
 from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
 from eckart.model.layers import factorize_target, set_weight
@@ -114,28 +113,12 @@ def test_shares_multiply_to_the_whole_increase(times, increase):
     assert math.prod(1 + share for share in shares.values()) == pytest.approx(1 + increase, rel=1e-9)
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=9), st.floats(0.01, 10), st.floats(0.01, 100))
-def test_a_slower_module_is_allowed_more_in_any_unit_of_time(times, increase, unit):
-    named = {str(k): value for k, value in enumerate(times)}
-    shares = allowed_increases(named, increase)
-    ordered = sorted(named, key=named.__getitem__)
-    assert [shares[name] for name in ordered] == sorted(shares.values())
-    scaled = {name: value * unit for name, value in named.items()}
-    assert allowed_increases(scaled, increase) == pytest.approx(shares)
-
-
 def test_the_paper_formula_is_the_same_number():
     times, r = {"a": 1.5, "b": 0.5, "c": 4.0}, 0.3
     least = min(times.values())
     ratios = {name: value / least for name, value in times.items()}
     base = math.exp(math.log(1 + r) / sum(ratios.values()))
     assert allowed_increases(times, r) == pytest.approx({name: base**ratio - 1 for name, ratio in ratios.items()})
-
-
-@pytest.mark.parametrize("time", [0.0, -1.0, float("nan"), math.inf])
-def test_a_time_that_is_none_is_refused(time):
-    with pytest.raises(ValueError, match=r"\bb\b"):
-        allowed_increases({"a": 1.0, "b": time}, 1)
 
 
 # --- the grid --------------------------------------------------------------------------------------------------------
@@ -196,13 +179,7 @@ def test_a_slower_module_gets_a_smaller_rank():
     assert solve(Additive(**energies), 5, times="measured", seconds=slow_last) == [None, 1]
 
 
-def test_times_in_macs_do_not_look_at_seconds():
-    energies = {"a": losing(4, 2, 1), "b": losing(4, 2, 1)}
-    nonsense = {"maps.a": 1.0, "maps.b": 1e6}
-    assert solve(Additive(**energies), 5, seconds=nonsense) == solve(Additive(**energies), 5)
-
-
-@pytest.mark.parametrize("increase", [1e-12, 1e-3, 0.09])
+@pytest.mark.parametrize("increase", [1e-12, 0.09])
 def test_an_increase_that_suits_nothing_leaves_the_model_bit_identical(increase):
     model = Additive(a=losing(4, 2, 1), b=losing(1.2, 0.3, 0.1))
     before = state(model)
@@ -262,13 +239,6 @@ def test_keep_is_met(energies, keep, weighting):
             assert torch.linalg.matrix_rank(weight, rtol=1e-9) == rank
 
 
-def test_keeping_everything_is_dense():
-    model = Additive(a=losing(0, 0, 0), b=losing(0, 0, 0))
-    before = state(model)
-    assert solve(model, None, keep=1.0) == [None, None]
-    assert same(state(model), before)
-
-
 def test_ranks_that_do_not_raise_the_loss_are_taken_though_keep_allows_more():
     """The maps are of rank 1 and 3, so 64 of 128 parameters lose nothing; keep 0.9 does not make that worse."""
     model = Additive(a=[3, *[0] * 7], b=[3, 2, 1, *[0] * 5])
@@ -291,40 +261,6 @@ def test_keep_below_the_smallest_ranks_is_an_error_that_says_what_to_do():
     assert same(state(model), before)
 
 
-def test_no_sample_and_no_share_of_keep_are_errors():
-    model = Additive(a=losing(4, 2, 1))
-    with pytest.raises(ValueError, match=r"data\.sizes\.calibration"):
-        tolerated_ranks(model, model.targets(), method(1.0), 0.5, [], INPUTS)
-    with pytest.raises(ValueError, match=r"^keep=0 "):
-        tolerated_ranks(model, model.targets(), method(1.0), 0, EYE, INPUTS)
-
-
-@pytest.mark.parametrize("bad", [0.0, math.nan, math.inf])
-def test_a_loss_that_has_no_shares_is_an_error(bad):
-    model = Additive(a=losing(4, 2, 1))
-    model.forward = lambda x: SimpleNamespace(loss=x.new_tensor(bad))
-    with pytest.raises(ValueError, match=rf"\bloss\b.* {bad:g}\b"):
-        solve(model, 1.0, times="measured", seconds={"maps.a": 1.0})
-
-
-def test_a_weight_that_is_not_finite_is_named_and_stays():
-    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
-    calls = []
-
-    def broken(weight, metrics):
-        calls.append(weight)
-        if len(calls) == 2:
-            raise ValueError("the cause")
-        return decompose(weight, metrics)
-
-    before = state(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decomposition, "decompose", broken)
-        with pytest.raises(ValueError, match=r"^maps\.b: the cause$"):
-            solve(model, 100.0)
-    assert same(state(model), before)
-
-
 # --- the walk over real architectures --------------------------------------------------------------------------------
 
 
@@ -333,11 +269,8 @@ def start(family):
     return model, find_targets(model, BATCHES[0]).targets
 
 
-FAMILIES = pytest.mark.parametrize("family", list(tiny.FAMILIES.values()), ids=list(tiny.FAMILIES))
-
-
-@pytest.mark.parametrize("family", [*tiny.FAMILIES.values(), tiny.albert], ids=[*tiny.FAMILIES, "albert"])
-@pytest.mark.parametrize("weighting", [INPUTS, KFAC, NONE], ids=lambda weighting: weighting.kind)
+@pytest.mark.parametrize("family", [tiny.gpt2, tiny.albert], ids=["gpt2", "albert"])
+@pytest.mark.parametrize("weighting", [INPUTS, KFAC], ids=lambda weighting: weighting.kind)
 def test_each_weight_is_the_best_under_the_statistics_of_the_model_before_it(family, weighting):
     """Walked again by hand: the statistics are gathered on the model whose earlier targets are approximated already."""
     model, targets = start(family)
@@ -356,28 +289,7 @@ def test_each_weight_is_the_best_under_the_statistics_of_the_model_before_it(fam
         torch.testing.assert_close(weight_of(model.get_submodule(target.name)), weight_of(module), rtol=0, atol=1e-6)
         moved += not torch.allclose(left @ right, other @ another, rtol=0, atol=1e-3)
     assert sum(rank is not None for rank in ranks.values()) > 2
-    assert moved > 0 or weighting is NONE
-
-
-def test_the_second_target_sees_what_the_first_has_changed():
-    """FF2 reads what FF1 gives, so of the two only its statistics changes with FF1."""
-    model = tiny.bert()
-    layer = "bert.encoder.layer.0"
-    chosen = (f"{layer}.intermediate.dense", f"{layer}.output.dense")
-    first, second = (some for some in find_targets(model, BATCHES[0]).targets if some.name in chosen)
-    dense = copy.deepcopy(model)
-    ranks = tolerated_ranks(model, [first, second], method(100.0, grid=1), 1.0, BATCHES, INPUTS)
-    weight = weight_of(dense.get_submodule(second.name)).clone()
-
-    def approximated() -> torch.Tensor:
-        metrics = weigh(INPUTS, second, collect(dense, BATCHES, [second], ("inputs",)))
-        left, right = decompose(weight, metrics).truncate(ranks[second.name])
-        return (left @ right).to(weight)
-
-    found = weight_of(model.get_submodule(second.name))
-    assert not torch.allclose(approximated(), found, rtol=0, atol=1e-3)
-    set_weight(dense.get_submodule(first.name), weight_of(model.get_submodule(first.name)))
-    assert torch.equal(approximated(), found)
+    assert moved > 0
 
 
 def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
@@ -398,21 +310,12 @@ def test_inputs_are_gathered_once_for_all_that_read_them(monkeypatch):
     assert not gathered
 
 
-@FAMILIES
-@pytest.mark.parametrize("increase", [0.05, 0.5, 3.0])
-def test_the_loss_of_a_model_stays_within_the_increase(family, increase):
-    model, targets = start(family)
+def test_the_loss_stays_within_the_increase_and_is_that_of_the_factorization():
+    model, targets = start(tiny.gpt2)
     before = loss_of(model, BATCHES)
-    ranks = tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)
-    assert loss_of(model, BATCHES) <= (1 + increase) * before * (1 + 1e-6)
-    assert any(rank is not None for rank in ranks.values())
-
-
-@FAMILIES
-def test_a_factorization_of_the_weights_has_the_same_loss(family):
-    model, targets = start(family)
     ranks = tolerated_ranks(model, targets, method(1.0), 1.0, BATCHES, INPUTS)
     dense = loss_of(model, BATCHES)
+    assert dense <= 2 * before * (1 + 1e-6)
     for name, rank in ranks.items():
         if rank is not None:
             exact = decompose(weight_of(model.get_submodule(name)), ErrorNorm())
@@ -421,16 +324,15 @@ def test_a_factorization_of_the_weights_has_the_same_loss(family):
     assert loss_of(model, BATCHES) == pytest.approx(dense, rel=1e-4)
 
 
-@pytest.mark.parametrize("keep", [0.45, 0.8])
-def test_nothing_but_the_weights_of_factorized_targets_changes(keep):
+def test_nothing_but_the_weights_of_factorized_targets_changes():
     """Biases, heads, embeddings and norms stay, and so do modes, gradients' flags and hooks."""
     model, targets = start(tiny.bert)
     model.train()
     model.get_submodule("bert.encoder.layer.0").eval()
     modes = [module.training for module in model.modules()]
     before = state(model)
-    ranks = tolerated_ranks(model, targets, method(None), keep, BATCHES, KFAC)
-    assert total(targets, ranks) <= allowance(targets, keep)
+    ranks = tolerated_ranks(model, targets, method(None), 0.45, BATCHES, KFAC)
+    assert total(targets, ranks) <= allowance(targets, 0.45)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"{name}.weight" for name, rank in ranks.items() if rank is not None}
     assert [module.training for module in model.modules()] == modes
@@ -438,37 +340,7 @@ def test_nothing_but_the_weights_of_factorized_targets_changes(keep):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("increase", [0.5, None])
-def test_two_searches_are_the_same_to_the_bit(increase):
-    results = []
-    for _ in range(2):
-        model, targets = start(tiny.bert)
-        ranks = tolerated_ranks(model, targets, method(increase), 0.9, BATCHES, INPUTS)
-        results.append((ranks, state(model)))
-    assert results[0][0] == results[1][0]
-    assert same(results[0][1], results[1][1])
-
-
-def test_more_increase_keeps_no_more_of_a_model():
-    kept = []
-    for increase in (0.01, 0.1, 0.5, 2.0, 10.0):
-        model, targets = start(tiny.bert)
-        kept.append(total(targets, tolerated_ranks(model, targets, method(increase), 1.0, BATCHES, INPUTS)))
-    assert kept == sorted(kept, reverse=True)
-    assert kept[0] > kept[-1]
-
-
 # --- times -----------------------------------------------------------------------------------------------------------
-
-
-def test_macs_of_a_model():
-    """Out · in for every token, padding included; the pooler sees one token a sample."""
-    model, targets = start(tiny.bert)
-    macs = module_macs(model, targets, BATCHES[0])
-    tokens = BATCHES[0]["input_ids"].numel()
-    for some in targets:
-        rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else tokens
-        assert macs[some.name] == rows * some.parameters
 
 
 def test_macs_of_a_shared_layer_are_those_of_all_its_calls():
@@ -512,14 +384,3 @@ def test_seconds_of_a_module_that_runs_again_are_those_of_all_its_calls(monkeypa
     module = model.maps["a"] = Clocked(clock, [50, 50, 1, 2, 3, 4])
     model.forward = lambda x: module(module(x))
     assert module_seconds(model, model.targets(), EYE[0], 2) == pytest.approx({"maps.a": 5})
-
-
-def test_measured_times_decide_where_none_are_given():
-    model = Additive(a=losing(4, 2, 1))
-    assert solve(model, 4.5, times="measured") == [1]  # the only module has all of the increase, however slow it is
-
-
-def test_no_repetition_measures_nothing():
-    model = Additive(a=losing(4, 2, 1))
-    with pytest.raises(ValueError, match="repetitions=0"):
-        module_seconds(model, model.targets(), EYE[0], 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
-from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from eckart.calibration.statistics import load_statistics, save_statistics
 from eckart.factorization.weighted_svd import decompose, weighted_loss
-from eckart.factorization.weightings import ErrorNorm, Movement, weigh
+from eckart.factorization.weightings import ErrorNorm
 from eckart.model.targets import Target, find_targets, weight_of
-from eckart.shaping.outcome import average_rank, empty_rows, numerical_rank
+from eckart.shaping.outcome import average_rank, numerical_rank
 from eckart.shaping.pruning import Pruning, WeightPruning
-from eckart.training.rules import Rule
-from tasks.training.checkpoints import SECONDS
 from tasks.training.loop import train
 from tests import tiny
 from tests.workspace import bert, collate, rows, tiny_tokenizer
-
-BATCH = tiny.collate(tiny.samples(6))
 
 
 def settings(**changes: Any) -> Pruning:
@@ -78,27 +71,6 @@ def row_scores(weight: Tensor, scores: Tensor) -> Tensor:
     return rule.statistics()["movement"]["map.output"]
 
 
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
-
-
-def pruned(model: PreTrainedModel, batch: Mapping[str, Tensor] = BATCH, **changes: Any) -> WeightPruning:
-    """The rule after SGD steps on one batch, as the loop calls it."""
-    rule = pruning(model, find_targets(model, BATCH).targets, settings(**changes))
-    optimizer = torch.optim.SGD(model.parameters(), rule.pruning.learning_rate)
-    for step in range(rule.pruning.steps):
-        rule.before_forward(step)
-        model(**batch).loss.backward()
-        rule.after_backward(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        rule.after_update(step)
-    return rule
-
-
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +101,7 @@ def test_first_order_scores_of_two_steps_by_hand(conv1d, score):
 
 def test_scores_are_of_the_gradients_before_they_are_clipped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = without_dropout(bert())
+    model = tiny.without_dropout(bert())
     with torch.no_grad():
         model.classifier.weight.mul_(100)  # a norm that the loop clips
     data = rows().select(range(8))
@@ -153,15 +125,6 @@ def test_zero_order_keeps_the_largest_magnitudes():
     assert rule.state() == {}
 
 
-def test_a_target_that_no_gradient_reaches_scores_zero():
-    model, targets = single(torch.ones(2, 3))
-    rule = pruning(model, targets, settings(steps=1))
-    rule.after_backward(0)
-    rule.after_update(0)
-    assert rule.measures() == {"remaining": 0.5}
-    assert rule.statistics()["movement"]["map.output"].tolist() == [0.5, 0.5]
-
-
 def test_scores_of_half_precision_do_not_round_away():
     """After a first score of 1 each step adds 2⁻¹⁰, which 1 in bfloat16 does not feel."""
     model, targets = single(torch.full((1, 2), -1.0))
@@ -170,12 +133,6 @@ def test_scores_of_half_precision_do_not_round_away():
         model["map"].weight.grad = torch.full((1, 2), gradient, dtype=torch.bfloat16)
         rule.after_backward(step)
     assert rule.state()["map"].tolist() == [[1 + 4 * 2.0**-10] * 2]
-
-
-def test_padding_does_not_change_scores():
-    rules = [pruned(without_dropout(tiny.bert()).train(), tiny.collate(tiny.samples(6), length)) for length in (0, 20)]
-    for name, scores in rules[0].state().items():
-        torch.testing.assert_close(scores, rules[1].state()[name], rtol=1e-3, atol=1e-5)
 
 
 # --- the projection --------------------------------------------------------------------------------------------------
@@ -226,17 +183,6 @@ def test_the_share_follows_the_cubic_schedule():
     assert shares == [1, 1, 1, 0.61, 0.37, 0.25, 0.21, 0.2, 0.2, 0.2]
 
 
-@pytest.mark.parametrize("end", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("start", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("steps", [1, 2, 7])
-def test_the_final_share_is_exact_whatever_the_schedule(steps, start, end):
-    model, targets = single(torch.arange(1, 31.0).view(5, 6))
-    rule = pruning(model, targets, settings(steps=steps, remaining=0.3, start=start, end=end, score="zero_order"))
-    for step in range(steps):
-        rule.after_update(step)
-    assert rule.measures() == {"remaining": 0.3}
-
-
 def test_a_zeroed_weight_may_come_back():
     """The mask is discarded: an update revives it, and its score decides."""
     model, targets = single(torch.tensor([[1.0, 2.0]]))
@@ -246,33 +192,6 @@ def test_a_zeroed_weight_may_come_back():
     weight_of(model["map"]).copy_(torch.tensor([[3.0, 2.0]]))
     rule.after_update(1)
     assert weight_of(model["map"]).tolist() == [[3, 0]]
-
-
-@pytest.mark.parametrize("score", ["first_order", "zero_order"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_every_target_of_a_family_keeps_its_share_and_nothing_else_is_pruned(family, score):
-    model = tiny.FAMILIES[family]()
-    rule = pruned(model, remaining=0.4, score=score)
-    assert rule.modules
-    for name, parameter in model.named_parameters():
-        if name.removesuffix(".weight") in rule.modules:
-            assert int(parameter.count_nonzero()) == round(0.4 * parameter.numel())
-        else:
-            assert parameter.all()
-
-
-def test_a_target_that_is_not_in_the_list_is_not_pruned():
-    model = tiny.bert()
-    first, *others = find_targets(model, BATCH).targets
-    before = {other.name: weight_of(model.get_submodule(other.name)).clone() for other in others}
-    rule = pruning(model, [first], settings(steps=1))
-    model(**BATCH).loss.backward()
-    rule.after_backward(0)
-    rule.after_update(0)
-    assert rule.measures() == {"remaining": 0.5}
-    assert set(rule.state()) == {first.name}
-    assert set(rule.statistics()["movement"]) == {f"{first.name}.output"}
-    assert all(torch.equal(weight_of(model.get_submodule(name)), weight) for name, weight in before.items())
 
 
 def test_emptied_rows_lower_the_rank():
@@ -287,13 +206,6 @@ def test_emptied_rows_lower_the_rank():
         scored(pruning(model, targets, settings(steps=1)), scores).after_update(0)
         ranks.append(average_rank(model, targets))
     assert ranks == [6, 12]
-
-
-def test_the_average_rank_is_over_targets():
-    model = nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(5, 5)})
-    with torch.no_grad():
-        model["b"].weight.copy_(torch.ones(5, 5))
-    assert average_rank(model, [target("a", 3, 4), target("b", 5, 5)]) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -313,27 +225,13 @@ def test_the_scale_of_a_weight_decides_no_rank(rank, seed, scale):
     assert numerical_rank(left.double() @ right.double() * scale) == rank
 
 
-def test_empty_rows_are_those_of_a_target():
-    model, targets = single(torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]))
-    assert empty_rows(model, targets) == 2
-
-
 def test_each_keep_has_the_least_share_that_is_not_below_it():
     some = settings(remaining=(0.5, 0.25, 0.1))
     shares = {0.6: 0.5, 0.5: 0.5, 0.33: 0.5, 0.25: 0.25, 0.2: 0.25, 0.1: 0.1, 0.05: 0.1}
     assert {keep: some.share_at(keep) for keep in shares} == shares
 
 
-def test_what_cannot_prune_is_refused():
-    model, targets = single(torch.ones(2, 3))
-    with pytest.raises(ValidationError, match="steps"):
-        settings(steps=0)
-    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.remaining"):
-        pruning(model, targets, settings(remaining=0.01))
-
-
-# --- statistics
-# --------------------------------------------------------------------------------------------------------
+# --- statistics ------------------------------------------------------------------------------------------------------
 
 
 def test_row_scores_by_hand():
@@ -372,23 +270,6 @@ def test_zero_order_rows_score_by_their_magnitudes():
     torch.testing.assert_close(rule.statistics()["movement"]["map.output"], torch.tensor([0.25, 0.75]))
 
 
-def test_scores_that_are_not_finite_are_an_error():
-    with pytest.raises(ValueError, match=r"\bmap\b.*shaping\.learning_rate"):
-        row_scores(torch.ones(1, 2), torch.tensor([[1.0, torch.nan]]))
-
-
-def test_scores_are_statistics_that_a_weighting_reads(tmp_path):
-    model = tiny.bert()
-    rule = pruned(model)
-    save_statistics(rule.statistics(), tmp_path)
-    loaded = load_statistics(tmp_path)
-    for some in rule.settings.targets:
-        score = rule.statistics()["movement"][f"{some.name}.output"]
-        metrics = weigh(Movement(kind="movement"), some, loaded)
-        assert torch.equal(metrics.left, score.square())
-        assert metrics.right is None
-
-
 @given(st.integers(2, 8), st.integers(2, 8), st.integers(0, 2**20), st.data())
 def test_sparsity_aware_svd_is_the_one_of_the_paper(rows, columns, seed, data):
     """A = Î⁻¹ U_k Σ_k and B = V_kᵀ of Î W = U Σ Vᵀ, Î = diag(Ŝ): L is Ŝ, not its root (section 4.2)."""
@@ -406,63 +287,8 @@ def test_sparsity_aware_svd_is_the_one_of_the_paper(rows, columns, seed, data):
     torch.testing.assert_close(tail, s[rank:].square().sum(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_pruned_model_factorizes_without_loss_at_its_rank():
-    """Empty rows, which weigh next to nothing, stay empty and do not break the inverse of Î."""
-    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    weight[2:] = 0
-    score = row_scores(weight.float(), torch.rand(6, 8)).double()
-    left, right = decompose(weight, ErrorNorm(left=score.square())).truncate(2)
-    torch.testing.assert_close(left @ right, weight)
-
-
 # --- the loop --------------------------------------------------------------------------------------------------------
-
-
-class Killed(Exception):
-    pass
-
-
-class Kill(Rule):
-    """Death at a step."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def after_update(self, step: int) -> None:
-        if step == self.step:
-            raise Killed
 
 
 def bert_targets(model: PreTrainedModel) -> tuple[Target, ...]:
     return find_targets(model, tiny_tokenizer()(["a plot"], return_tensors="pt")).targets
-
-
-def trained(kill: int | None, score: str, left_out: int = 0) -> bytes:
-    """The weights and the scores that training leaves."""
-    model = bert()
-    rule = pruning(model, bert_targets(model)[left_out:], settings(steps=6, score=score))
-    data, curve = rows(), Path("curve.jsonl")
-    train(model, collate(), data, curve, **rule.pruning.options(), seed=0, rules=[rule, Kill(kill)])
-    assert rule.measures()["remaining"] == pytest.approx(0.5, abs=1e-3)
-    return save(dict(model.state_dict())) + save(dict(rule.statistics()["movement"]))
-
-
-@pytest.mark.parametrize("score", ["first_order", "zero_order"])
-def test_a_killed_pruning_goes_on_to_the_same_bytes(score, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(SECONDS, "0")
-    whole = trained(None, score)
-    with pytest.raises(Killed):
-        trained(3, score)
-    capsys.readouterr()
-    assert trained(None, score) == whole
-    assert "goes on from step" in capsys.readouterr().out
-
-
-def test_other_targets_do_not_go_on_from_its_checkpoint(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(SECONDS, "0")
-    with pytest.raises(Killed):
-        trained(3, "first_order")
-    trained(None, "first_order", left_out=1)
-    assert "goes on from step" not in capsys.readouterr().out
