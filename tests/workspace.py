@@ -32,7 +32,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.resolved import resolve
 from tasks.config.schema import read
 from tasks.nlp_tasks import TaskName
-from tasks.nlp_tasks.nlp_task import Collate
+from tasks.nlp_tasks._prediction import Collate
 
 REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"
