@@ -201,6 +201,18 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None) -> 
         torch.use_deterministic_algorithms(before[2])
 
 
+def run_study(*recipes: str, exported: bool = False) -> None:
+    """Run all stages of a study of these recipes at keep 0.5, in this process."""
+    shared = ["extract", "check", "teacher", "control", "dense", *["export_dense"] * exported, "importance"]
+    for stage in shared:
+        run_stage(stage)
+    for recipe in recipes:
+        for stage in ["search", "factorize", "finetune", "evaluate", *["export"] * exported]:
+            run_stage(stage, recipe, "0.5")
+    run_stage("benchmark")
+    run_stage("compare")
+
+
 def digests(folder: Path) -> dict[str, str]:
     """File → digest of its bytes, for every file under `folder`."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
+from eckart.calibration.losses import Batch, Loss, Predictions, span_logits, span_loss
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
@@ -104,22 +105,11 @@ class QuestionAnswering(NlpTask):
         return [{"answer": answer.text, "score": answer.probability} for answer in best]
 
     def _best(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Tokenizer,
-        frame: pd.DataFrame,
-        windows: Sequence[Window],
-        batch: int,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, windows: Sequence[Window], batch: int
     ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
         """Return the logits of starts and ends `(windows, tokens)`, and the best answer to each question."""
         data = _columns(frame.drop(columns="label", errors="ignore"), windows, tokenizer)
-        starts, ends = predict(
-            model,
-            data,
-            self.collate(tokenizer, model),
-            batch,
-            lambda outputs, _: (outputs["start_logits"], outputs["end_logits"]),
-        )
+        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _logits)
         return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
@@ -136,6 +126,10 @@ def _columns(frame: pd.DataFrame, windows: Sequence[Window], tokenizer: Tokenize
         for row, window in zip(rows, windows, strict=True):
             row |= _positions(window, *places[window.row], tokenizer)
     return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _logits(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
+    return outputs["start_logits"], outputs["end_logits"]
 
 
 def _span(answer: str, start: int) -> tuple[int, int]:

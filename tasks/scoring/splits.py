@@ -51,10 +51,10 @@ def all_scores(
     return scores, {"test": test.rows, "validation": validation.rows}
 
 
-def same_weights(one: Path, other: Path) -> bool:
+def same_weights(before: Path, after: Path) -> bool:
     """Whether two folders hold equal weights, since training took no step, so that there is nothing new to score."""
-    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
-    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
+    return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
 def write_rows(name: str, models: Mapping[str, Rows]) -> None:
