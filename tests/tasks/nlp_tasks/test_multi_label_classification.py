@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from eckart.api import _objective
+from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import binary_logits, logits_error
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
@@ -115,9 +115,9 @@ def test_drawn_statistics_are_expected_over_the_labels_of_the_model() -> None:
 def test_eckart_s_api_sees_each_label_by_itself() -> None:
     data = kind_of(TASK).encode(rows(), tiny_tokenizer(), "test")
     examples = list(batches(data, kind_of(TASK).collate(tiny_tokenizer(), model()), 8, "cpu"))
-    assert _objective(model(), examples, None, "kfac").predictions is binary_logits
+    assert objective_of(model(), examples, "kfac").predictions is binary_logits
     targets = find_targets(model(), examples[0]).targets
-    assert collect(model(), examples, targets, loss=_objective(model(), examples, None, "kfac").loss)
+    assert collect(model(), examples, targets, loss=objective_of(model(), examples, "kfac").loss)
 
 
 def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace: Path) -> None:
