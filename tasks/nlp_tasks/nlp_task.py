@@ -155,7 +155,7 @@ class NlpTask(ABC):
 
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     """The transformers class whose `from_pretrained` gives a model with the head."""
-    head_class: ClassVar[str]
+    head_class: ClassVar[str] = "ForSequenceClassification"
     """The end of the name of a model class with this head; by default that of `auto_class`."""
     problem_type: ClassVar[str | None] = None
     """The head's loss as config.json names it, where each output of the head stands for a label or a number."""
