@@ -33,7 +33,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Importance, Threads, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load
-from tasks.nlp_tasks import calibration_loss, kind_of
+from tasks.nlp_tasks import kind_of
 
 RUNS = 3
 
@@ -61,9 +61,8 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
     began = time.perf_counter()
     statistics: Statistics = {}
     if weighting.statistics:
-        statistics = collect(
-            model, data, targets, weighting.statistics, calibration_loss(load_task(), importance.labels)
-        )
+        loss = kind_of(load_task()).objective(importance.labels).calibration_loss
+        statistics = collect(model, data, targets, weighting.statistics, loss)
     yield (gathered := time.perf_counter()) - began
     found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
     yield (decided := time.perf_counter()) - gathered

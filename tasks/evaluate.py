@@ -32,7 +32,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Evaluate, Model, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, TEACHER, load, place, size
-from tasks.nlp_tasks import kind_of, objective_of
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, run_candidate
 from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write_rows
 
@@ -95,7 +95,7 @@ def _losses_alone(name: str, targets: Sequence[Target], decision: Decision) -> d
     probes = data.select(range(min(settings.probes, len(data))))
     examples = list(batches(probes, kind.collate(tokenizer, dense), settings.batch_size, place(dense)))
     with_rank = [target for target in targets if decision.ranks[target.name] is not None]
-    return losses_alone(dense, small, with_rank, examples, objective_of(task))
+    return losses_alone(dense, small, with_rank, examples, kind.objective())
 
 
 def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str, float]) -> dict[str, TargetSize]:

@@ -20,21 +20,21 @@ from tasks.runtime.stage_runner import StageError, output, run, say
 
 RAW = Path("data/raw")
 FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-# Only an empty cell is a hole: pandas would take words such as None, null and NA for one.
+# Only an empty cell is missing: pandas would take words such as None, null and NA for missing cells.
 _CSV = {"keep_default_na": False, "na_values": [""]}
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     ".csv": _CSV,
     ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
     ".txt": {"keep_linebreaks": True},  # a line a row, as the hub's copies of running text have them
 }
-# What the loaders say of a file without rows; none of them says so plainly.
+# Messages of the loaders for a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
 )
 
 
 def extract() -> None:
-    """Write train, validation, test and calibration split as Parquet, and what the task is."""
+    """Write the splits train, validation, test and calibration as Parquet, and the task."""
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
@@ -43,17 +43,9 @@ def extract() -> None:
         for name, frame in splits.items():
             frame.reset_index(drop=True).to_parquet(folder / f"{name}.parquet", index=False)
             say(f"{name}: {len(frame)} rows")
-        task = Task(
-            kind=params.task,
-            labels=labels,
-            metric=params.metric,
-            max_length=params.max_length,
-            target_length=params.target_length,
-            prefix=params.prefix,
-            stride=params.stride,
-            sizes=params.sizes.model_dump(),
-            seed=params.seed,
-        )
+        names = ("metric", "max_length", "target_length", "prefix", "stride", "seed")
+        settings = {name: getattr(params, name) for name in names}
+        task = Task(kind=params.task, labels=labels, sizes=params.sizes.model_dump(), **settings)
         (folder / "task.json").write_text(task.model_dump_json(indent=2))
 
 
@@ -71,7 +63,7 @@ def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[st
 
 
 def load(params: Data) -> dict[Split, pd.DataFrame]:
-    """Train and those of validation and test that data.splits names, with columns text, text_pair and label.
+    """Load train, and validation and test if data.splits names them, with columns text, text_pair and label.
 
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
@@ -88,7 +80,7 @@ def load(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """A file, a folder of files named by split, or a data set of the hub: split → rows."""
+    """Load a file, a folder of files named by split, or a data set of the hub: split → rows."""
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
     if not path.exists() and path.suffix not in FORMATS and not inside:
@@ -101,22 +93,22 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _files(path: Path, params: Data) -> dict[str, Path]:
-    """Split → its file; a file alone is train."""
-    found: dict[str, Path] = {}
+    """Return split → its file; a single file is train."""
+    files: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else params.splits.train
         if file.suffix not in FORMATS:
             continue
-        if name in found:
-            raise StageError(f"{found[name]} and {file} are both the split {name}: keep one of them")
-        found[name] = file
-    if not found:
+        if name in files:
+            raise StageError(f"{files[name]} and {file} are both the split {name}: keep one of them")
+        files[name] = file
+    if not files:
         raise StageError(f"{path} has no file ending in {', '.join(FORMATS)}")
-    return found
+    return files
 
 
 def read_file(file: Path) -> datasets.Dataset:
-    """Its rows, by the ending of its name.
+    """Load a file in the format that its suffix names.
 
     Raises:
         StageError: it is empty, or no such file.
@@ -142,7 +134,7 @@ def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """The rows with names for class ids, in the order of the ids; an id without a name (the hub's -1) is a hole."""
+    """Replace class ids by their names, in the order of the ids; an id without a name (the hub's -1) is missing."""
     frame = rows.to_pandas()
     feature = rows.features.get(label)
     if label and isinstance(feature, datasets.ClassLabel):
@@ -154,7 +146,7 @@ def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
 
 
 def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
-    """The named columns under their canonical names; a cell that is empty, or a text that is no string, is an error."""
+    """Return the columns that data.columns names as text, text_pair and label, checked by the task."""
     names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
     if absent := [name for name in names.values() if name not in frame]:
         raise StageError(

@@ -16,7 +16,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Importance, Model, TargetPatterns, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import TEACHER, load, place
-from tasks.nlp_tasks import calibration_loss, kind_of
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 Examples = Callable[[int, int], Iterator[Batch]]
@@ -26,7 +26,8 @@ Examples = Callable[[int, int], Iterator[Batch]]
 def importance() -> None:
     """Write targets.json, with the reason why each other layer is no target, and a file for each kind of statistic."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
-    kind, loss = kind_of(task), calibration_loss(task, params.labels)
+    kind = kind_of(task)
+    loss = kind.objective(params.labels).calibration_loss
     model, tokenizer = load(TEACHER, kind.auto, device_map=section("model", Model).device_map)
     data, collate, device = encoded("calibration", tokenizer), kind.collate(tokenizer, model), place(model)
 

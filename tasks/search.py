@@ -33,8 +33,8 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Count, Labels, Seed, Trainer, section
 from tasks.data.loading import batches, encoded
 from tasks.models.model_io import DENSE, load, place
-from tasks.nlp_tasks import kind_of, objective_of
-from tasks.nlp_tasks.nlp_task import Collate
+from tasks.nlp_tasks import kind_of
+from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import explained, leads, output, run_candidate, say
 from tasks.training.loop import train
 
@@ -55,7 +55,8 @@ def search(recipe: str, keep: str) -> None:
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
     task, seed = load_task(), section("seed", Seed)
     set_seed(seed)
-    kind, objective = kind_of(task), objective_of(task, section("importance.labels", Labels))
+    kind = kind_of(task)
+    objective = kind.objective(section("importance.labels", Labels))
     model, tokenizer = load(DENSE[parts.source], kind.auto)
     data = _Data(model, tokenizer, kind.collate(tokenizer, model), objective.training_loss, seed, name)
     problem = SearchProblem(

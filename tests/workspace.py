@@ -32,7 +32,7 @@ from tasks.artifacts.task_spec import Task
 from tasks.config.resolved import resolve
 from tasks.config.schema import read
 from tasks.nlp_tasks import TaskName
-from tasks.nlp_tasks.nlp_task import Collate
+from tasks.nlp_tasks._prediction import Collate
 
 REPOSITORY = Path(__file__).parents[1]
 REVIEWS = "data/raw/reviews.csv"
@@ -199,6 +199,18 @@ def run_stage(name: str, recipe: str | None = None, keep: str | None = None) -> 
         sys.argv = before[0]
         torch.set_num_threads(before[1])
         torch.use_deterministic_algorithms(before[2])
+
+
+def run_study(*recipes: str, exported: bool = False) -> None:
+    """Run all stages of a study of these recipes at keep 0.5, in this process."""
+    shared = ["extract", "check", "teacher", "control", "dense", *["export_dense"] * exported, "importance"]
+    for stage in shared:
+        run_stage(stage)
+    for recipe in recipes:
+        for stage in ["search", "factorize", "finetune", "evaluate", *["export"] * exported]:
+            run_stage(stage, recipe, "0.5")
+    run_stage("benchmark")
+    run_stage("compare")
 
 
 def digests(folder: Path) -> dict[str, str]:

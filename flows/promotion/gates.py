@@ -226,7 +226,7 @@ def _difference(
     known = model.config.architectures or ()
     if type(model).__name__ not in known:  # its head is then a new one for this task
         return f"is a {', '.join(known) or 'model without a head'}, and this study needs a {type(model).__name__}"
-    if kind_of(task).outputs_are_labels:
+    if kind_of(task).problem_type:
         config = model.config
         theirs = _meaning(config.problem_type, list((config.id2label or {}).values()))
         wanted = _meaning(kind_of(task).problem_type, task.labels)

@@ -1,4 +1,4 @@
-"""Metrics, and how each reads in reports; which task has which stands in tasks/nlp_tasks."""
+"""Metrics, and how each reads in reports; tasks/nlp_tasks says which task has which."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ MetricName = str
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric reads. A share lies between 0 and 1 and is printed in percent where there is room for few digits."""
+    """How a metric reads. A share is between 0 and 1, and printed in percent where there is room for few digits."""
 
     title: str
-    """As it stands in a sentence."""
+    """Its name in a sentence."""
     share: bool = False
     lower_is_better: bool = False
     bounded: bool = True
-    """Whether it lies between -1 and 1."""
+    """Whether it is between -1 and 1."""
 
     @property
     def with_direction(self) -> str:
-        """The title, and which way is better where that is not the usual one."""
+        """The title, with the direction if lower is better."""
         return f"{self.title} (lower is better)" if self.lower_is_better else self.title
 
     def worse_by(self, value: float, reference: float) -> float:
-        """How much worse `value` is than `reference`, in the metric's own units; below 0 where it is better."""
+        """Return how much worse `value` is than `reference`, in the metric's units; negative if it is better."""
         return value - reference if self.lower_is_better else reference - value
 
     def goodness(self, value: float) -> float:
-        """What is higher the better `value` is."""
+        """Return a number that is higher the better `value` is."""
         return -value if self.lower_is_better else value
 
     def retained(self, value: float, dense: float) -> float | None:
-        """`value` ÷ `dense`, or the inverse where lower is better, so that 1 is as good as dense and less is worse.
+        """Return `value` ÷ `dense`, or the inverse if lower is better, so that 1 is as good as dense and less is worse.
 
         None where the quotient would mislead, as one of them is not above 0.
         """

@@ -12,9 +12,9 @@ IMPORTANCE = Path("data/importance")
 TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""In a candidate's folder of RANKS: the original model as shaping or the search changed it, if they did."""
+"""The original model as shaping or the search changed it, in a candidate's folder of RANKS, if they did."""
 SCORES = "scores"
-"""In the same folder: statistics that shaping gathered."""
+"""Statistics that shaping gathered, in the same folder."""
 FACTORIZED = Path("models/factorized")
 FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")
@@ -37,21 +37,21 @@ class Decision(Result):
 
     keep: float
     ranks: dict[str, int | None]
-    """Target → rank, or null where it stays dense."""
+    """Target → rank, or null if it stays dense."""
     predicted_loss: dict[str, float] | None
-    """Target → half the weighted error that its rank leaves, ½ Σ_{k>r} S_k²: under kfac the increase of the loss.
+    """Target → half the weighted error of its rank, ½ Σ_{k>r} S_k²: under kfac the increase of the loss.
 
-    Null where the search itself reduced the weights to their ranks, or all ranks are 0.
+    Null if the search itself reduced the weights to their ranks, or all ranks are 0.
     """
     parameters_before: int
     parameters_after: int
-    """As the recipe stores them; of the factors alone, where a residual stands beside them until it has been pruned."""
+    """Parameters as the recipe stores them; of the factors alone, while an unpruned residual is beside them."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None
-    """Mean numerical rank of the weights that shaping left, in their own precision; null where nothing was shaped."""
+    """Mean numerical rank of the shaped weights, in their own precision; null if nothing was shaped."""
     as_shaped: bool
-    """Whether SHAPED is what shaping left, and can be scored as that: the search has not changed it."""
+    """Whether SHAPED can be scored as the result of shaping: the search has not changed it."""
 
 
 def source_model(name: str, original: Path) -> Path:

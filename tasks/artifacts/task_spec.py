@@ -1,4 +1,4 @@
-"""The data of a study between stages: `data/splits`, and how a split becomes model inputs."""
+"""The data of a study between stages: `data/splits`, with the splits and the task."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Task(BaseModel):
     metric: MetricName
     max_length: int
     target_length: int | None
-    """Of a summary, in tokens."""
+    """Tokens of a summary, at most."""
     prefix: str | None
-    """Text that stands before each document that is to be summarized."""
+    """Text before each document that is to be summarized."""
     stride: int | None
     """Tokens that neighbouring windows of a long context share."""
     sizes: dict[Split, int]
-    """Examples of a split at most; for running text, blocks, into which it is cut once it is tokenized."""
+    """Examples of each split, at most; for running text, blocks of `max_length` tokens."""
     seed: int
     """For drawing those blocks."""
 
@@ -47,5 +47,5 @@ def load_task() -> Task:
 
 
 def load_split(name: Split) -> pd.DataFrame:
-    """Return a split with those of the columns text, text_pair and label that the task has."""
+    """Load a split, with the columns text, text_pair and label, as far as the task has them."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")

@@ -241,7 +241,7 @@ def _of_task(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mappin
     for key, meaning in kind.required_options.items():
         if key in data and data[key] is None:
             yield f"data.{key}: is null; write {meaning}"
-    if not kind.zero_shot and typed["evaluate"] and typed["evaluate"].zero_shot:
+    if not kind.running_text and typed["evaluate"] and typed["evaluate"].zero_shot:
         yield f"evaluate.zero_shot: has tasks of a language model, and data.task is {task}; write []"
     labels = typed["importance"] and typed["importance"].labels
     if labels and labels not in kind.calibration_labels:
@@ -256,9 +256,9 @@ def _of_columns(task: TaskName, columns: Any) -> Iterator[str]:
     kind = task_class(task)
     named = {role: name for role, name in columns.items() if isinstance(name, str)}
     null = [role for role, name in columns.items() if name is None]
-    if not kind.has_labels and "label" in named:
+    if kind.running_text and "label" in named:
         yield f"data.columns.label: is {named['label']}, but {task} learns from the text alone; write null"
-    if kind.has_labels and "label" in null:
+    if not kind.running_text and "label" in null:
         yield f"data.columns.label: is null, but {task} learns from it; write the name of a column"
     if kind.text_pair == "required" and "text_pair" in null:
         yield f"data.columns.text_pair: is null, but {task} needs a second text; write the name of its column"

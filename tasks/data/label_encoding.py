@@ -1,4 +1,4 @@
-"""Class ids for the labels of a data set, and what a column of labels looks like."""
+"""Give the labels of a data set ids, and tell columns of classes from columns of numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEW = 20  # classes; whole numbers of more values are a scale
 
 
 def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[Any] = ()) -> dict[Any, int]:
-    """Return class → id: of `names`, or where the source has none, of the labels of train."""
+    """Return class → id of `names`, or, if the source has none, of the labels of train."""
     classes = _classes(labels["train"], params)
     if len(classes) < 2:
         raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
@@ -26,6 +26,12 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
         if unknown := [label for label in _classes(column, params) if label not in ids]:
             raise StageError(f"the {name} split has labels that train has not: {unknown}: check data.splits")
     return ids
+
+
+def names_in_source(cells: pd.Series) -> list[Any]:
+    """Return the names of the classes, in the order of their ids, where the source of lists of labels has names."""
+    first = cells.iloc[0]
+    return list(first.categories) if isinstance(first, pd.Categorical) else []
 
 
 def is_numeric(labels: pd.Series) -> bool:
@@ -41,7 +47,7 @@ def few_values(labels: pd.Series) -> bool:
 
 
 def _classes(labels: pd.Series, params: Data) -> list[Any]:
-    """Return the different labels: in the order of their ids where the source has ids, else sorted."""
+    """Return the different labels, in the order of their ids if the source has ids, else sorted."""
     if isinstance(labels.dtype, pd.CategoricalDtype):
         present = set(labels.unique())
         return [name for name in labels.cat.categories if name in present]

@@ -1,4 +1,4 @@
-"""A split as model inputs: rows for training, batches for passes that are no training."""
+"""Load a split as model inputs: a data set for training, batches for passes that are no training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from transformers import PreTrainedTokenizerBase
 from eckart.calibration.losses import Batch
 from tasks.artifacts.task_spec import Split, load_split, load_task
 from tasks.nlp_tasks import kind_of
-from tasks.nlp_tasks.nlp_task import Collate, by_length
+from tasks.nlp_tasks._prediction import Collate, by_length
 
 
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """A split as model inputs with labels, unpadded."""
-    task = load_task()
-    return kind_of(task).encode(load_split(name), tokenizer, name)
+    """Load a split as model inputs with labels, unpadded."""
+    return kind_of(load_task()).encode(load_split(name), tokenizer, name)
 
 
 def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:
-    """Model inputs with labels, on `device`; rows of one length come together, so that little is padding."""
+    """Yield model inputs with labels, on `device`; examples of one length come together, so that little is padding."""
     for batch in DataLoader(data.select(by_length(data)), batch_size=size, collate_fn=collate):
         yield {name: values.to(device) for name, values in batch.items()}

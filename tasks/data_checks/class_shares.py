@@ -1,4 +1,4 @@
-"""Labels as shares of classes, and how far two are apart."""
+"""Count labels by class, and measure how far two data sets' shares are apart."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 
 _BINS = 10
-"""Of numbers (choice): as many classes, which are equally frequent in the reference."""
+"""Classes into which numbers are sorted (choice), equally frequent in the reference."""
 
 
 def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
-    """Return class or tag → how many rows or words have it; 0 for those that none has."""
+    """Count the rows or words of each class or tag."""
     ids = rows["label"].explode().dropna()  # of tags and of sets of labels, each counts
     counts = np.bincount(ids.to_numpy(np.int64), minlength=len(task.labels))
     return pd.Series(counts, index=list(task.labels))
@@ -26,19 +26,18 @@ def counts_of_both(
     if task.labels:
         both = pd.concat([classes(now, task), classes(then, task_then)], axis=1).fillna(0)
         return both.iloc[:, 0], both.iloc[:, 1]
-    if not kind_of(task).labels_are_numbers:
+    if kind_of(task).problem_type != "regression":
         return None
     edges = np.unique(np.quantile(then["label"], np.linspace(0, 1, _BINS + 1)[1:-1]))
-    some, others = (
-        pd.Series(np.bincount(np.searchsorted(edges, rows["label"]), minlength=len(edges) + 1)) for rows in (now, then)
-    )
-    return some, others
+    bins = (np.searchsorted(edges, rows["label"]) for rows in (now, then))
+    first, second = (pd.Series(np.bincount(bin_of, minlength=len(edges) + 1)) for bin_of in bins)
+    return first, second
 
 
 def shift(now: pd.Series, then: pd.Series) -> tuple[float, float]:
-    """Return the total variation of two counts by class, and how far chance alone reaches.
+    """Return the total variation of two counts by class, and how much of it chance alone gives.
 
-    Chance: the mean of what two samples of one distribution differ by, bounded class by class, and three standard
+    Chance: the mean difference of two samples of one distribution, bounded class by class, and three standard
     deviations (choice), each at most half the root of 1/m + 1/n (McDiarmid's inequality).
     """
     spread = 1 / now.sum() + 1 / then.sum()

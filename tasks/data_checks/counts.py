@@ -1,4 +1,4 @@
-"""Counts within the data: rows, classes, rows that stand twice."""
+"""Counts within the data: examples, classes, repeated examples, labels out of range."""
 
 from __future__ import annotations
 
@@ -10,50 +10,38 @@ from tasks.artifacts.task_spec import Split, Task
 from tasks.config.schema import Check
 from tasks.data_checks.class_shares import classes
 from tasks.data_checks.findings import Finding, at_least, at_most, unmeasured
-from tasks.data_checks.schema import mistakes
 from tasks.data_checks.text_normalization import contents
 from tasks.nlp_tasks import kind_of
 
-_RUNNING = "rows of running text are lines, which repeat"
-
-
-def of_cells(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
-    """Columns, types and ranges; what breaks them cannot be looked at any further."""
-    for name, rows in splits.items():
-        found = mistakes(rows, task, limits.label_range)
-        note = f"such as {found[0]}; nothing else was looked at: correct these, or check.label_range" if found else ""
-        yield at_most("invalid cells", name, len(found), 0, note)
-
 
 def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
-    """What the rows say of themselves."""
-    if kind_of(task).running_text:
+    """Yield the counts of each split beside their limits."""
+    kind = kind_of(task)
+    if kind.running_text:
         for measure in ("rows", "doubled rows", "leaked rows"):
-            yield unmeasured(measure, "all splits", _RUNNING)
+            yield unmeasured(measure, "all splits", "rows of running text are lines, which repeat")
         return
     for name, rows in splits.items():
         yield at_least("rows", name, len(rows), limits.fewest_rows, "give the source more, or lower check.fewest_rows")
-    if task.labels:
-        yield from _of_classes(splits, task, limits)
+        if task.labels:
+            counts = classes(rows, task)
+            rarest = str(counts.idxmin())
+            note = f"of {rarest}: give the source more of it, remove it, or lower check.fewest_of_class"
+            yield at_least("rarest class", name, int(counts[rarest]), limits.fewest_of_class, note)
+        if kind.problem_type == "regression" and limits.label_range:
+            outside = int((~rows["label"].between(*limits.label_range)).sum())
+            yield at_most("labels out of range", name, outside, 0, "correct these, or check.label_range")
     yield from _repeated(splits, limits)
 
 
-def _of_classes(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
-    for name, rows in splits.items():
-        counts = classes(rows, task)
-        rarest = str(counts.idxmin())
-        note = f"of {rarest}: give the source more of it, remove it, or lower check.fewest_of_class"
-        yield at_least("rarest class", name, int(counts[rarest]), limits.fewest_of_class, note)
-
-
 def _repeated(splits: Mapping[Split, pd.DataFrame], limits: Check) -> Iterator[Finding]:
-    found = {name: contents(rows) for name, rows in splits.items()}
-    for name, some in found.items():
+    words = {name: contents(rows) for name, rows in splits.items()}
+    for name, texts in words.items():
         note = "remove rows that stand twice from the source, or raise check.largest_doubled"
-        yield at_most("doubled rows", name, float(some.duplicated().mean()), limits.largest_doubled, note)
+        yield at_most("doubled rows", name, float(texts.duplicated().mean()), limits.largest_doubled, note)
     for name in ("validation", "test"):
-        others = pd.concat([some for other, some in found.items() if other != name])
-        share = float(found[name].isin(others).mean())
+        others = pd.concat([texts for other, texts in words.items() if other != name])
+        share = float(words[name].isin(others).mean())
         note = (
             "but for case, spaces and punctuation they stand in another split, too: remove them from the source, "
             "or raise check.largest_leaked"

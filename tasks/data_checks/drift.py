@@ -1,6 +1,6 @@
-"""Whether texts have changed: a classifier two-sample test (Lopez-Paz and Oquab, ICLR 2017).
+"""Measure whether texts have changed: a classifier two-sample test (Lopez-Paz and Oquab, ICLR 2017).
 
-A classifier learns to tell new rows from old ones. Where it cannot, on rows that it has not seen, they are alike.
+A classifier learns to tell new texts from old ones. If it cannot, on texts that it has not seen, they are alike.
 """
 
 from __future__ import annotations
@@ -11,37 +11,36 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from threadpoolctl import threadpool_limits
 
-from tasks.data.hash_sampling import lots, lowest
+from tasks.data.hash_sampling import lowest, uniform_hashes
 
 _FEATURES = 2**16
 _FOLDS = 5
 FEWEST = 50
-"""Rows of each side below which chance alone tells them apart (choice)."""
+"""Texts of each side below which chance alone tells them apart (choice)."""
 
 
 def drift(now: list[str], then: list[str], rows: int) -> tuple[float, float]:
-    """The classifier's AUC on rows that it has not seen, and how far chance alone takes it from 0.5.
+    """Return the classifier's AUC on texts that it has not seen, and how far chance alone takes it from 0.5.
 
-    Equal texts are in one fold, so that those on both sides cannot be told apart: the same rows give 0.5. Chance: three
+    Equal texts are in one fold, so texts on both sides cannot be told apart: the same texts give 0.5. Chance: three
     standard errors (choice) of an AUC of two samples of one distribution.
 
     Args:
-        now, then: texts, at least `FEWEST` each.
-        rows: that are read of each, at most: those of the lowest lots.
+        now, then: at least `FEWEST` texts each.
+        rows: texts that are read of each, at most: those of the lowest hashes.
     """
-    sides = [[some[index] for index in lowest(some, rows, 0, "drift")] for some in (now, then)]
-    both = [*sides[0], *sides[1]]
-    new = np.repeat([1, 0], list(map(len, sides)))
-    features = HashingVectorizer(n_features=_FEATURES, lowercase=False, token_pattern=r"\w+").transform(both)
+    new, old = ([texts[place] for place in lowest(texts, rows, 0, "drift")] for texts in (now, then))
+    texts, is_new = [*new, *old], np.repeat([1, 0], [len(new), len(old)])
+    features = HashingVectorizer(n_features=_FEATURES, lowercase=False, token_pattern=r"\w+").transform(texts)
     features = features[:, np.unique(features.indices)]  # those that occur
-    fold = (lots(both, 0, "folds") * _FOLDS).astype(int)
-    found = []
+    fold = (uniform_hashes(texts, 0, "folds") * _FOLDS).astype(int)
+    areas = []
     for number in range(_FOLDS):
-        held = fold == number
-        if len(set(new[held])) == len(set(new[~held])) == 2:
+        held_out = fold == number
+        if len(set(is_new[held_out])) == len(set(is_new[~held_out])) == 2:
             model = LogisticRegression(class_weight="balanced", solver="liblinear")
             with threadpool_limits(1):  # whose number would decide the order of sums
-                model.fit(features[~held], new[~held])
-            found.append(roc_auc_score(new[held], model.decision_function(features[held])))
-    some, others = map(len, sides)
-    return float(np.mean(found or [0.5])), 3 * float(np.sqrt((some + others + 1) / (12 * some * others)))
+                model.fit(features[~held_out], is_new[~held_out])
+            areas.append(roc_auc_score(is_new[held_out], model.decision_function(features[held_out])))
+    chance = 3 * float(np.sqrt((len(new) + len(old) + 1) / (12 * len(new) * len(old))))
+    return float(np.mean(areas or [0.5])), chance

@@ -1,4 +1,4 @@
-"""What the check of the data found, as reports/check.json has it."""
+"""Findings: each measure of the data beside its limit, as reports/check.json has them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Finding(BaseModel):
     """The split, or the two that are compared."""
     value: float | None
     """None where it was not measured."""
-    limit: float | None
+    limit: float | None = None
     """None where params.yaml switches it off."""
-    chance: float
-    """How much chance alone may add to it or take from it; 0 of what is counted."""
-    passed: bool
+    chance: float = 0.0
+    """How much chance alone may change the value; 0 for counts."""
+    passed: bool = True
     note: str
-    """What the value means; of one that does not pass what to do; of one that is missing why."""
+    """The meaning of the value; if it does not pass, what to do; if it is missing, why."""
 
     @property
     def verdict(self) -> str:
@@ -37,13 +37,13 @@ class Finding(BaseModel):
 
     @property
     def line(self) -> str:
-        """For the log and for errors."""
+        """The finding in a line, for the log and for errors."""
         start = f"{self.measure} ({self.where})"
         if self.value is None:
             return f"{start}: not measured, {self.note}"
-        beside = "no limit" if self.limit is None else f"limit {self.limit:.4g}"
+        limit = "no limit" if self.limit is None else f"limit {self.limit:.4g}"
         chance = f" and {self.chance:.2g} for chance" if self.chance and self.limit is not None else ""
-        return f"{start}: {self.value:.4g}, {beside}{chance}: {self.verdict if self.passed else self.note}"
+        return f"{start}: {self.value:.4g}, {limit}{chance}: {self.verdict if self.passed else self.note}"
 
 
 class Findings(BaseModel):
@@ -53,12 +53,12 @@ class Findings(BaseModel):
 
     @property
     def broken(self) -> list[Finding]:
-        return [one for one in self.findings if not one.passed]
+        return [finding for finding in self.findings if not finding.passed]
 
 
 def at_least(measure: str, where: str, value: float, limit: float | None, note: str) -> Finding:
     passed = limit is None or value >= limit
-    return Finding(measure=measure, where=where, value=value, limit=limit, chance=0.0, passed=passed, note=note)
+    return Finding(measure=measure, where=where, value=value, limit=limit, passed=passed, note=note)
 
 
 def at_most(measure: str, where: str, value: float, limit: float | None, note: str, chance: float = 0.0) -> Finding:
@@ -67,4 +67,4 @@ def at_most(measure: str, where: str, value: float, limit: float | None, note: s
 
 
 def unmeasured(measure: str, where: str, why: str) -> Finding:
-    return Finding(measure=measure, where=where, value=None, limit=None, chance=0.0, passed=True, note=why)
+    return Finding(measure=measure, where=where, value=None, note=why)

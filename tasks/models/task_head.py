@@ -35,12 +35,12 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
     name = (config.architectures or ["" if unnamed else task.head_class])[0]
     if not name.endswith(task.head_class):
         # A head of another kind may have the same name and shape.
-        return "other" if task.outputs_are_labels and name.endswith(_HEADS_OF_LABELS) else "none"
-    if not task.outputs_are_labels:
+        return "other" if task.problem_type and name.endswith(_HEADS_OF_LABELS) else "none"
+    if not task.problem_type:
         return "known"
     if config.problem_type not in (None, task.problem_type):
         return "other"
-    if task.labels_are_numbers:
+    if task.problem_type == "regression":
         return "known" if config.num_labels == 1 else "other"
     if _order(names, labels):
         return "known"

@@ -1,25 +1,27 @@
-"""What the tasks share whose model answers once for a text, or for a pair of texts."""
+"""The base class of tasks whose model answers once for a text, or for a pair of texts."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.nlp_tasks.nlp_task import Answers, Columns, NlpTask, Scored, predict, read_logits
+from tasks.nlp_tasks._prediction import Columns, predict
+from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored, Tokenizer
 
 
 class SequenceTask(NlpTask):
-    auto_class: ClassVar = "AutoModelForSequenceClassification"
-    outputs_are_labels: ClassVar = True
+    """A task must also give the metrics, the loss, the contributions of rows and the answers that follow from outputs.
 
-    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
+    Outputs are `(rows, outputs)`, and labels are as `targets` gives them.
+    """
+
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
         texts = [frame[column].tolist() for column in ("text", "text_pair") if column in frame]
         inputs = dict(tokenizer(*texts, truncation=True, max_length=self.spec.max_length))
         return {**inputs, "labels": self.targets(frame["label"])} if "label" in frame else inputs
@@ -29,33 +31,24 @@ class SequenceTask(NlpTask):
         return list(labels.tolist())
 
     def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
         outputs = self._outputs(model, tokenizer, frame, batch)
         labels = torch.tensor(self.targets(frame["label"])).numpy()
-        return self.scored(
-            self.all_metrics(outputs, labels), self.mean_loss(outputs, labels), self.rows(outputs, labels)
-        )
+        loss, rows = self.mean_loss(outputs, labels), self.rows(outputs, labels)
+        return self.scored(self.all_metrics(outputs, labels), loss, rows)
 
     def answers(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        batch: int,
-        continuation: int = 0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
         return self.answers_of(self._outputs(model, tokenizer, frame, batch))
 
-    def _outputs(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int
-    ) -> np.ndarray:
+    def _outputs(self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int) -> np.ndarray:
         data = self.columns(frame.drop(columns="label", errors="ignore"), tokenizer, "test")
-        return predict(model, data, self.collate(tokenizer, model), batch, read_logits)[0]
+        return predict(model, data, self.collate(tokenizer, model), batch, lambda outputs, _: (outputs["logits"],))[0]
 
     @abstractmethod
-    def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return all metrics of outputs `(rows, outputs)` against labels as `targets` gives them."""
+    def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]: ...
 
     @abstractmethod
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
@@ -67,14 +60,3 @@ class SequenceTask(NlpTask):
 
     @abstractmethod
     def answers_of(self, outputs: np.ndarray) -> list[Answers]: ...
-
-
-def class_head(labels: tuple[str, ...], problem_type: str) -> dict[str, object]:
-    """Return the shape of a head whose outputs are classes."""
-    names = dict(enumerate(labels))
-    return {
-        "problem_type": problem_type,
-        "num_labels": len(names),
-        "id2label": names,
-        "label2id": {name: label for label, name in names.items()},
-    }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase
 
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
 from tasks.data.label_encoding import class_ids, few_values
-from tasks.nlp_tasks._sequence_task import SequenceTask, class_head
-from tasks.nlp_tasks.nlp_task import FILLED_TEXT, NUMBER, STRING, Answers, CellRule
+from tasks.nlp_tasks._sequence_task import SequenceTask
+from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
@@ -34,7 +33,7 @@ class Classification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels are few whole numbers, or words that repeat and are no sets of others."""
+        """Whether labels are few whole numbers, or words that repeat, and not sets of labels."""
         return labels is not None and few_values(labels) and not has_sets(labels)
 
     @classmethod
@@ -44,18 +43,11 @@ class Classification(SequenceTask):
             frame["label"] = frame["label"].map(ids).astype("int64")
         return tuple(map(str, ids))
 
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        known = {"is a class": lambda cell: 0 <= cell < len(self.spec.labels)}
-        return {"text": FILLED_TEXT, "label": CellRule("int64", known)}
-
-    def head(self) -> dict[str, Any]:
-        return class_head(self.spec.labels, self.problem_type)
-
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
         return float(cross_entropy(torch.from_numpy(outputs).double(), torch.from_numpy(labels)))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """F1 is that of the second of two classes, and of more classes the mean over them."""
+        """Return all metrics; F1 is that of the second of two classes, or the mean over more classes."""
         guesses = outputs.argmax(-1)
         return {
             "accuracy": float(accuracy_score(labels, guesses)),
@@ -67,22 +59,24 @@ class Classification(SequenceTask):
         return pd.DataFrame({"label": labels, "guess": outputs.argmax(-1)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
-        """The likeliest class and its probability."""
+        """Return the likeliest class and its probability."""
         scores, labels = torch.from_numpy(outputs).double().softmax(-1).max(-1)
         pairs = zip(labels.tolist(), scores.tolist(), strict=True)
         return [{"label": self.spec.labels[label], "score": score} for label, score in pairs]
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The most frequent class of the training rows, for all rows."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Give all rows the most frequent class of the training rows."""
         return pd.DataFrame({"label": frame["label"], "guess": int(train["label"].mode()[0])})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         return self.spec.labels[rows["guess"].iloc[0]] if rows["guess"].nunique() == 1 else None
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        f1 = on_draws.second_f1 if len(self.spec.labels) == 2 else on_draws.macro_f1
-        metric = {"accuracy": on_draws.accuracy, "f1": f1, "matthews": on_draws.matthews}[self.spec.metric]
-        return on_draws.of_classes(on_draws.class_counts(rows, len(self.spec.labels)), metric)
+        counts = on_draws.class_counts(rows, len(self.spec.labels))
+        if self.spec.metric == "f1" and len(self.spec.labels) == 2:
+            return on_draws.of_classes(counts, lambda *sums: on_draws.f1(*sums)[:, 1])
+        metrics = {"accuracy": on_draws.accuracy, "f1": on_draws.macro_f1, "matthews": on_draws.matthews}
+        return on_draws.of_classes(counts, metrics[self.spec.metric])
 
 
 def has_sets(labels: pd.Series) -> bool:

@@ -1,7 +1,7 @@
 """Causal language modelling: the next token of blocks that a text is cut into.
 
 A split is one text, its rows joined by an empty line. It is cut into blocks of `max_length` tokens, without special
-tokens between them; what is left at its end is dropped. Every block is scored on its own: perplexity is that of windows
+tokens between them; the rest at its end is dropped. Every block is scored on its own: perplexity is that of windows
 that do not overlap, as in the tables of papers on compressing language models.
 """
 
@@ -17,30 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import ModelOutput
 
 from eckart.calibration.losses import IGNORED, Batch, Predictions
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Split
 from tasks.data.hash_sampling import lowest
-from tasks.nlp_tasks.nlp_task import (
-    NUMBER,
-    STRING,
-    Answers,
-    CellRule,
-    Collate,
-    Columns,
-    NlpTask,
-    Scored,
-    place,
-    predict,
-)
+from tasks.nlp_tasks._prediction import Collate, Columns, place, predict
+from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
 _SEPARATOR = "\n\n"
-_ROWS = 10_000  # that are tokenized at a time
+_ROWS = 10_000  # tokenized at a time
 
 
 def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
@@ -50,9 +40,7 @@ def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
 class LanguageModeling(NlpTask):
     metrics: ClassVar = ("perplexity",)
     text_pair: ClassVar = "refused"
-    has_labels: ClassVar = False
     calibration_labels: ClassVar = ("given", "drawn")
-    zero_shot: ClassVar = True
     running_text: ClassVar = True
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
     auto_class: ClassVar = "AutoModelForCausalLM"  # whose own loss weighs blocks of one length alike
@@ -66,17 +54,14 @@ class LanguageModeling(NlpTask):
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Lines of white space become empty, as the hub's copies of WikiText have them."""
+        """Empty the lines of white space, as the hub's copies of WikiText have them."""
         text = frame["text"].fillna("")
         text = text.where(text.astype(str).str.strip() != "", "")
         return super().prepare(frame.assign(text=text), names, source)
 
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        return {"text": CellRule(str)}
-
-    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
-        """Blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for, drawn
-        by their hash. The calibration blocks are some of the training blocks.
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
+        """Return blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for,
+        drawn by their hash. Calibration blocks are drawn from the training blocks.
 
         Raises:
             StageError: the text is shorter than a block.
@@ -93,7 +78,7 @@ class LanguageModeling(NlpTask):
         return {"input_ids": blocks, "attention_mask": np.ones_like(blocks), "labels": blocks}
 
     def _sample(self, blocks: np.ndarray, split: Split) -> np.ndarray:
-        if split == "calibration":  # of those that training sees
+        if split == "calibration":
             blocks = self._sample(blocks, "train")
         size = self.spec.sizes[split]
         if size >= len(blocks):
@@ -105,39 +90,36 @@ class LanguageModeling(NlpTask):
     def predictions(self) -> Predictions:
         return _next_token_logits
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+    def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         return default_data_collator
 
     def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Perplexity is the exponential of the mean loss over all predicted tokens."""
+        """Score a model by its perplexity, the exponential of the mean loss over all predicted tokens."""
         (losses,) = predict(model, self.columns(frame, tokenizer, split), default_data_collator, batch, _losses)
-        each = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
-        loss = float(each["loss"].mean())
-        return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, each)  # finite, however bad
+        rows = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
+        loss = float(rows["loss"].mean())
+        return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, rows)  # finite, however bad
 
     def answers(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        batch: int,
-        continuation: int = 0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """The mean loss of each row's own blocks, the last of which may be shorter, None where no token is predicted;
-        and what the model writes after the row, None after one without a token."""
+        """Return the mean loss of each row's own blocks, the last of which may be shorter, None if no token is
+        predicted; and the model's continuation of the row, None after a row without a token."""
         place(model.eval())
-        found: list[Answers] = []
+        answers: list[Answers] = []
         for start in range(0, len(frame), batch):
             texts = frame["text"].iloc[start : start + batch].tolist()
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             losses = self._text_losses(model, ids, batch)
-            written = self._written(model, tokenizer, ids, continuation) if continuation else ()
-            found += [{"loss": loss} for loss in losses]
-            for answer, text in zip(found[start:], written, strict=False):
-                answer["continuation"] = text  # type: ignore[index]
-        return found
+            if continuation:
+                written = self._continued(model, tokenizer, ids, continuation)
+                pairs = zip(losses, written, strict=True)
+                answers += [{"loss": loss, "continuation": text} for loss, text in pairs]
+            else:
+                answers += [{"loss": loss} for loss in losses]
+        return answers
 
     @torch.inference_mode()
     def _text_losses(self, model: PreTrainedModel, texts: Sequence[Sequence[int]], batch: int) -> list[float | None]:
@@ -160,12 +142,12 @@ class LanguageModeling(NlpTask):
         return [total / count if count else None for total, count in zip(sums, counts, strict=True)]
 
     @torch.inference_mode()
-    def _written(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[int]], tokens: int
-    ) -> Iterator[str | None]:
-        """Return what the model writes greedily after each text, None after one without a token."""
-        read = self._room(model, tokens)
-        contexts = [torch.tensor(ids[-read:]) for ids in texts if ids]
+    def _continued(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], tokens: int
+    ) -> list[str | None]:
+        """Return the greedy continuation of each text, None for a text without a token."""
+        room = self._room(model, tokens)
+        contexts = [torch.tensor(ids[-room:]) for ids in texts if ids]
         written: Iterator[str] = iter(())
         if contexts:
             ids = pad_sequence(contexts, batch_first=True, padding_value=IGNORED, padding_side="left").to(place(model))
@@ -177,13 +159,13 @@ class LanguageModeling(NlpTask):
                 max_new_tokens=tokens,
             )
             written = iter(tokenizer.batch_decode(new[:, ids.shape[1] :], skip_special_tokens=True))
-        return iter([next(written) if ids else None for ids in texts])
+        return [next(written) if ids else None for ids in texts]
 
     def check_room(self, model: PreTrainedModel, continuation: int) -> None:
         self._room(model, continuation)
 
     def _room(self, model: PreTrainedModel, continuation: int) -> int:
-        """Return how many tokens of a text are read before it is continued: what is written needs positions, too."""
+        """Return how many tokens of a text are read before it is continued: the continuation needs positions, too."""
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is None:
             return self.spec.max_length
@@ -193,8 +175,8 @@ class LanguageModeling(NlpTask):
             )
         return int(min(self.spec.max_length, positions - continuation))
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """How often each token of the vocabulary is in the training blocks, plus one: a model without a context."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Predict each token by its frequency in the training blocks, plus one: a model without a context."""
         seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
         blocks = np.array(self.columns(frame, tokenizer, "test")["input_ids"])
         counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
@@ -205,14 +187,14 @@ class LanguageModeling(NlpTask):
         return on_draws.perplexity(rows["loss"])
 
 
-def _pieces(rows: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
+def _pieces(rows: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     """Yield the tokens of the text, some rows at a time: as one string a large text takes a hundredfold of its size."""
     for start in range(0, len(rows), _ROWS):
         piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
 
 
-def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _losses(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
     return (_token_losses(outputs["logits"], batch["labels"]),)
 
 

@@ -1,7 +1,7 @@
 """Multi-label classification: any number of labels for a text, or for a pair of texts, each decided by itself.
 
-Each output of the head is a logit z; its label's probability is σ(z), and the label is given where that is at least
-1/2. The loss is the mean over labels of the binary cross-entropy. The logit of one label and 0 are the two logits of a
+Each output of the head is a logit z; its label's probability is σ(z), and the label is given if that is at least 1/2.
+The loss is the mean over labels of the binary cross-entropy. The logit of one label and 0 are the two logits of a
 softmax with the same probabilities, which is how statistics and distillation see it (`binary_logits`).
 """
 
@@ -16,15 +16,14 @@ import pandas as pd
 import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import PreTrainedTokenizerBase
 
 from eckart.calibration.losses import Predictions, binary_logits
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.data.label_encoding import class_ids
-from tasks.nlp_tasks._sequence_task import SequenceTask, class_head
+from tasks.data.label_encoding import class_ids, names_in_source
+from tasks.nlp_tasks._sequence_task import SequenceTask
 from tasks.nlp_tasks.classification import has_sets
-from tasks.nlp_tasks.nlp_task import FILLED_TEXT, NUMBERS, STRINGS, Answers, CellRule
+from tasks.nlp_tasks.nlp_task import NUMBERS, STRINGS, Answers, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
@@ -46,7 +45,7 @@ class MultiLabelClassification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels are lists of few, or have | between them, beside texts that are no lists of words."""
+        """Whether labels are lists, or have | between them, few differ, and texts are no lists of words."""
         if labels is None or not has_sets(labels) or texts.map(pd.api.types.is_list_like).any():
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
@@ -54,19 +53,11 @@ class MultiLabelClassification(SequenceTask):
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
         sets = {name: frame["label"].map(_labels_of) for name, frame in splits.items()}
-        first = splits["train"]["label"].iloc[0]
-        names = first.categories.tolist() if isinstance(first, pd.Categorical) else ()
+        names = names_in_source(splits["train"]["label"])
         ids = class_ids({name: labels.explode().dropna() for name, labels in sets.items()}, params, names)
         for name, frame in splits.items():
             frame["label"] = [sorted(ids[label] for label in labels) for labels in sets[name]]
         return tuple(map(str, ids))
-
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        known = {"has known labels": lambda cell: all(0 <= label < len(self.spec.labels) for label in cell)}
-        return {"text": FILLED_TEXT, "label": CellRule(object, known)}
-
-    def head(self) -> dict[str, Any]:
-        return class_head(self.spec.labels, self.problem_type)
 
     @property
     def predictions(self) -> Predictions:
@@ -84,8 +75,8 @@ class MultiLabelClassification(SequenceTask):
         return float(binary_cross_entropy_with_logits(predicted, wanted))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """F1 of all decisions together (micro), or the mean over labels (macro; 0 where a label is never there and
-        never given); an exact match has all labels of a row right."""
+        """Return F1 over all decisions together (micro) and its mean over labels (macro; 0 for a label that is neither
+        wanted nor given), and the share of rows with all labels right."""
         wanted, guesses = labels.astype(int), _given(outputs)
         return {
             "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
@@ -97,23 +88,18 @@ class MultiLabelClassification(SequenceTask):
         return _contributions(labels.astype(int), _given(outputs))
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
-        """The labels that are given, and the probability of each."""
+        """Return the labels that are given, and the probability of each."""
         probabilities = torch.from_numpy(outputs).double().sigmoid().numpy()
         return [
-            {
-                "labels": [self.spec.labels[label] for label in np.flatnonzero(given)],
-                "scores": row[given].tolist(),
-            }
+            {"labels": [self.spec.labels[label] for label in np.flatnonzero(given)], "scores": row[given].tolist()}
             for row, given in zip(probabilities, _given(outputs).astype(bool), strict=True)
         ]
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The most frequent set of labels, for all rows; of equally frequent ones the first."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Give all rows the most frequent set of labels of the training rows, the first of equally frequent ones."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
-        wanted, guess = (
-            np.array(self.targets(labels), int) for labels in (frame["label"], pd.Series([most] * len(frame)))
-        )
-        return _contributions(wanted, guess)
+        guess = np.array(self.targets(pd.Series([most] * len(frame))), int)
+        return _contributions(np.array(self.targets(frame["label"]), int), guess)
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
         guesses = {tuple(guess) for guess in rows["guess"]}
@@ -126,7 +112,9 @@ class MultiLabelClassification(SequenceTask):
         if self.spec.metric == "exact_match":
             return on_draws.mean_of(pd.Series((wanted == guess).all(1)))
         counts = np.concatenate([wanted * guess, guess, wanted], axis=1)
-        return on_draws.of_classes(counts, {"f1_micro": on_draws.micro_f1, "f1_macro": _mean_f1}[self.spec.metric])
+        if self.spec.metric == "f1_micro":
+            return on_draws.of_classes(counts, on_draws.micro_f1)
+        return on_draws.of_classes(counts, lambda *sums: on_draws.f1(*sums).mean(1))
 
 
 def _labels_of(cell: Any) -> list[Any]:
@@ -144,7 +132,3 @@ def _given(outputs: np.ndarray) -> np.ndarray:
 
 def _contributions(wanted: np.ndarray, guess: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame({"label": list(wanted), "guess": list(guess)})
-
-
-def _mean_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    return on_draws.f1(right, guessed, wanted).mean(1)

@@ -1,8 +1,8 @@
 """Extractive question answering: the answer is a part of the context, as in SQuAD 1.1.
 
-A context that is too long for `max_length` is cut into windows, of which neighbours share `stride` tokens
-(eckart/text/qa_windows.py). Each is a row for the model: it points at the tokens where the answer starts and ends, or
-at the CLS token (at the first, where there is none) if the answer is not wholly in the window.
+A context that is too long for `max_length` is cut into windows, whose neighbours share `stride` tokens
+(eckart/text/qa_windows.py). Each is an example for the model: it points at the tokens where the answer starts and ends,
+or at the CLS token (the first token, if there is none) if the answer is not wholly in the window.
 
 Source: Rajpurkar et al., EMNLP 2016, and the evaluation script of SQuAD 1.1.
 """
@@ -21,27 +21,16 @@ import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from eckart.calibration.losses import Loss, Predictions, span_logits, span_loss
+from eckart.calibration.losses import Batch, Loss, Predictions, span_logits, span_loss
 from eckart.text import qa_windows
 from eckart.text.qa_windows import Answer, Window, best_answers
 from tasks.artifacts.errors import StageError
-from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.nlp_tasks.nlp_task import (
-    FILLED_TEXT,
-    NUMBER,
-    STRING,
-    Answers,
-    CellRule,
-    Collate,
-    Columns,
-    NlpTask,
-    Scored,
-    predict,
-)
+from tasks.nlp_tasks._prediction import Collate, Columns, predict
+from tasks.nlp_tasks.nlp_task import NUMBER, STRING, Answers, NlpTask, Scored, Tokenizer
 
 if TYPE_CHECKING:
     from tasks.config.schema import Data
@@ -65,22 +54,18 @@ class QuestionAnswering(NlpTask):
             frame["label"] = _answers(frame, name, params)
         return ()
 
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        answered = {"has an answer": lambda cell: len(cell["text"]) > 0}
-        return {"text": FILLED_TEXT, "text_pair": FILLED_TEXT, "label": CellRule(object, answered)}
-
     def head(self) -> dict[str, Any]:
         return {"num_labels": 2}  # a start and an end, whatever head the base model had
 
-    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
-        """Windows, and between which tokens of each the first answer stands, where answers are given.
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
+        """Return windows, and the first and last token of the first answer in each, where answers are given.
 
         Raises:
             StageError: the tokenizer does not say where its tokens stand, or a question leaves no room for its context.
         """
         return _columns(frame, self.windows(frame, tokenizer), tokenizer)
 
-    def windows(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> list[Window]:
+    def windows(self, frame: pd.DataFrame, tokenizer: Tokenizer) -> list[Window]:
         """Return all windows of all questions, in their order."""
         self.check_offsets(tokenizer)
         questions, contexts = frame["text"].tolist(), frame["text_pair"].tolist()
@@ -97,73 +82,64 @@ class QuestionAnswering(NlpTask):
     def predictions(self) -> Predictions:
         return span_logits
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
-        """Padded on the right, whatever the tokenizer does: positions count from the left."""
+    def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
+        """Return the function that pads on the right, whatever the tokenizer does: positions count from the left."""
         return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
 
     def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Metrics are means over questions, the loss is one over windows."""
-        found = self.windows(frame, tokenizer)
-        data = _columns(frame, found, tokenizer)
-        logits, best = self._best(model, tokenizer, frame, found, batch)
-        each = each_question([answer.text for answer in best], [list(cell["text"]) for cell in frame["label"]])
+        """Score a model: metrics are means over questions, the loss is a mean over windows."""
+        windows = self.windows(frame, tokenizer)
+        data = _columns(frame, windows, tokenizer)
+        logits, best = self._best(model, tokenizer, frame, windows, batch)
+        rows = question_scores([answer.text for answer in best], [list(cell["text"]) for cell in frame["label"]])
         positions = np.array(data["start_positions"]), np.array(data["end_positions"])
-        return self.scored(question_metrics(each), mean_loss(found, logits, positions), each)
+        metrics = {name: float(rows[name].mean()) for name in self.metrics}
+        return self.scored(metrics, mean_loss(windows, logits, positions), rows)
 
     def answers(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        batch: int,
-        continuation: int = 0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
         _, best = self._best(model, tokenizer, frame, self.windows(frame, tokenizer), batch)
         return [{"answer": answer.text, "score": answer.probability} for answer in best]
 
     def _best(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        found: Sequence[Window],
-        batch: int,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, windows: Sequence[Window], batch: int
     ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
         """Return the logits of starts and ends `(windows, tokens)`, and the best answer to each question."""
-        data = _columns(frame.drop(columns="label", errors="ignore"), found, tokenizer)
-        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _read)
-        return (starts, ends), best_answers(found, starts, ends, frame["text_pair"].tolist())
+        data = _columns(frame.drop(columns="label", errors="ignore"), windows, tokenizer)
+        starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _logits)
+        return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The most frequent answer of the training rows; of equally frequent ones the first."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Answer every question by the most frequent one of the training rows, the first of equally frequent ones."""
         counts = Counter(normal(cell["text"][0]) for cell in train["label"])
         most = counts.most_common(1)[0][0]
-        return each_question([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
+        return question_scores([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
 
 
-def _columns(frame: pd.DataFrame, found: Sequence[Window], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
-    rows: list[dict[str, Any]] = [dict(window.inputs) for window in found]
+def _columns(frame: pd.DataFrame, windows: Sequence[Window], tokenizer: Tokenizer) -> dict[str, list[Any]]:
+    rows: list[dict[str, Any]] = [dict(window.inputs) for window in windows]
     if "label" in frame:
         places = [_span(cell["text"][0], cell["answer_start"][0]) for cell in frame["label"]]
-        for row, window in zip(rows, found, strict=True):
+        for row, window in zip(rows, windows, strict=True):
             row |= _positions(window, *places[window.row], tokenizer)
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _read(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+def _logits(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
     return outputs["start_logits"], outputs["end_logits"]
 
 
 def _span(answer: str, start: int) -> tuple[int, int]:
-    """The characters from the first to behind the last that is no white space, which tokens may not cover."""
+    """Return the first character of an answer and the end of its last, without white space, which has no tokens."""
     start += len(answer) - len(answer.lstrip())
     return start, start + len(answer.strip())
 
 
-def _positions(window: Window, start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The first and the last token of the answer at the characters `start` to `end`."""
+def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the first and the last token of the answer at the characters `start` to `end`."""
     begins, ends = window.offsets.T
     context = begins != qa_windows.NOT_CONTEXT
     tokens = np.flatnonzero(context & (ends > start) & (begins < end))
@@ -174,9 +150,9 @@ def _positions(window: Window, start: int, end: int, tokenizer: PreTrainedTokeni
     return {"start_positions": nowhere, "end_positions": nowhere}
 
 
-def mean_loss(found: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tuple[np.ndarray, ...]) -> float:
-    """Mean over windows of the mean cross-entropy of start and end, as `eckart.calibration.losses.span_loss` has it."""
-    lengths = torch.tensor([len(window.offsets) for window in found])
+def mean_loss(windows: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tuple[np.ndarray, ...]) -> float:
+    """Return the mean over windows of `eckart.calibration.losses.span_loss`, the mean over start and end."""
+    lengths = torch.tensor([len(window.offsets) for window in windows])
     total = 0.0
     for predicted, wanted in zip(logits, positions, strict=True):
         padding = torch.arange(predicted.shape[1]) >= lengths[:, None]
@@ -185,8 +161,8 @@ def mean_loss(found: Sequence[Window], logits: tuple[np.ndarray, ...], positions
     return total / len(logits)
 
 
-def each_question(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
-    """Score each guess by the best of its gold answers: whether they are equal, and the F1 of their words."""
+def question_scores(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
+    """Score each guess against the best of its gold answers: whether they are equal, and the F1 of their words."""
     pairs = list(zip(guesses, golds, strict=True))
     return pd.DataFrame(
         {
@@ -196,13 +172,8 @@ def each_question(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.
     )
 
 
-def question_metrics(each: pd.DataFrame) -> dict[MetricName, float]:
-    """Means over questions."""
-    return {"exact_match": float(each["exact_match"].mean()), "f1": float(each["f1"].mean())}
-
-
 def normal(answer: str) -> str:
-    """Lower case, without punctuation and articles, words one space apart."""
+    """Return an answer in lower case, without punctuation and articles, its words one space apart."""
     answer = "".join(character for character in answer.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
@@ -214,7 +185,7 @@ def _f1(guess: str, gold: str) -> float:
 
 
 def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
-    """Answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
+    """Return answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
     where = f"column {params.columns.label} of the {split} split"
     try:
         answers = [_answer(cell) for cell in frame["label"]]
@@ -234,7 +205,7 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
 
 
 def _answer(cell: Any) -> dict[str, list[Any]]:
-    """`{"text": [...], "answer_start": [...]}`, also of a list of single answers."""
+    """Return `{"text": [...], "answer_start": [...]}`, also for a list of single answers."""
     parts = [cell] if isinstance(cell, Mapping) else list(cell)
     texts, starts = (
         [value for part in parts for value in np.atleast_1d(part[key]).tolist()] for key in ("text", "answer_start")

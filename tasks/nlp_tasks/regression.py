@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,14 +10,13 @@ import pandas as pd
 import torch
 from scipy.stats import pearsonr, spearmanr
 from torch.nn.functional import mse_loss
-from transformers import PreTrainedTokenizerBase
 
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
 from tasks.data.label_encoding import few_values, is_numeric
 from tasks.nlp_tasks._sequence_task import SequenceTask
-from tasks.nlp_tasks.nlp_task import FILLED_TEXT, NUMBER, Answers, CellRule
+from tasks.nlp_tasks.nlp_task import NUMBER, Answers, Tokenizer
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 class Regression(SequenceTask):
     metrics: ClassVar = ("pearson", "spearman")
-    labels_are_numbers: ClassVar = True
     problem_type: ClassVar = "regression"
     trivial_answer: ClassVar = "the mean of the training labels"
     answer_columns: ClassVar = {"value": NUMBER}
@@ -42,14 +39,6 @@ class Regression(SequenceTask):
         for frame in splits.values():
             frame["label"] = _floats(frame["label"], params)
         return ()
-
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        low, high = label_range or (-np.inf, np.inf)
-        checks: dict[str, Callable[[Any], bool]] = {
-            "is finite": math.isfinite,
-            "is in check.label_range": lambda cell: low <= cell <= high,
-        }
-        return {"text": FILLED_TEXT, "label": CellRule("float32", checks)}
 
     def head(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": self.problem_type}
@@ -67,8 +56,8 @@ class Regression(SequenceTask):
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
         return [{"value": value} for value in outputs.squeeze(-1).tolist()]
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The mean of the training labels, for all rows."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Give all rows the mean of the training labels."""
         return pd.DataFrame({"label": frame["label"], "value": float(train["label"].mean())})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
@@ -79,7 +68,7 @@ class Regression(SequenceTask):
 
 
 def _correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:
-    """A correlation with a constant is 0 by definition here: such outputs tell nothing."""
+    """Return a correlation; with a constant it is 0 by definition here."""
     if np.ptp(values) == 0 or np.ptp(labels) == 0:
         return 0.0
     return float(correlate(labels, values).statistic)

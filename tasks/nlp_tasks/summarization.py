@@ -1,13 +1,12 @@
-"""Summarization by an encoder and a decoder: the document is read, the summary is written token by token.
+"""Summarization by an encoder and a decoder: the encoder reads a document, the decoder writes a summary.
 
-Scores are ROUGE (Lin, 2004) as `rouge_score` computes it, with words stemmed: F-measures of each row's written summary
-against its whole reference, as a mean over rows. Its words are those of English letters and digits.
+Scores are ROUGE (Lin, 2004) as `rouge_score` computes it, with words stemmed: F-measures of each written summary
+against its whole reference, as a mean over rows. Words are made of English letters and digits.
 
-(choice) ROUGE-L is that of the whole summary as one sequence. The tables of papers on CNN/DailyMail often have
-ROUGE-Lsum, the union over sentences, which is larger; of a summary of one sentence, as in XSum, the two are the same.
+(choice) ROUGE-L takes the whole summary as one sequence. The tables of papers on CNN/DailyMail often have ROUGE-Lsum,
+the union over sentences, which is larger; for a summary of one sentence, as in XSum, the two are equal.
 (choice) Summaries are written greedily, so that a score is cheap and no setting decides it; papers use beams, which
-score somewhat higher. What else the model's own generation config asks for (tokens it is forced to write, n-grams it
-may not repeat) holds.
+score somewhat higher. The rest of the model's generation config (forced tokens, n-grams it may not repeat) holds.
 """
 
 from __future__ import annotations
@@ -22,25 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedModel
 
 from eckart.calibration.batches import decoder_inputs
 from eckart.calibration.losses import IGNORED, Loss, Predictions, token_loss
 from tasks.artifacts.errors import StageError
-from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.nlp_tasks.nlp_task import (
-    FILLED_TEXT,
-    STRING,
-    Answers,
-    CellRule,
-    Collate,
-    Columns,
-    NlpTask,
-    Scored,
-    labelled,
-    predict,
-)
+from tasks.nlp_tasks._prediction import Collate, Columns, predict
+from tasks.nlp_tasks.nlp_task import STRING, Answers, NlpTask, Scored, Tokenizer, labelled
 
 if TYPE_CHECKING:
     from tasks.config.schema import Data
@@ -69,11 +57,8 @@ class Summarization(NlpTask):
                 raise StageError(f"the {name} split has {blank} rows with a blank {params.columns.label}: remove them")
         return ()
 
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        return {"text": FILLED_TEXT, "label": FILLED_TEXT}
-
-    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
-        """Documents of at most `max_length` tokens after the prefix, and summaries of at most `target_length`."""
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
+        """Return documents of `max_length` tokens, prefix included, and summaries of `target_length`, at most."""
         documents = [(self.spec.prefix or "") + text for text in frame["text"]]
         inputs = tokenizer(documents, truncation=True, max_length=self.spec.max_length)
         columns = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
@@ -91,8 +76,8 @@ class Summarization(NlpTask):
     def predictions(self) -> Predictions:
         return labelled
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
-        """Return what makes a batch, with what the decoder reads, and which of it is no padding, spelled out.
+    def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
+        """Return the function that makes a batch, with the decoder's inputs and their attention mask.
 
         Raises:
             StageError: the model does not say with which token a summary begins.
@@ -110,69 +95,50 @@ class Summarization(NlpTask):
             inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows])
             if "labels" not in rows[0]:  # a summary is to be written
                 return dict(inputs)
-            labels = pad_sequence(
-                [torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=IGNORED
-            )
-            return {
-                **inputs,
-                "labels": labels,
-                **decoder_inputs(model, labels),
-            }
+            tokens = [torch.tensor(row["labels"]) for row in rows]
+            labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
+            return {**inputs, "labels": labels, **decoder_inputs(model, labels)}
 
         return batch
 
     def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """ROUGE of what the model writes; the loss is the mean over all tokens of the summaries, each given those
-        before it."""
+        """Score what the model writes by ROUGE; the loss is a mean over all tokens of the references."""
         data = self.columns(frame, tokenizer, split)
         losses, labels = predict(model, data, self.collate(tokenizer, model), batch, _losses)
         summaries = self._written(model, tokenizer, data, batch)
         loss = float(losses[labels != IGNORED].astype(np.float64).mean())
-        each = each_summary(frame["label"].tolist(), summaries)
-        return self.scored(rouge(each), loss, each)
+        rows = rouge(frame["label"].tolist(), summaries)
+        return self.scored({name: fmean(rows[name]) for name in self.metrics}, loss, rows)
 
     def answers(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        batch: int,
-        continuation: int = 0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
         data = self.columns(frame.drop(columns="label", errors="ignore"), tokenizer, "test")
         return [{"summary": text} for text in self._written(model, tokenizer, data, batch)]
 
-    def _written(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Columns, batch: int
-    ) -> list[str]:
+    def _written(self, model: PreTrainedModel, tokenizer: Tokenizer, data: Columns, batch: int) -> list[str]:
         """Return the summaries that the model writes greedily, of at most `target_length` tokens."""
         options = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
         (ids,) = predict(model, data, self.collate(tokenizer, model), batch, lambda ids, _: (ids,), **options)
         ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # after the token it starts from
         return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The first tokens of each document, as many as a summary may have: the lead, of which nothing is learned."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Answer with the first tokens of each document, as many as a summary may have; nothing is learned."""
         documents, length = frame["text"].tolist(), self.spec.target_length
         ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
-        return each_summary(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
+        return rouge(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
 
 
-def each_summary(references: list[str], summaries: list[str]) -> pd.DataFrame:
-    """F-measures, in [0, 1]."""
+def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
+    """Return the F-measures of each summary, in [0, 1]."""
     from rouge_score.rouge_scorer import RougeScorer  # its absl would close stderr where logging is set up after it
 
-    names = Summarization.metrics
-    scorer = RougeScorer(names, use_stemmer=True)
+    scorer = RougeScorer(Summarization.metrics, use_stemmer=True)
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
-    return pd.DataFrame({name: [row[name].fmeasure for row in rows] for name in names})
-
-
-def rouge(each: pd.DataFrame) -> dict[MetricName, float]:
-    """Means over summaries."""
-    return {name: fmean(each[name]) for name in Summarization.metrics}
+    return pd.DataFrame({name: [row[name].fmeasure for row in rows] for name in Summarization.metrics})
 
 
 def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Token classification: a tag for each word of a row, such as named entities or parts of speech.
+"""Token classification: a tag for each word of an example, such as named entities or parts of speech.
 
 A word is labelled at its first sub-token. (choice) The words are joined by spaces before they are tokenized, not handed
 over one by one: tokenizers of bytes and of sentence pieces mark a word by the space before it, and would take words
@@ -8,7 +8,7 @@ without one for the middles of others. Words beyond `max_length` tokens are neit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,26 +17,16 @@ import torch
 from sklearn.metrics import accuracy_score, f1_score
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
 from eckart.calibration.losses import IGNORED, Loss, Predictions, token_loss
 from eckart.text.word_alignment import first_tokens
 from tasks.artifacts.errors import StageError
 from tasks.artifacts.metrics import MetricName
 from tasks.artifacts.task_spec import Split
-from tasks.data.label_encoding import class_ids
-from tasks.nlp_tasks._sequence_task import class_head
-from tasks.nlp_tasks.nlp_task import (
-    STRINGS,
-    Answers,
-    CellRule,
-    Collate,
-    Columns,
-    NlpTask,
-    Scored,
-    labelled,
-    predict,
-)
+from tasks.data.label_encoding import class_ids, names_in_source
+from tasks.nlp_tasks._prediction import Collate, Columns, predict
+from tasks.nlp_tasks.nlp_task import STRINGS, Answers, NlpTask, Scored, Tokenizer, labelled
 from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
@@ -44,7 +34,7 @@ if TYPE_CHECKING:
     from tasks.config.schema import Data
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
-"""Where all tags are such, F1 is that of entities, each right only as a whole."""
+"""If all tags match, F1 counts entities, each right only as a whole."""
 
 
 class TokenClassification(NlpTask):
@@ -53,7 +43,6 @@ class TokenClassification(NlpTask):
     text_is_words: ClassVar = True
     text_columns: ClassVar = ()
     auto_class: ClassVar = "AutoModelForTokenClassification"
-    outputs_are_labels: ClassVar = True
     problem_type: ClassVar = "single_label_classification"
     own_loss: ClassVar = False
     pipeline: ClassVar = "token-classification"
@@ -69,7 +58,7 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Words become tuples, which can be told apart."""
+        """Check the words, and turn lists of words into tuples, which can be compared."""
         frame = super().prepare(frame, names, source)
         rows, column = frame["text"], f"column {names['text']} of {source}"
         if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
@@ -83,7 +72,7 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        """Tags become ids; a tag that the source names is known even if train has none of it."""
+        """Turn tags into ids; a tag that the source names is known even if train does not have it."""
         for name, frame in splits.items():
             pairs = zip(frame["text"], frame["label"], strict=True)
             if wrong := sum(not pd.api.types.is_list_like(tags) or len(tags) != len(words) for words, tags in pairs):
@@ -91,37 +80,21 @@ class TokenClassification(NlpTask):
                     f"the {name} split has {wrong} rows where column {params.columns.label} is not a list of as many "
                     f"tags as {params.columns.text} has words: correct data.columns, or those rows"
                 )
-        first = splits["train"]["label"].iloc[0]
-        names = first.categories.tolist() if isinstance(first, pd.Categorical) else ()
+        names = names_in_source(splits["train"]["label"])
         ids = class_ids({name: frame["label"].explode() for name, frame in splits.items()}, params, names)
         for frame in splits.values():
             frame["label"] = [[ids[tag] for tag in tags] for tags in frame["label"]]
         return tuple(map(str, ids))
 
-    def cell_rules(self, label_range: tuple[float, float] | None) -> dict[str, CellRule]:
-        known = {"has known tags": lambda cell: all(0 <= tag < len(self.spec.labels) for tag in cell)}
-        return {
-            "text": CellRule(object, {"has words": lambda cell: len(cell) > 0}),
-            "label": CellRule(object, known),
-        }
-
-    def row_checks(self) -> Mapping[str, Callable[[pd.DataFrame], pd.Series]]:
-        return {"has a tag for each word": lambda frame: frame["text"].map(len) == frame["label"].map(len)}
-
-    def head(self) -> dict[str, Any]:
-        return class_head(self.spec.labels, self.problem_type)
-
-    def columns(self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase, split: Split) -> Columns:
-        """Rows with the tag of each word at its first sub-token, and -100 elsewhere.
+    def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
+        """Return rows with the tag of each word at its first sub-token, and -100 elsewhere.
 
         Raises:
             StageError: the tokenizer does not say where its tokens stand.
         """
         return self._columns(frame, tokenizer)[0]
 
-    def _columns(
-        self, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase
-    ) -> tuple[dict[str, list[Any]], list[np.ndarray]]:
+    def _columns(self, frame: pd.DataFrame, tokenizer: Tokenizer) -> tuple[dict[str, list[Any]], list[np.ndarray]]:
         """Return the columns, and the first sub-token of each word `(words,)`, -1 where it has none.
 
         Without a column label every word has tag 0, which marks the tokens that are to be answered.
@@ -146,13 +119,13 @@ class TokenClassification(NlpTask):
     def predictions(self) -> Predictions:
         return labelled
 
-    def collate(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Collate:
+    def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
         return DataCollatorForTokenClassification(tokenizer)
 
     def score(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, frame: pd.DataFrame, batch: int, split: Split
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """A row contributes the tags of its labelled tokens."""
+        """Score a model; a row contributes the tags of its labelled tokens."""
         data = self.columns(frame, tokenizer, split)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         guesses, where = outputs.argmax(-1), labels != IGNORED
@@ -163,29 +136,24 @@ class TokenClassification(NlpTask):
         return self.scored(self.all_metrics(guesses, labels), mean_loss(outputs, labels), pd.DataFrame(tags))
 
     def answers(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        frame: pd.DataFrame,
-        batch: int,
-        continuation: int = 0,
+        self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """A tag for each word, None for one without a token within `max_length`."""
+        """Return a tag for each word, None for a word without a token within `max_length`."""
         data, firsts = self._columns(frame.drop(columns="label", errors="ignore"), tokenizer)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         rows = zip(outputs.argmax(-1), labels, firsts, strict=True)
         return [{"tags": self._tags(guesses[row != IGNORED], first)} for guesses, row, first in rows]
 
     def _tags(self, guesses: np.ndarray, first: np.ndarray) -> list[str | None]:
-        """`guesses` are those of the labelled tokens alone, `(labelled tokens,)`: padding may stand on either side."""
+        """Return the tags of words from `guesses` `(labelled tokens,)`; padding may be on either side of a row."""
         order = iter(np.unique(first[first >= 0], return_inverse=True)[1])
         return [None if token < 0 else self.spec.labels[guesses[next(order)]] for token in first]
 
     def all_metrics(self, guesses: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return all metrics of tags `(rows, tokens)`, of the tokens that are labelled.
+        """Return all metrics of tags `(rows, tokens)` at labelled tokens.
 
-        F1 is that of entities, each right only as a whole (seqeval's, which is conlleval's), where every tag is O or
-        begins with B-, I-, E- or S-; of other tags it is the mean over tags.
+        F1 counts entities, each right only as a whole (seqeval's, which is conlleval's), if every tag is O or begins
+        with B-, I-, E- or S-; otherwise it is the mean over tags.
         """
         where = labels != IGNORED
         accuracy = float(accuracy_score(labels[where], guesses[where]))
@@ -203,8 +171,8 @@ class TokenClassification(NlpTask):
     def _has_entities(self) -> bool:
         return all(ENTITY_TAG.fullmatch(tag) for tag in self.spec.labels)
 
-    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
-        """The most frequent tag of the training rows, for every word."""
+    def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
+        """Give every word the most frequent tag of the training rows."""
         most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
         labels = [np.array(row) for row in self.columns(frame, tokenizer, "test")["labels"]]
         wanted = [row[row != IGNORED] for row in labels]

@@ -10,25 +10,22 @@ from tasks.artifacts.task_spec import load_split, load_task
 from tasks.models.model_io import inputs_device
 from tasks.nlp_tasks import kind_of
 
-_COUNT = 3  # of texts: enough to see what the text is like, few enough to be read
+_COUNT = 3  # texts: enough to see what they are like, few enough to be read
 
 
 @torch.inference_mode()
 def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> tuple[Continuation, ...]:
-    """Return what `model` writes, greedily, after the beginnings of three blocks spread evenly over the test split.
+    """Continue the beginnings of three blocks, spread evenly over the test split, greedily; none without running text.
 
     Args:
-        tokens: that it reads of each block, and writes at most; never more than half a block, so that the model has
-            positions for both.
-
-    Returns:
-        Nothing where the task has no running text.
+        tokens: number of tokens that are read of each block, and written at most; never more than half a block, so that
+            the model has positions for both.
     """
     task = load_task()
-    tokens = min(tokens, task.max_length // 2)
-    if not kind_of(task).running_text or not tokens:
+    kind, tokens = kind_of(task), min(tokens, task.max_length // 2)
+    if not kind.running_text or not tokens:
         return ()
-    blocks = kind_of(task).columns(load_split("test"), tokenizer, "test")["input_ids"]
+    blocks = kind.columns(load_split("test"), tokenizer, "test")["input_ids"]
     places = sorted({part * len(blocks) // _COUNT for part in range(_COUNT)})
     ids = torch.from_numpy(blocks[places][:, :tokens]).to(inputs_device(model))
     written = model.eval().generate(

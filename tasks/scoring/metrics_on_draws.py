@@ -1,4 +1,4 @@
-"""Metrics on bootstrap draws: functions of what each row contributed, most of them of sums over the drawn rows."""
+"""Metrics on bootstrap draws, computed from each row's contribution, most of them from sums over the drawn rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Draws:
-    """Which rows each draw has, `(draws, rows)`."""
+    """The rows of each draw, `(draws, rows)`."""
 
     rows: np.ndarray
 
     @cached_property
     def times(self) -> np.ndarray:
-        """How often each draw has each row, `(draws, rows)`."""
+        """The number of times that each draw has each row, `(draws, rows)`."""
         return np.stack([np.bincount(draw, minlength=self.rows.shape[1]) for draw in self.rows]).astype(float)
 
 
 OnDraws = Callable[[Draws], np.ndarray]
 """The metric of each draw `(draws,)`."""
 OfCounts = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""How often each class is right, guessed and wanted, `(draws, classes)` each → the metric of each draw."""
+"""Counts of each class among right, guessed and wanted labels, `(draws, classes)` each → the metric of each draw."""
 
 
 def mean_of(values: pd.Series) -> OnDraws:
@@ -46,17 +46,12 @@ def spearman(rows: pd.DataFrame) -> OnDraws:
 
 
 def of_classes(counts: np.ndarray, metric: OfCounts) -> OnDraws:
-    """Return a metric of how often each class is right, guessed and wanted.
-
-    Args:
-        counts: those of each row, `(rows, 3 · classes)`, as `class_counts` gives them.
-        metric: of the sums of each draw, `(draws, classes)` each.
-    """
+    """Return a metric of the classes' counts `(rows, 3 · classes)`, as `class_counts` gives them."""
     return of_sums(counts, lambda sums: metric(*np.moveaxis(sums.reshape(len(sums), 3, -1), 1, 0)))
 
 
 def of_sums(parts: np.ndarray, combine: Callable[[np.ndarray], np.ndarray]) -> OnDraws:
-    """A function of the sums of `parts` `(rows, parts)` over the rows of each draw, `(draws, parts)`."""
+    """Return a function of the sums of `parts` `(rows, parts)` over the rows of each draw, `(draws, parts)`."""
     return lambda draws: combine(draws.times @ parts)
 
 
@@ -69,12 +64,12 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def _quotient(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """0 where `whole` is."""
+    """Return `part` ÷ `whole`, 0 where `whole` is."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def class_counts(rows: pd.DataFrame, classes: int) -> np.ndarray:
-    """Count how often each row is right, guesses and wants each class, `(rows, 3 · classes)`; it has one or several."""
+    """Count each row's right, guessed and wanted labels of each class, `(rows, 3 · classes)`; it has one or several."""
     label, guess = (list(map(np.atleast_1d, rows[name])) for name in ("label", "guess"))
     row = np.repeat(np.arange(len(rows)), list(map(len, label)))
     wanted, guessed = np.concatenate(label), np.concatenate(guess)
@@ -90,12 +85,8 @@ def f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray
     return _quotient(2 * right, guessed + wanted)
 
 
-def second_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    return f1(right, guessed, wanted)[:, 1]
-
-
 def macro_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The mean over the classes that are there."""
+    """Return the mean F1 over the classes that are wanted or guessed."""
     return _quotient(f1(right, guessed, wanted).sum(1), (guessed + wanted > 0).sum(1).astype(float))
 
 
@@ -109,20 +100,20 @@ def accuracy(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.n
 
 
 def matthews(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """R of Gorodkin, 2004, which of two classes is Matthews' φ."""
+    """Return Gorodkin's R (2004), which is Matthews' φ for two classes."""
     rows = wanted.sum(1)
     spreads = [rows**2 - (counts**2).sum(1) for counts in (guessed, wanted)]
     return _quotient(right.sum(1) * rows - (guessed * wanted).sum(1), np.sqrt(spreads[0] * spreads[1]))
 
 
 def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """`(rows, 6)`, about the means of all rows, as differences of large sums would lose their digits."""
+    """Return moments `(rows, 6)` about the means of all rows, as differences of large sums would lose their digits."""
     x, y = x - x.mean(), y - y.mean()
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 
 
 def _pearson(sums: np.ndarray) -> np.ndarray:
-    """0 where one of the two is constant, but for rounding."""
+    """Return the correlation, 0 where one of the two is constant, but for rounding."""
     count, x, y, xx, yy, xy = sums.T
     spread_x, spread_y = (square - total**2 / count for square, total in ((xx, x), (yy, y)))
     varied = (spread_x > 1e-12 * xx) & (spread_y > 1e-12 * yy)
@@ -136,11 +127,7 @@ def _spearman(label: np.ndarray, value: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The mean rank that each row's value has in each draw, `(draws, rows)`; scipy's rankdata takes six times as long.
-
-    Args:
-        times: how often each draw has each row, `(draws, rows)`.
-    """
+    """Return each row's mean rank in each draw, `(draws, rows)`; scipy's rankdata takes six times as long."""
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
     sorted_times = times[:, np.argsort(group, kind="stable")]
     alike = np.add.reduceat(sorted_times, np.cumsum(sizes) - sizes, axis=1)

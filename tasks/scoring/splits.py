@@ -1,4 +1,4 @@
-"""How the stages dense and evaluate score a model: on test rows, which reports and gates read, and on validation rows,
+"""Score a model in the stages dense and evaluate: on test rows, which reports and gates read, and on validation rows,
 by which candidates and trials are chosen."""
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from tasks.scoring.generation_samples import continuations
 from tasks.scoring.zero_shot import zero_shot
 
 Rows = Mapping[Split, pd.DataFrame]
-"""What each row of some splits contributed to a score."""
+"""Split → each row's contribution to a score."""
 
 
 def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
-    """Score all rows of a split, and say so of the model under this `name`."""
+    """Score all rows of a split, and log the score under the model's `name`."""
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
-    found = kind_of(task).score(model, tokenizer, load_split(split), size, split)
-    say(f"{name}: {task.metric} {found.score.metric:.4f} on {found.score.rows} {split} rows")
-    return found
+    scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
+    say(f"{name}: {task.metric} {scored.score.metric:.4f} on {scored.score.rows} {split} rows")
+    return scored
 
 
 def all_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, known: Scored | None = None
 ) -> tuple[Scores, Rows]:
-    """All that is asked of a model that could be shipped, and what each row contributed.
+    """Return all scores of a model that could be shipped, and each row's contribution.
 
     Args:
-        known: its score on the test split, where that is known already.
+        known: the score on the test split, if it is known already.
     """
     test, settings = known or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
     validation = score_on("validation", model, tokenizer, name)
@@ -51,15 +51,17 @@ def all_scores(
     return scores, {"test": test.rows, "validation": validation.rows}
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Whether training took no step from one folder to the other, so that there is nothing new to score."""
-    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (one, other)]
-    return names[0] == names[1] and all(filecmp.cmp(one / name, other / name, shallow=False) for name in names[0])
+def same_weights(before: Path, after: Path) -> bool:
+    """Whether two folders hold equal weights, since training took no step, so that there is nothing new to score."""
+    names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
+    return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
 def write_rows(name: str, models: Mapping[str, Rows]) -> None:
-    """Write what each row contributed to the scores of some models; columns `model` and `split` say which these are."""
+    """Write each row's contribution to the scores of `models`, with the columns `model` and `split`."""
     path = rows_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [rows.assign(model=model, split=split) for model, some in models.items() for split, rows in some.items()]
+    parts = [
+        rows.assign(model=model, split=split) for model, by_split in models.items() for split, rows in by_split.items()
+    ]
     pd.concat(parts, ignore_index=True).to_parquet(path, index=False)

@@ -16,7 +16,7 @@ from tasks.runtime.stage_runner import StageError
 def zero_shot(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Task → metric → value, of all rows that the harness has of each task; its data come from the hub.
+    """Return task → metric → value, on all rows that the harness has of each task; its data come from the hub.
 
     Raises:
         StageError: the harness is not installed, knows no such task, or cannot get its data.
@@ -34,7 +34,7 @@ def zero_shot(
     if unknown := [name for name in tasks if name not in manager.all_tasks]:
         raise StageError(f"evaluate.zero_shot: lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists them")
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
             tasks=list(tasks),
             task_manager=manager,
@@ -43,11 +43,11 @@ def zero_shot(
         )
     except (OSError, ValueError) as error:
         raise StageError(f"evaluate.zero_shot: lm-eval cannot run {', '.join(tasks)}: {error}") from error
-    return {name: _numbers(values) for name, values in sorted(found["results"].items())}
+    return {name: _numbers(values) for name, values in sorted(results["results"].items())}
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """`acc,none` is `acc` without a filter; standard errors, which need a bootstrap, are left out."""
+    """Return the metrics, `acc` for `acc,none`, without standard errors, which would need a bootstrap."""
     return {
         name.removesuffix(",none").replace(",", "."): float(value)
         for name, value in sorted(values.items())

@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from eckart.calibration.losses import Loss, mean_loss
 from eckart.training.rules import Rule
-from tasks.nlp_tasks.nlp_task import Collate
+from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 

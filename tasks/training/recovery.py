@@ -18,7 +18,7 @@ from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Seed, Trainer, section
 from tasks.data.loading import encoded
 from tasks.models.model_io import TEACHER, load
-from tasks.nlp_tasks import kind_of, objective_of
+from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import explained, output
 from tasks.training.loop import train
 
@@ -45,7 +45,8 @@ def recover(
     seed, trainer = section("seed", Seed), section("trainer", Trainer)
     set_seed(seed)
     task = load_task()
-    kind, objective = kind_of(task), objective_of(task)
+    kind = kind_of(task)
+    objective = kind.objective()
     model, tokenizer = load(model_from, kind.auto)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from tasks.data.loading import encoded
 from tasks.models.base_model import load_base
 from tasks.nlp_tasks import kind_of, language_modeling
 from tasks.runtime.stage_runner import StageError
-from tests.workspace import a_task, reviews, run_stage, tiny_params, write_params
+from tests.workspace import a_task, reviews, run_stage, run_study, tiny_params, write_params
 
 ALPHABET = sorted(ByteLevel.alphabet())
 END = len(ALPHABET)
@@ -62,10 +62,8 @@ def model(seed: int = 0) -> PreTrainedModel:
 
 
 def task(length: int = 8, sizes: dict[str, int] | None = None) -> Task:
-    one = a_task("language_modeling", (), "perplexity", length)
-    return one.model_copy(
-        update={"sizes": sizes or dict.fromkeys(("train", "validation", "test", "calibration"), 1000)}
-    )
+    sizes = sizes or dict.fromkeys(("train", "validation", "test", "calibration"), 1000)
+    return a_task("language_modeling", (), "perplexity", length).model_copy(update={"sizes": sizes})
 
 
 def rows(*texts: str) -> pd.DataFrame:
@@ -88,61 +86,35 @@ class TestBlocks:
         assert kind_of(task()).encode(frame, tokenizer(), "test")["input_ids"] == whole["input_ids"]
 
     def test_calibration_sees_blocks_of_the_training(self) -> None:
-        some = task(8, {"train": 20, "test": 5, "calibration": 6})
-        train, calibration, test = (
-            [tuple(ids) for ids in kind_of(some).encode(rows(TEXT), tokenizer(), split)["input_ids"]]
-            for split in ("train", "calibration", "test")
+        spec = task(8, {"train": 20, "test": 5, "calibration": 6})
+        train, calibration, test, other = (
+            [
+                tuple(ids)
+                for ids in kind_of(spec.model_copy(update={"seed": seed})).encode(rows(TEXT), tokenizer(), split)[
+                    "input_ids"
+                ]
+            ]
+            for split, seed in (("train", 0), ("calibration", 0), ("test", 0), ("train", 1))
         )
         assert (len(train), len(calibration), len(test)) == (20, 6, 5)
         assert set(calibration) <= set(train)
-
-    def test_the_seed_draws(self) -> None:
-        some = task(8, {"train": 20, "test": 5, "calibration": 6})
-        one, again, other = (
-            kind_of(some.model_copy(update={"seed": seed})).encode(rows(TEXT), tokenizer(), "train")["input_ids"]
-            for seed in (0, 0, 1)
-        )
-        assert one == again != other
+        assert train != other
 
     def test_a_text_shorter_than_a_block_is_an_error_that_says_so(self) -> None:
         with pytest.raises(StageError, match=r"\btest\b.*\b3\b.*data\.max_length=8"):
             kind_of(task(8)).encode(rows("abc"), tokenizer(), "test")
 
 
-class TestPerplexity:
-    def test_is_e_to_the_mean_loss_of_all_predicted_tokens(self) -> None:
-        one, data = model(), kind_of(task()).encode(rows(TEXT), tokenizer(), "test")
-        losses = []
-        for ids in data["input_ids"]:
-            with torch.no_grad():
-                chances = one(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-            losses += [-float(chances[place, ids[place + 1]]) for place in range(len(ids) - 1)]
-        found = kind_of(task()).score(one, tokenizer(), rows(TEXT), 4, "test").score
-        assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
-        assert found.metric == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)
-        assert found.rows == len(data)
-
-    def test_of_a_model_that_knows_nothing_is_the_size_of_its_vocabulary(self) -> None:
-        one = model()
-        with torch.no_grad():
-            one.lm_head.weight.zero_()
-        assert kind_of(task()).score(one, tokenizer(), rows(TEXT), 4, "test").score.metric == pytest.approx(
-            END + 1, rel=1e-5
-        )
-
-    @pytest.mark.parametrize("batch_size", [1, 3, 64])
-    def test_does_not_depend_on_the_batches(self, batch_size: int) -> None:
-        one = model()
-        expected = kind_of(task()).score(one, tokenizer(), rows(TEXT), 8, "test").score
-        assert kind_of(task()).score(one, tokenizer(), rows(TEXT), batch_size, "test").score.loss == pytest.approx(
-            expected.loss, rel=1e-6
-        )
-
-    def test_stays_a_number_however_bad_the_model(self) -> None:
-        one = model()
-        with torch.no_grad():
-            one.lm_head.weight.mul_(1e6)
-        assert math.isfinite(kind_of(task()).score(one, tokenizer(), rows(TEXT), 8, "test").score.metric)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e6])
+def test_perplexity_is_e_to_the_mean_loss_and_finite(scale: float) -> None:
+    """The size of the vocabulary for a model that knows nothing."""
+    llama = model()
+    with torch.no_grad():
+        llama.lm_head.weight.mul_(scale)
+    score = kind_of(task()).score(llama, tokenizer(), rows(TEXT), 4, "test").score
+    assert score.metric == pytest.approx(math.exp(min(score.loss, 700)))
+    if not scale:
+        assert score.metric == pytest.approx(END + 1, rel=1e-5)
 
 
 @pytest.fixture
@@ -195,11 +167,6 @@ class TestStages:
         run_stage("extract")
         assert [load_split(name)["text"][0] for name in names] == [f" = {name} = \n" for name in names]
 
-    def test_an_empty_text_is_an_error(self, workspace: Path) -> None:
-        Path("data/raw/text.txt").write_text("")
-        with pytest.raises(SystemExit, match=r"^extract: .*data/raw/text\.txt"):
-            run_stage("extract")
-
     def test_from_text_to_a_comparison(self, workspace: Path) -> None:
         """With the weight that embedding and head share, by each kind of search that knows it."""
         settings = params()
@@ -208,19 +175,14 @@ class TestStages:
         settings["recipes"]["walk"] = settings["recipes"]["svd"] | {"weighting": {"kind": "inputs"}, "ranks": walk}
         settings["study"]["recipes"] = ["svd", "kfac", "walk"]
         write_params(workspace, settings)
-        for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
-            run_stage(stage)
+        run_study("svd", "kfac", "walk")
         (tied,) = (
             target for target in Targets.model_validate_json(TARGETS.read_text()).targets if isinstance(target, Tied)
         )
         for recipe in ("svd", "kfac", "walk"):
-            for stage in ("search", "factorize", "finetune", "evaluate"):
-                run_stage(stage, recipe, "0.5")
             found = json.loads(Path(f"reports/evaluate/{recipe}-0.5.json").read_text())
             assert found["targets"][tied.name]["parameters"] <= tied.parameters
-            assert found["target_parameters"] == sum(each["parameters"] for each in found["targets"].values())
-        run_stage("benchmark")
-        run_stage("compare")
+            assert found["target_parameters"] == sum(target["parameters"] for target in found["targets"].values())
         found = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())["recovered"]
         loaded = AutoModelForCausalLM.from_pretrained("models/finetuned/kfac-0.5")
         again = kind_of(load_task()).score(loaded, tokenizer(), load_split("test"), 8, "test").score
@@ -232,8 +194,8 @@ class TestStages:
             json.loads(Path(f"reports/{name}.json").read_text())["continuations"]
             for name in ("dense", "evaluate/kfac-0.5")
         )
-        assert [one["beginning"] for one in dense] == [one["beginning"] for one in small]
-        assert {len(one["beginning"]) for one in small} == {6}  # bytes, half a block
+        assert [sample["beginning"] for sample in dense] == [sample["beginning"] for sample in small]
+        assert {len(sample["beginning"]) for sample in small} == {6}  # bytes, half a block
         assert "goes on" in Path("reports/cards/kfac-0.5.md").read_text()
 
     def test_no_steps_of_recovery_are_scored_once(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,30 +6,28 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from eckart.api import _objective
+from eckart.calibration.head_loss import objective_of
 from eckart.calibration.losses import binary_logits, logits_error
 from eckart.calibration.statistics import collect
 from eckart.model.targets import find_targets
-from tasks.artifacts.errors import StageError
 from tasks.artifacts.paths import EXPORTS
-from tasks.artifacts.task_spec import load_split, load_task
+from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches
-from tasks.extract import extract
 from tasks.nlp_tasks import kind_of
 from tests.tasks.scoring import test_scores
-from tests.workspace import a_task, reviews, run_stage, tiny_params, tiny_tokenizer, write_base, write_params
+from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
+from tests.workspace import a_task, reviews, run_study, tiny_params, tiny_tokenizer, write_base, write_params
 
 LABELS = ("cast", "good", "music", "plot")
 TASK = a_task("multi_label_classification", LABELS, "f1_micro")
+DATA = {"task": TASK.kind, "metric": "f1_micro", **WHOLE}
 
 
 def labels_of(text: str) -> list[str]:
@@ -37,40 +35,21 @@ def labels_of(text: str) -> list[str]:
     return [word for word in (*LABELS, "warm") if word in text.split()]
 
 
-def write(separated: bool = True, **columns: Any) -> str:
+def labelled(separated: bool = True) -> list[dict[str, Any]]:
     rows = [{"text": text, "label": labels_of(text)} for text in reviews()["text"]]
-    if separated:
-        rows = [{**row, "label": "|".join(row["label"])} for row in rows]
-    Path("data/raw").mkdir(parents=True, exist_ok=True)
-    Path("data/raw/rows.jsonl").write_text("\n".join(json.dumps({**row, **columns}) for row in rows))
-    return "data/raw/rows.jsonl"
-
-
-def params(source: str, **changes: Any) -> dict[str, Any]:
-    data = {"source": source, "task": TASK.kind, "metric": "f1_micro"}
-    data["sizes"] = dict.fromkeys(("train", "validation", "test"), 60)
-    return tiny_params(data=data, **changes)
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
+    return [{**row, "label": "|".join(row["label"])} for row in rows] if separated else rows
 
 
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("separated", [True, False])
 def test_every_text_keeps_its_labels_none_included(separated: bool) -> None:
-    write_params(Path(), params(write(separated)))
-    extract()
-    names, splits = load_task().labels, [load_split(name) for name in ("train", "validation", "test")]
+    splits = extracted(write_jsonl(labelled(separated)), **DATA)
+    names = load_task().labels
     assert names == tuple(sorted(names))
     kept = {
         text: [names[label] for label in labels]
-        for split in splits
-        for text, labels in zip(split["text"], split["label"], strict=True)
+        for split in SPLIT
+        for text, labels in zip(splits[split]["text"], splits[split]["label"], strict=True)
     }
     assert kept == {text: sorted(labels_of(text)) for text in reviews()["text"]}
     assert [] in kept.values()
@@ -78,22 +57,17 @@ def test_every_text_keeps_its_labels_none_included(separated: bool) -> None:
 
 @pytest.mark.usefixtures("workspace")
 def test_a_single_label_is_refused() -> None:
-    write_params(Path(), params(write(label="plot")))
-    with pytest.raises(StageError, match="plot"):
-        extract()
+    assert "plot" in refusal(write_jsonl([{**row, "label": "plot"} for row in labelled()]), **DATA)
 
 
 WANTED, LOGITS = np.array([[1, 0], [1, 1], [0, 0]]), np.array([[2.0, -1.0], [0.0, -3.0], [-1.0, 0.5]])
 
 
-def metrics_by_hand() -> dict[str, float]:
-    """A logit of 0 is a probability of 1/2, which is enough. Label 1: 2 right of 2 and 2; label 2: none of 1 and 1."""
-    return {"f1_micro": 2 * 2 / (3 + 3), "f1_macro": (1 + 0) / 2, "exact_match": 1 / 3}
-
-
 def test_metrics_and_loss_by_hand() -> None:
+    """A logit of 0 is a probability of 1/2, which is enough. Label 1: 2 right of 2 and 2; label 2: none of 1 and 1."""
     task = kind_of(a_task(TASK.kind, LABELS[:2], "f1_micro"))
-    assert task.all_metrics(LOGITS, WANTED) == pytest.approx(metrics_by_hand())
+    by_hand = {"f1_micro": 2 * 2 / (3 + 3), "f1_macro": (1 + 0) / 2, "exact_match": 1 / 3}
+    assert task.all_metrics(LOGITS, WANTED) == pytest.approx(by_hand)
     probabilities = 1 / (1 + np.exp(-LOGITS))
     loss = -np.log(np.where(WANTED, probabilities, 1 - probabilities)).mean()
     assert task.mean_loss(LOGITS, WANTED.astype(float)) == pytest.approx(loss)
@@ -116,62 +90,47 @@ def rows() -> pd.DataFrame:
     return pd.DataFrame({"text": texts, "label": [sorted({place % 4, place % 3}) for place in range(60)]})
 
 
-def test_the_loss_is_the_model_s_own_whatever_the_batches() -> None:
-    data = rows()
-    hot = torch.zeros(60, 4)
-    for row, labels in enumerate(data["label"]):
-        hot[row, labels] = 1
-    logits = test_scores.row_by_row(model(), data)
-    for size in (1, 7, 60):
-        found = kind_of(TASK).score(model(), tiny_tokenizer(), data, size, "test").score
-        assert found.loss == pytest.approx(float(binary_cross_entropy_with_logits(logits, hot)), rel=1e-5)
-
-
 def test_distillation_is_the_divergence_of_each_label_by_itself() -> None:
     """KL of two Bernoulli distributions, a mean over texts and labels; a softmax over labels would be another."""
     student, teacher = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
-    some, others = (binary_logits(SequenceClassifierOutput(logits=logits), {}) for logits in (student, teacher))
+    guessed, taught = (binary_logits(SequenceClassifierOutput(logits=logits), {}) for logits in (student, teacher))
     p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    torch.testing.assert_close(logits_error(some, others, 2.0), 4 * divergence.mean())
+    torch.testing.assert_close(logits_error(guessed, taught, 2.0), 4 * divergence.mean())
 
 
 def test_drawn_statistics_are_expected_over_the_labels_of_the_model() -> None:
     """The mean over many seeds is Σ_l E(∂ℓ_l/∂z_l)² ÷ labels² = σ(z) (1 − σ(z)) ÷ labels², for the bias of the head."""
     net, data = model().double(), kind_of(TASK).encode(rows().head(6), tiny_tokenizer(), "test")
-    one = next(batches(data, kind_of(TASK).collate(tiny_tokenizer(), net), 1, "cpu"))
+    example = next(batches(data, kind_of(TASK).collate(tiny_tokenizer(), net), 1, "cpu"))
     with torch.no_grad():
-        p = net(**one).logits[0].sigmoid()
+        p = net(**example).logits[0].sigmoid()
     gradients = []
     for seed in range(400):
-        loss = kind_of(TASK.model_copy(update={"seed": seed})).calibration_loss("drawn")
-        gradients.append(torch.autograd.grad(loss(net, one), net.classifier.bias)[0])
-    found = torch.stack(gradients).square().mean(0)
-    torch.testing.assert_close(found, p * (1 - p) / 16, rtol=0.2, atol=0)
+        loss = kind_of(TASK.model_copy(update={"seed": seed})).objective("drawn").calibration_loss
+        gradients.append(torch.autograd.grad(loss(net, example), net.classifier.bias)[0])
+    torch.testing.assert_close(torch.stack(gradients).square().mean(0), p * (1 - p) / 16, rtol=0.2, atol=0)
 
 
 def test_eckart_s_api_sees_each_label_by_itself() -> None:
     data = kind_of(TASK).encode(rows(), tiny_tokenizer(), "test")
-    some = list(batches(data, kind_of(TASK).collate(tiny_tokenizer(), model()), 8, "cpu"))
-    assert _objective(model(), some, None, "kfac").predictions is binary_logits
-    targets = find_targets(model(), some[0]).targets
-    assert collect(model(), some, targets, loss=_objective(model(), some, None, "kfac").loss)
+    examples = list(batches(data, kind_of(TASK).collate(tiny_tokenizer(), model()), 8, "cpu"))
+    assert objective_of(model(), examples, "kfac").predictions is binary_logits
+    targets = find_targets(model(), examples[0]).targets
+    assert collect(model(), examples, targets, loss=objective_of(model(), examples, "kfac").loss)
 
 
 def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace: Path) -> None:
     write_base(workspace / "models/base/tiny")
-    changed = params(write(), export={"recipes": ["kfac"]})
-    changed["study"]["recipes"] = ["kfac"]
-    changed["importance"]["labels"] = "drawn"
-    changed["recipes"]["kfac"]["recovery"]["distillation"] = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
-    changed["check"] |= {"fewest_of_class": None, "fewest_rows": None}
-    write_params(Path(), changed)
-    for stage in ("extract", "check", "teacher", "control", "dense", "export_dense", "importance"):
-        run_stage(stage)
-    for stage in ("search", "factorize", "finetune", "evaluate", "export"):
-        run_stage(stage, "kfac", "0.5")
-    run_stage("benchmark")
-    run_stage("compare")
+    changes = {
+        "study": {"recipes": ["kfac"]},
+        "export": {"recipes": ["kfac"]},
+        "importance": {"labels": "drawn"},
+        "check": {"fewest_of_class": None, "fewest_rows": None},
+        "recipes": {"kfac": {"recovery": {"distillation": {"layers": 1.0, "logits": 1.0, "temperature": 2.0}}}},
+    }
+    write_params(Path(), tiny_params(data={"source": write_jsonl(labelled()), **DATA}, **changes))
+    run_study("kfac", exported=True)
     evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
     assert set(evaluation["recovered"]["metrics"]) == {"f1_micro", "f1_macro", "exact_match"}
     exported = json.loads((EXPORTS / "kfac-0.5.json").read_text())
@@ -179,5 +138,4 @@ def test_a_study_goes_from_files_to_an_exported_candidate_and_its_card(workspace
     assert set(exported) == {"onnx", "int8"}
     kept = AutoModelForSequenceClassification.from_pretrained("models/finetuned/kfac-0.5")
     assert kept.config.problem_type == "multi_label_classification"
-    card = next(Path("reports").rglob("*kfac-0.5*.md"), None) or next(Path("models").rglob("README.md"))
-    assert "micro F1" in card.read_text()
+    assert "micro F1" in Path("reports/cards/kfac-0.5.md").read_text()

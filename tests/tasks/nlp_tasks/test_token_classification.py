@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,37 +15,28 @@ from tokenizers import pre_tokenizers
 from transformers import (
     BertForTokenClassification,
     BertTokenizer,
-    ByT5Tokenizer,
-    DataCollatorForTokenClassification,
     GPT2Tokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from eckart.calibration.losses import IGNORED, token_loss
-from eckart.calibration.statistics import collect
-from eckart.model.targets import find_targets
-from tasks.artifacts.task_spec import SPLITS, load_split, load_task
+from eckart.calibration.losses import IGNORED
+from tasks.artifacts.task_spec import load_task
 from tasks.config.schema import Model
-from tasks.data.loading import batches
-from tasks.extract import extract
 from tasks.models.base_model import load_base
 from tasks.nlp_tasks import kind_of
-from tasks.runtime.stage_runner import StageError
+from tests.tasks.sources import SPLIT, WHOLE, extracted, refusal, write_jsonl
 from tests.workspace import (
     a_task,
     reviews,
-    run_stage,
     tiny_config,
-    tiny_params,
     tiny_tokenizer,
-    write_base,
-    write_params,
 )
 
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 TASK = a_task("token_classification", TAGS, "f1")
 COLUMNS = {"text": "tokens", "text_pair": None, "label": "tags"}
+DATA = {"columns": COLUMNS, "task": "token_classification", "metric": "f1", **WHOLE}
 
 
 def pieces() -> PreTrainedTokenizerBase:
@@ -78,21 +67,20 @@ def labels(tokenizer: PreTrainedTokenizerBase, *words: str, max_length: int = 16
     return {f"{n} {tokens[n]}": label for n, label in enumerate(row["labels"]) if label != IGNORED}
 
 
-def test_the_first_sub_token_of_a_word_is_labelled() -> None:
-    assert labels(pieces(), "the", "playing", "plays") == {"1 the": 0, "2 play": 1, "4 play": 2}
-
-
-def test_a_word_of_several_words_of_the_tokenizer_is_labelled_once() -> None:
-    assert labels(pieces(), "u.u.", "the") == {"1 u": 0, "5 the": 1}
-
-
-def test_a_word_without_a_token_is_not_labelled() -> None:
-    assert labels(pieces(), "the", "\u200b", "", "the") == {"1 the": 0, "2 the": 3}
-
-
-def test_words_that_are_cut_off_are_not_labelled() -> None:
-    assert labels(pieces(), "the", "playing", "plays", max_length=4) == {"1 the": 0, "2 play": 1}
-    assert labels(pieces(), "the", "the", max_length=2) == {}
+@pytest.mark.parametrize(
+    ("words", "settings", "expected"),
+    [
+        (["the", "playing", "plays"], {}, {"1 the": 0, "2 play": 1, "4 play": 2}),
+        (["u.u.", "the"], {}, {"1 u": 0, "5 the": 1}),  # the tokenizer splits at dots
+        (["the", "\u200b", "", "the"], {}, {"1 the": 0, "2 the": 3}),  # words without a token
+        (["the", "playing", "plays"], {"max_length": 4}, {"1 the": 0, "2 play": 1}),
+        (["the", "the"], {"max_length": 2}, {}),
+    ],
+)
+def test_the_first_sub_token_of_a_word_is_labelled(
+    words: list[str], settings: dict[str, int], expected: dict[str, int]
+) -> None:
+    assert labels(pieces(), *words, **settings) == expected
 
 
 def test_words_keep_the_space_before_them() -> None:
@@ -109,11 +97,6 @@ def test_rows_are_as_the_tokenizer_splits_them_by_itself() -> None:
     for row in range(len(words)):
         by_word = [IGNORED if word is None else word for word in alone.word_ids(row)]
         assert data["labels"][row] == by_word
-
-
-def test_a_tokenizer_without_offsets_is_refused() -> None:
-    with pytest.raises(StageError, match=r"ByT5Tokenizer .*model\.base"):
-        kind_of(TASK).encode(frame(["the"]), ByT5Tokenizer(), "train")
 
 
 # --- metrics
@@ -136,11 +119,8 @@ def test_an_entity_is_right_only_as_a_whole() -> None:
     assert result["f1"] == pytest.approx(2 * (2 / 3) * (1 / 2) / (2 / 3 + 1 / 2))
 
 
-def test_an_entity_of_another_type_is_wrong() -> None:
+def test_wrong_and_absent_entities() -> None:
     assert measured(TAGS, ["B-PER", "I-PER"], ["B-LOC", "I-LOC"]) == {"accuracy": 0, "f1": 0}
-
-
-def test_no_entity_at_all_is_no_error() -> None:
     assert measured(TAGS, ["O", "O"], ["O", "O"]) == {"accuracy": 1, "f1": 0}
 
 
@@ -174,57 +154,7 @@ def rows() -> pd.DataFrame:
     return pd.DataFrame({"text": words, "label": [[len(word) % len(TAGS) for word in row] for row in words]})
 
 
-def test_a_score_is_that_of_all_rows_one_by_one() -> None:
-    model, data = bert(), kind_of(TASK).encode(rows(), tiny_tokenizer(), "test")
-    right, losses = [], []
-    with torch.no_grad():
-        for row in data:
-            logits = model(torch.tensor([row["input_ids"]])).logits[0, 1:-1]  # each word is a token
-            wanted = torch.tensor(row["labels"][1:-1])
-            right.append(logits.argmax(-1) == wanted)
-            losses.append(torch.nn.functional.cross_entropy(logits, wanted))
-    result = kind_of(TASK).score(model, tiny_tokenizer(), rows(), 8, "test").score
-    assert result.rows == 60
-    assert result.metrics["accuracy"] == torch.cat(right).double().mean()
-    assert result.loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert result.metric == result.metrics["f1"]
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 64])
-def test_a_score_does_not_depend_on_the_batches(batch_size: int) -> None:
-    one, other = (
-        kind_of(TASK).score(bert(), tiny_tokenizer(), rows(), size, "test").score for size in (16, batch_size)
-    )
-    assert one.metrics == other.metrics
-    assert one.loss == pytest.approx(other.loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(("size", "multiple"), [(1, None), (5, None), (5, 40)])
-def test_statistics_does_not_depend_on_the_batches_and_the_padding(size: int, multiple: int | None) -> None:
-    model, data = bert().double(), kind_of(TASK).encode(rows(), tiny_tokenizer(), "calibration")
-    targets = find_targets(model, next(batches(data.select(range(1)), _collate(), 1, "cpu"))).targets
-    one = collect(model, batches(data, _collate(), 60, "cpu"), targets, loss=token_loss)
-    other = collect(model, batches(data, _collate(multiple), size, "cpu"), targets, loss=token_loss)
-    for kind, tensors in one.items():
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(tensor, other[kind][key], rtol=1e-9, atol=1e-12, msg=f"{kind} of {key}")
-
-
-def _collate(multiple: int | None = None) -> Any:
-    return DataCollatorForTokenClassification(tiny_tokenizer(), pad_to_multiple_of=multiple)
-
-
 # --- files
-
-
-@pytest.fixture
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty workspace with a cache of its own and no hub."""
-    (tmp_path / "workspace" / "data" / "raw").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "workspace")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path / "workspace"
 
 
 def tagged() -> list[dict[str, list[str]]]:
@@ -233,48 +163,15 @@ def tagged() -> list[dict[str, list[str]]]:
     return [{"tokens": row, "tags": [subjects.get(word, "O") for word in row]} for row in words]
 
 
-def write(rows: list[dict[str, Any]], name: str = "rows") -> str:
-    file = Path(f"data/raw/{name}.jsonl")
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return str(file)
-
-
-def params(source: str, **changes: Any) -> dict[str, Any]:
-    data = {"source": source, "columns": COLUMNS, "task": "token_classification", "metric": "f1"}
-    data["sizes"] = dict.fromkeys(("train", "validation", "test"), 60)
-    return tiny_params(data={**data, **changes})
-
-
-def run(source: str, **changes: Any) -> dict[str, pd.DataFrame]:
-    write_params(Path(), params(source, **changes))
-    extract()
-    return {name: load_split(name) for name in ("train", "validation", "test", "calibration")}
-
-
-def error(source: str, **changes: Any) -> str:
-    with pytest.raises(StageError) as caught:
-        run(source, **changes)
-    assert not SPLITS.exists()
-    return str(caught.value)
-
-
 @pytest.mark.usefixtures("workspace")
 def test_every_row_keeps_its_words_and_their_tags() -> None:
-    splits = run(write(tagged()))
+    splits = extracted(write_jsonl(tagged()), **DATA)
     assert load_task().labels == ("B-WORK", "I-WORK", "O")
-    assert sum(len(splits[name]) for name in ("train", "validation", "test")) == 60
+    assert sum(len(splits[name]) for name in SPLIT) == 60
     truth = {tuple(row["tokens"]): row["tags"] for row in tagged()}
     for rows in splits.values():
         for words, tags in zip(rows["text"], rows["label"], strict=True):
             assert [load_task().labels[tag] for tag in tags] == truth[tuple(words)]
-
-
-@pytest.mark.usefixtures("workspace")
-def test_a_carved_test_has_no_row_of_train() -> None:
-    splits = run(write(tagged() * 2), sizes=dict.fromkeys(("train", "validation", "test"), 120))
-    sides = [{tuple(words) for words in splits[name]["text"]} for name in ("train", "validation", "test")]
-    assert sum(map(len, sides)) == len(set.union(*sides)) == 60
 
 
 @pytest.mark.usefixtures("workspace")
@@ -286,7 +183,7 @@ def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
     )
     content = {key: [row[key] for row in tagged()] for key in ("tokens", "tags")}
     datasets.Dataset.from_dict(content, features=features).to_parquet("data/raw/rows.parquet")
-    splits = run("data/raw/rows.parquet")
+    splits = extracted("data/raw/rows.parquet", **DATA)
     assert load_task().labels == tuple(names)
     truth = {tuple(row["tokens"]): [names.index(tag) for tag in row["tags"]] for row in tagged()}
     for words, tags in zip(splits["test"]["text"], splits["test"]["label"], strict=True):
@@ -305,32 +202,21 @@ def test_tags_of_the_hub_keep_their_names_and_ids(names: list[str]) -> None:
     ],
 )
 def test_a_row_that_is_no_tagged_row_is_named(change: dict[str, Any], named: str) -> None:
-    assert re.search(named, error(write([*tagged(), {**tagged()[0], **change}])))
+    assert re.search(named, refusal(write_jsonl([*tagged(), {**tagged()[0], **change}]), **DATA))
 
 
 @pytest.mark.usefixtures("workspace")
-def test_texts_are_no_lists_of_words() -> None:
-    rows = [{"tokens": " ".join(row["tokens"]), "tags": row["tags"]} for row in tagged()]
-    assert re.search(r"\btokens\b.*data/raw/rows\.jsonl\b.*data\.columns\.text\b", error(write(rows)))
-
-
-@pytest.mark.usefixtures("workspace")
-def test_strings_are_no_tags() -> None:
-    rows = [{**row, "tags": "O"} for row in tagged()]
-    assert re.search(r"\btags\b.*data\.columns\b", error(write(rows)))
-
-
-@pytest.mark.usefixtures("workspace")
-def test_a_single_tag_is_named() -> None:
-    said = error(write([{**row, "tags": ["O"] * len(row["tags"])} for row in tagged()]))
-    assert re.search(r"\btags\b.* 'O'", said)
-
-
-@pytest.mark.usefixtures("workspace")
-def test_a_tag_of_the_test_that_train_has_not_is_named() -> None:
-    write(tagged(), "folder/train")
-    write([{"tokens": ["plot"], "tags": ["B-NEW"]}], "folder/test")
-    assert "['B-NEW']" in error("data/raw/folder", splits={"test": "test"})
+@pytest.mark.parametrize(
+    ("column", "change", "named"),
+    [
+        ("tokens", " ".join, r"\btokens\b.*data/raw/rows\.jsonl\b.*data\.columns\.text\b"),
+        ("tags", lambda tags: "O", r"\btags\b.*data\.columns\b"),
+        ("tags", lambda tags: ["O"] * len(tags), r"\btags\b.* 'O'"),
+    ],
+)
+def test_a_column_that_is_none_of_a_tagged_text_is_named(column: str, change: Any, named: str) -> None:
+    source = write_jsonl([{**row, column: change(row[column])} for row in tagged()])
+    assert re.search(named, refusal(source, **DATA))
 
 
 @pytest.mark.usefixtures("workspace")
@@ -345,25 +231,3 @@ def test_a_head_for_the_same_tags_in_another_order_is_kept() -> None:
     batch = tokenizer("the plot is dull", return_tensors="pt")
     torch.testing.assert_close(loaded.eval()(**batch).logits, model.eval()(**batch).logits.flip(-1))
     assert loaded.config.id2label == dict(enumerate(TAGS))
-
-
-def test_a_study_goes_from_files_to_scores(workspace: Path) -> None:
-    source = write(tagged())
-    write_base(workspace / "models/base/tiny")
-    changed = params(source)
-    changed["study"]["recipes"] = ["kfac"]
-    changed["recipes"]["kfac"]["recovery"]["distillation"] = {"layers": 1.0, "logits": 1.0, "temperature": 2.0}
-    write_params(Path(), changed)
-    for stage in ("extract", "check", "teacher", "control", "dense", "importance"):
-        run_stage(stage)
-    for stage in ("search", "factorize", "finetune", "evaluate"):
-        run_stage(stage, "kfac", "0.5")
-    run_stage("benchmark")
-    run_stage("compare")
-    evaluation = json.loads(Path("reports/evaluate/kfac-0.5.json").read_text())
-    for step in ("factorized", "recovered"):
-        assert evaluation[step]["rows"] == len(load_split("test"))
-        assert set(evaluation[step]["metrics"]) == {"accuracy", "f1"}
-        assert 0 <= evaluation[step]["metric"] == evaluation[step]["metrics"]["f1"] <= 1
-    model = BertForTokenClassification.from_pretrained("models/finetuned/kfac-0.5")
-    assert model.config.id2label == {0: "B-WORK", 1: "I-WORK", 2: "O"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pandas as pd
 import pytest
 import torch
@@ -14,66 +12,56 @@ from tasks.scoring.generation_samples import continuations
 from tests.tasks.nlp_tasks.test_language_modeling import END, TEXT, model, task, tokenizer
 from tests.workspace import a_task
 
-
-def write_test_split(root: Path, one: Task, text: str = TEXT) -> None:
-    (root / SPLITS).mkdir(parents=True)
-    (root / SPLITS / "task.json").write_text(one.model_dump_json())
-    pd.DataFrame({"text": [text]}).to_parquet(root / SPLITS / "test.parquet")
+pytestmark = pytest.mark.usefixtures("workspace")
 
 
-@pytest.fixture(autouse=True)
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def write_test_split(spec: Task, text: str = TEXT) -> None:
+    SPLITS.mkdir(parents=True)
+    (SPLITS / "task.json").write_text(spec.model_dump_json())
+    pd.DataFrame({"text": [text]}).to_parquet(SPLITS / "test.parquet")
 
 
-def test_a_continuation_is_the_likeliest_token_after_token(workspace: Path) -> None:
+def test_a_continuation_is_the_likeliest_token_after_token() -> None:
     """Behind the first tokens of the first block, of that a third and of that two thirds into the split."""
-    write_test_split(workspace, task(16))
-    one, words = model(), tokenizer()
+    write_test_split(task(16))
+    llama, words = model().train(), tokenizer()
+    for layer in llama.model.layers:
+        layer.self_attn.attention_dropout = 0.9  # which is off
     blocks = kind_of(task(16)).encode(pd.DataFrame({"text": [TEXT]}), words, "test")["input_ids"]
-    found = continuations(one, words, 5)
-    for part, each in zip(range(3), found, strict=True):
+    samples = continuations(llama, words, 5)
+    for part, sample in zip(range(3), samples, strict=True):
         ids = blocks[part * len(blocks) // 3][:5]
-        assert each.beginning == words.decode(ids)
+        assert sample.beginning == words.decode(ids)
         for _ in range(5):
             with torch.no_grad():
-                ids = [*ids, int(one(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+                ids = [*ids, int(llama(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
             if ids[-1] == END:
                 break
-        assert each.text == words.decode(ids[5:], skip_special_tokens=True)
-    assert len({each.text for each in found}) > 1
+        assert sample.text == words.decode(ids[5:], skip_special_tokens=True)
+    assert len({sample.text for sample in samples}) > 1
 
 
-def test_dropout_is_off(workspace: Path) -> None:
-    write_test_split(workspace, task(16))
-    one = model()
-    for layer in one.model.layers:
-        layer.self_attn.attention_dropout = 0.9
-    assert continuations(one.train(), tokenizer(), 5) == continuations(one.eval(), tokenizer(), 5)
-
-
-def test_no_more_than_half_a_block_is_read_and_nothing_behind_the_end(workspace: Path) -> None:
-    write_test_split(workspace, task(8))
-    one = model()
-    assert {len(each.beginning) for each in continuations(one, tokenizer(), 1000)} == {4}
-    one.lm_head = torch.nn.Linear(16, END + 1)
+def test_no_more_than_half_a_block_is_read_and_nothing_behind_the_end() -> None:
+    write_test_split(task(8))
+    llama = model()
+    assert {len(sample.beginning) for sample in continuations(llama, tokenizer(), 1000)} == {4}
+    llama.lm_head = torch.nn.Linear(16, END + 1)
     with torch.no_grad():  # whatever it reads, the end is likeliest
-        one.lm_head.weight.zero_()
-        one.lm_head.bias.copy_(torch.arange(END + 1))
-    assert {each.text for each in continuations(one, tokenizer(), 4)} == {""}
+        llama.lm_head.weight.zero_()
+        llama.lm_head.bias.copy_(torch.arange(END + 1))
+    assert {sample.text for sample in continuations(llama, tokenizer(), 4)} == {""}
 
 
-def test_fewer_blocks_give_fewer_texts(workspace: Path) -> None:
-    write_test_split(workspace, task(8), "the plot is dull")  # 16 bytes
-    assert [each.beginning for each in continuations(model(), tokenizer(), 4)] == ["the ", " is "]
+def test_fewer_blocks_give_fewer_texts() -> None:
+    write_test_split(task(8), "the plot is dull")  # 16 bytes
+    assert [sample.beginning for sample in continuations(model(), tokenizer(), 4)] == ["the ", " is "]
 
 
 @pytest.mark.parametrize(
-    ("one", "tokens"),
+    ("spec", "tokens"),
     [(task(8), 0), (task(1), 4), (a_task("classification", ("no", "yes"), "accuracy"), 4)],
     ids=["none is asked for", "no room", "no language model"],
 )
-def test_nothing_is_written(workspace: Path, one: Task, tokens: int) -> None:
-    write_test_split(workspace, one)
+def test_nothing_is_written(spec: Task, tokens: int) -> None:
+    write_test_split(spec)
     assert continuations(model(), tokenizer(), tokens) == ()

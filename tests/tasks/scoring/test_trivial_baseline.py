@@ -135,13 +135,19 @@ def warned(task: Task, dense: float, trivial: float, difference: Interval) -> st
     return warning(task, dense, trivial, difference, 60) or ""
 
 
-def test_one_answer_to_all_rows_is_named() -> None:
-    tags = a_task("token_classification", ("O", "B-x"), "f1")
-    number = a_task("regression", (), "pearson")
-    assert kind_of(ACCURACY).only_answer(pd.DataFrame({"guess": [1, 1]})) == "yes"
-    assert kind_of(ACCURACY).only_answer(pd.DataFrame({"guess": [1, 0]})) is None
-    assert kind_of(tags).only_answer(pd.DataFrame({"guess": [[0, 0], [], [0]]})) == "O"
-    assert kind_of(tags).only_answer(pd.DataFrame({"guess": [[0], [1]]})) is None
-    assert kind_of(number).only_answer(pd.DataFrame({"value": [2.5, 2.5]})) == "2.5"
-    assert kind_of(number).only_answer(pd.DataFrame({"value": [2.5, 2.6]})) is None
-    assert kind_of(a_task("question_answering", (), "f1")).only_answer(pd.DataFrame({"f1": [1.0]})) is None
+@pytest.mark.parametrize(
+    ("kind", "labels", "metric", "rows", "answer"),
+    [
+        ("classification", ("no", "yes"), "accuracy", {"guess": [1, 1]}, "yes"),
+        ("classification", ("no", "yes"), "accuracy", {"guess": [1, 0]}, None),
+        ("token_classification", ("O", "B-x"), "f1", {"guess": [[0, 0], [0]]}, "O"),
+        ("token_classification", ("O", "B-x"), "f1", {"guess": [[0, 0], [1]]}, None),
+        ("regression", (), "pearson", {"value": [2.5, 2.5]}, "2.5"),
+        ("regression", (), "pearson", {"value": [2.5, 2.6]}, None),
+        ("question_answering", (), "f1", {"f1": [1.0]}, None),
+    ],
+)
+def test_one_answer_to_all_rows_is_named(
+    kind: TaskName, labels: tuple[str, ...], metric: MetricName, rows: dict[str, list[object]], answer: str | None
+) -> None:
+    assert kind_of(a_task(kind, labels, metric)).only_answer(pd.DataFrame(rows)) == answer

@@ -1,0 +1,93 @@
+"""Run a model over a split in batches, and bring what it gives back into the order of the examples."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eckart.calibration.losses import IGNORED, Batch
+from tasks.artifacts.errors import StageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+"""Examples of a data set → a batch of tensors."""
+Columns = Mapping[str, Any]
+"""Model inputs, unpadded: name → the value of each example."""
+_LABELS = ("labels", "start_positions", "end_positions")
+
+
+def by_length(data: Columns | Dataset) -> np.ndarray:
+    """Return the order of examples in which batches hold the least padding."""
+    return np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")
+
+
+@torch.no_grad()
+def predict(
+    model: PreTrainedModel,
+    data: Columns,
+    collate: Collate,
+    batch_size: int,
+    read: Callable[[Any, Batch], tuple[Tensor, ...]],
+    **generation: Any,
+) -> tuple[np.ndarray, ...]:
+    """Run a model over all examples of `data`, those of similar length together.
+
+    Args:
+        read: outputs and labels of a batch → what is kept of them, `(batch, …)` each.
+        generation: arguments of `generate`; with them, `outputs` are the ids `(batch, tokens)` that an encoder-decoder
+            writes, its start token first.
+
+    Returns:
+        What `read` gives, of all examples in their order; where batches differ in length the rest is -100.
+
+    Raises:
+        StageError: an output is not finite.
+    """
+    order, device = by_length(data), place(model.eval())
+    accepted = inspect.signature(model.forward).parameters.keys() - _LABELS
+    parts: list[tuple[np.ndarray, ...]] = []
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        batch = collate([{name: values[row] for name, values in data.items()} for row in rows])
+        batch = {name: values.to(device) for name, values in batch.items()}
+        if generation:
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            outputs = model.generate(**inputs, **generation)  # type: ignore[operator]
+        else:
+            outputs = model(**{name: values for name, values in batch.items() if name in accepted})
+        parts.append(tuple(_array(values) for values in read(outputs, batch)))
+    back = np.argsort(order, kind="stable")
+    arrays = tuple(_joined(values)[back] for values in zip(*parts, strict=True))
+    if not all(np.isfinite(values).all() for values in arrays):
+        raise StageError("the model's outputs are not finite: lower the learning rate, or raise keep")
+    return arrays
+
+
+def place(model: PreTrainedModel) -> str:
+    """Bring the model to the GPU, where there is one and no device map placed it; return where its inputs belong."""
+    if torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
+        model.to("cuda")  # type: ignore[arg-type]
+    return "cpu" if model.device.type == "meta" else str(model.device)
+
+
+def _array(values: Tensor) -> np.ndarray:
+    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate batches, padded with -100 to the longest."""
+    if parts[0].ndim == 1:
+        return np.concatenate(parts)
+    width = max(part.shape[1] for part in parts)
+    rest = [(0, 0)] * (parts[0].ndim - 2)
+    return np.concatenate(
+        [np.pad(part, [(0, 0), (0, width - part.shape[1]), *rest], constant_values=IGNORED) for part in parts]
+    )
