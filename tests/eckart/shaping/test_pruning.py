@@ -382,7 +382,7 @@ def test_scores_are_statistics_that_a_weighting_reads(tmp_path):
     rule = pruned(model)
     save_statistics(rule.statistics(), tmp_path)
     loaded = load_statistics(tmp_path)
-    for some in rule.settings.targets:
+    for some in rule.settings[-1]:
         score = rule.statistics()["movement"][f"{some.name}.output"]
         metrics = weigh(Movement(kind="movement"), some, loaded)
         assert torch.equal(metrics.left, score.square())
