@@ -38,7 +38,7 @@ from eckart.factorization.weighted_svd import Decomposition
 from eckart.model.layers import LowRankLinear, factorize_target, replace, set_weight
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
-from eckart.ranks.search_problem import KEPT, Found, SearchProblem
+from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
@@ -98,16 +98,16 @@ class Hypernetwork(Optimization, Method):
                 "would not be pushed down; write factors",
             )
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
         problem.train(self, rule, self.rows)
         shaped = rule.shaped_weights()
         if shaped is None:
-            return Found(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
+            return SearchResult(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
         for name, weight in shaped.items():
             set_weight(problem.model.get_submodule(name), weight)
-        return Found(rule.ranks(), changed=True)
+        return SearchResult(rule.ranks(), changed=True)
 
 
 class _Network(nn.Module):

@@ -38,7 +38,7 @@ from eckart.calibration.losses import Batch
 from eckart.model.layers import LowRankLinear, factorize_target, merge
 from eckart.model.targets import Target, weight_of
 from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total
-from eckart.ranks.search_problem import KEPT, Found, SearchProblem
+from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
@@ -73,10 +73,10 @@ class Threshold(Optimization, Method):
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         rule = ThresholdSearch(problem.model, problem.targets, self, problem.keep)
         problem.train(self, rule)
-        return Found(rule.ranks(), changed=True)
+        return SearchResult(rule.ranks(), changed=True)
 
 
 def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
