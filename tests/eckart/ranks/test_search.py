@@ -16,7 +16,7 @@ from eckart.model.targets import find_targets, weight_of
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, allowance
 from eckart.ranks.search import search_ranks
-from eckart.ranks.search_problem import SearchResult, SearchProblem
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.residual import Residual
 from eckart.residual.sparse_rows import SparseRows
 from tests import tiny
