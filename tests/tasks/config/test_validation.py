@@ -208,11 +208,6 @@ def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
     assert {"svd", "kfac"} <= advice(line)
 
 
-def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
-    params = tiny(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
-    only(params, "recipes.kfac.recovery.steps")
-
-
 @pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
 def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
     assert re.search(rf"{values[0]} 2\b", only(tiny(study={key: values}), f"study.{key}"))
@@ -232,11 +227,6 @@ def test_statistics_that_a_weighting_lacks_is_named() -> None:
     line = only(tiny(importance={"statistics": ["inputs"]}), "importance.statistics")
     assert "output_gradients" in line
     assert "recipes.kfac" in line
-
-
-def test_each_kind_of_statistics_that_is_lacking_is_named() -> None:
-    lines = mistakes(tiny(importance={"statistics": ["fisher"]}))
-    assert paths(lines) == ["importance.statistics"] * 2
 
 
 def test_statistics_that_only_an_unused_recipe_reads_is_not_asked_for() -> None:
@@ -338,12 +328,6 @@ def test_zero_shot_tasks_are_for_language_models() -> None:
 
 def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
-
-
-@pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(task: TaskName, pair: str | None) -> None:
-    assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
 
 
 @pytest.mark.parametrize("key", ["task", "metric"])
@@ -502,10 +486,6 @@ def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> No
 
 class TestProcesses:
     """What several processes cannot train together is found before anything runs."""
-
-    def test_a_step_has_rows_for_each(self) -> None:
-        params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
-        assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
 
     def test_each_training_of_a_recovery_has_them(self) -> None:
         both = {"kind": "in_turn", "first": {**FINETUNE, "batch_size": 4}, "then": {**FINETUNE, "batch_size": 5}}
