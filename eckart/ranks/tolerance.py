@@ -18,17 +18,19 @@ here, so what one target leaves unused passes on to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from statistics import median
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch, Loss, batch_size, mean_loss_times_batch
+from eckart.calibration.losses import Batch, Loss, mean_loss_times_batch
 from eckart.calibration.statistics import Statistics, collect
 from eckart.factorization.decomposition import approximate_product, decompose_target
 from eckart.factorization.weightings import Weighting
@@ -41,6 +43,7 @@ from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 _WALKS = 8  # over the model, to find the increase that meets keep
 _SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
+_REPETITIONS = 10  # of a measured forward, as in section 4.1
 _LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
 
 
@@ -53,6 +56,9 @@ class Tolerance(Method):
     )
     grid: int = Field(4, ge=1, description="ranks that are tried of each target")
     rows: int = Field(64, ge=1, description="calibration examples that the loss is measured on, at most")
+    times: Literal["macs", "measured"] = Field(
+        "macs", description="what shares r out: multiply-accumulates, or measured seconds, with which runs may differ"
+    )
 
     @property
     def asks_frozen(self) -> bool:
@@ -95,6 +101,7 @@ def tolerated_ranks(
     keep: float,
     batches: Sequence[Batch],
     weighting: Weighting,
+    seconds: Mapping[str, float] | None = None,
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
 ) -> Ranks:
@@ -108,6 +115,8 @@ def tolerated_ranks(
     Args:
         targets: in order of execution, as `find_targets` gives them.
         batches: model inputs with labels, each tensor `(batch, …)`; both statistics and loss are of these.
+        seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
+            are measured anew can differ between two runs.
         loss: sum over samples of each sample's loss.
         calibration_loss: whose gradients are statistics; by default `loss`.
 
@@ -115,39 +124,45 @@ def tolerated_ranks(
         ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
             batch, or the loss of `model` is not above 0 and finite.
     """
-    budget, all_dense = allowance(targets, keep), dict.fromkeys(target.name for target in targets)
-    if settings.increase is None and total(targets, all_dense) <= budget:
-        return all_dense  # r = 0 meets keep
+    budget = allowance(targets, keep)
+    if settings.increase is None and total(targets, dict.fromkeys(_names(targets))) <= budget:
+        return dict.fromkeys(_names(targets))  # r = 0 meets keep
     if not batches:
         raise ValueError("there is no calibration sample: raise data.sizes.calibration")
     with eval_mode(model):
-        walks = _Walks(model, targets, settings.grid, batches, weighting, loss, calibration_loss or loss)
+        walks = _Walks(
+            model,
+            targets,
+            settings.grid,
+            batches,
+            weighting,
+            _times(model, targets, settings, batches, seconds),
+            loss,
+            calibration_loss or loss,
+        )
         try:
-            return walks.meet(keep) if settings.increase is None else walks.within(settings.increase, keep)
+            if settings.increase is None:
+                return walks.meet(keep)
+            return walks.within(settings.increase, keep)
         except BaseException:
-            walks.restore(walks.dense)
+            walks.restore()
             raise
 
 
 def allowed_increases(times: Mapping[str, float], increase: float) -> dict[str, float]:
-    """Return R_i = exp(log(1 + r) / Σ E)^{E_i} − 1 of every module, where r is `increase` (algorithm 2).
+    """R_i = exp(log(1 + r) / Σ E)^{E_i} − 1 of every module, where r is `increase` (algorithm 2).
 
     Args:
-        times: module name → E_i above 0, in any unit: the paper's division by the least time cancels. Here it is
-            `module_macs` (choice): the paper measures seconds, which differ from run to run, and with them ranks would.
+        times: module name → E_i above 0, in any unit: the paper's division by the least time cancels.
 
     Raises:
         ValueError: a time is not above 0 and finite.
     """
-    for name, time in times.items():
-        if not (math.isfinite(time) and time > 0):
-            raise ValueError(f"the time of {name} is {time:g}: write one above 0")
-    total_time = sum(times.values())
-    return {name: math.expm1(math.log1p(increase) * (time / total_time)) for name, time in times.items()}
+    return {name: math.expm1(math.log1p(increase) * share) for name, share in _shares(times).items()}
 
 
 def grid_ranks(target: Target, count: int) -> list[int]:
-    """Return `count` ranks or fewer, evenly spaced up to the largest whose factors are smaller than the dense weight.
+    """`count` ranks or fewer, evenly spaced up to the largest at which the factors are smaller than the dense weight.
 
     The paper's grid is spread over all ranks up to min(out, in) (appendix B), but its listing skips from half of that,
     the break-even rank of a square weight, to leaving the module as it is (appendix H), so that no trial enlarges it.
@@ -157,35 +172,56 @@ def grid_ranks(target: Target, count: int) -> list[int]:
 
 
 def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
-    """Return the multiply-accumulates of every target's dense module for `batch`, padding included."""
-    counts = {target.name: 0.0 for target in targets}
+    """Multiply-accumulates of every target's dense module for `batch`, padding included."""
+    rows = {target.name: target.out_features for target in targets}  # the maps of a product have as many
+    counts = dict.fromkeys(rows, 0.0)
 
-    def count(target: Target, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        counts[target.name] += args[0].numel() * target.out_features  # both layers of a product have as many outputs
+    def count(name: str, x: Tensor) -> None:
+        counts[name] += x.numel() * rows[name]
 
-    hooks = [
-        model.get_submodule(layer.name).register_forward_pre_hook(partial(count, target))
-        for target in targets
-        for layer in target.layers
-    ]
-    try:
-        with eval_mode(model), torch.no_grad():
-            model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    _run(model, targets, batch, before=count)
     return counts
 
 
-class _Walk(NamedTuple):
-    """The ranks that one walk over the model chose, and the loss after each target that it factorized."""
+def module_seconds(
+    model: PreTrainedModel, targets: Sequence[Target], batch: Batch, repetitions: int
+) -> dict[str, float]:
+    """Median seconds of every target's module in `repetitions` forwards of `batch`, after one that is not counted.
+
+    A forward's seconds are those of all calls of the module.
+
+    Raises:
+        ValueError: `repetitions` is below 1.
+    """
+    if repetitions < 1:
+        raise ValueError(f"repetitions={repetitions} measures nothing: raise it to 1 or more")
+    started: dict[str, float] = {}
+    seconds: list[dict[str, float]] = []
+
+    def start(name: str, x: Tensor) -> None:
+        _synchronize(x)
+        started[name] = time.perf_counter()
+
+    def stop(name: str, y: Tensor) -> None:
+        _synchronize(y)
+        seconds[-1][name] += time.perf_counter() - started[name]
+
+    for _ in range(1 + repetitions):
+        seconds.append(dict.fromkeys(_names(targets), 0.0))
+        _run(model, targets, batch, before=start, after=stop)
+    return {name: median(some[name] for some in seconds[1:]) for name in _names(targets)}
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The decisions of one walk over the model, and the loss after each target that it factorized."""
 
     ranks: dict[str, Rank]
     losses: dict[str, float]
 
 
 class _Walks:
-    """Walks over one model, each of which starts from its dense weights and settles one target after the other."""
+    """Walks over one model, each of which starts from its dense weights."""
 
     def __init__(
         self,
@@ -194,28 +230,29 @@ class _Walks:
         grid: int,
         batches: Sequence[Batch],
         weighting: Weighting,
+        times: Mapping[str, float],
         loss: Loss,
         calibration_loss: Loss,
     ) -> None:
         self.model = model
-        self.loss = loss
+        self.of_samples = loss
         self.calibration_loss = calibration_loss
         self.targets = tuple(targets)
-        self.parameters = {target.name: _approximated_parameters(model, target) for target in targets}
+        self.changed = {target.name: _changed_by_approximation(model, target) for target in targets}
         self.dense = self._weights()
         self.grids = {target.name: grid_ranks(target, grid) for target in targets}
         self.batches = batches
         self.weighting = weighting
-        self.times = module_macs(model, targets, batches[0])
+        self.times = {name: times[name] for name in _names(targets)}
         self.gathered: tuple[str, Statistics] | None = None
-        self.dense_loss = self._mean_loss()
-        if not (math.isfinite(self.dense_loss) and self.dense_loss > 0):
+        self.loss = self._loss()
+        if not (math.isfinite(self.loss) and self.loss > 0):
             raise ValueError(
-                f"the loss of the dense model is {self.dense_loss:g}, which has no shares: write another kind of ranks"
+                f"the loss of the dense model is {self.loss:g}, which has no shares: write another kind of ranks"
             )
 
     def within(self, increase: float, keep: float) -> Ranks:
-        """Return the ranks that an increase of the loss allows."""
+        """The ranks that an increase of the loss allows."""
         ranks = self._walk(increase).ranks
         parameters, budget = total(self.targets, ranks), allowance(self.targets, keep)
         if parameters > budget:
@@ -226,7 +263,7 @@ class _Walks:
         return ranks
 
     def meet(self, keep: float) -> Ranks:
-        """Return the ranks at the smallest increase of the loss that was found to meet `keep`."""
+        """The ranks at the smallest increase of the loss that was found to meet `keep`."""
         budget = allowance(self.targets, keep)
         best = self._walk(math.inf)
         if (parameters := total(self.targets, best.ranks)) > budget:
@@ -234,7 +271,7 @@ class _Walks:
                 f"the smallest ranks of the grid keep {parameters} parameters, more than the {budget} of keep={keep}: "
                 "raise ranks.grid or keep"
             )
-        weights, high = self._weights(), self._sufficient_increase(best)
+        weights, high = self._weights(), self._enough_for(best)
         tightest = self._walk(0.0, budget)
         if total(self.targets, tightest.ranks) <= budget:
             return tightest.ranks
@@ -246,24 +283,18 @@ class _Walks:
                 best, weights, high = walk, self._weights(), middle
             else:
                 low = middle
-        self.restore(weights)
+        self._put(weights)
         return best.ranks
 
-    @torch.no_grad()
-    def restore(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
-        """Give the modules of some targets these weights."""
-        for name, values in weights.items():
-            for parameter, value in zip(self.parameters[name], values, strict=True):
-                parameter.copy_(value)
-
-    def _weights(self) -> dict[str, list[Tensor]]:
-        return {name: [values.clone() for values in parameters] for name, parameters in self.parameters.items()}
+    def restore(self) -> None:
+        """Give every module its dense weight back."""
+        self._put(self.dense)
 
     def _walk(self, increase: float, budget: float = math.inf) -> _Walk:
         """Settle all targets in order; stop where even the smallest ranks for those after would exceed `budget`."""
-        self.restore(self.dense)
+        self.restore()
         self.gathered = None
-        walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.dense_loss
+        walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.loss
         allowed = allowed_increases(self.times, increase)
         for target in self.targets:
             bound *= 1 + allowed[target.name]
@@ -273,26 +304,28 @@ class _Walks:
         return walk
 
     def _settle(self, target: Target, bound: float, losses: dict[str, float]) -> Rank:
-        """Put the smallest rank of the grid with a loss below `bound` into the model; None leaves the dense weight."""
+        """The smallest rank of the grid with a loss below `bound`, put into the model; None leaves the dense weight."""
         grid = self.grids[target.name]
         if not grid:
             return None
         decomposition = decompose_target(self.model, target, self.weighting, self._statistics(target))
         for rank in grid:
-            left, right = decomposition.truncate(rank)
-            if isinstance(target, Product):
-                approximate_product(self.model, target, left, right)
-            else:
-                set_weight(self.model.get_submodule(target.name), left @ right)
-            loss = self._mean_loss()
+            self._approximate(target, *decomposition.truncate(rank))
+            loss = self._loss()
             if loss < bound:
                 losses[target.name] = loss
                 return rank
-            self.restore({target.name: self.dense[target.name]})
+            self._put({target.name: self.dense[target.name]})
         return None
 
+    def _approximate(self, target: Target, left: Tensor, right: Tensor) -> None:
+        if isinstance(target, Product):
+            approximate_product(self.model, target, left, right)
+        else:
+            set_weight(self.model.get_submodule(target.name), left @ right)
+
     def _statistics(self, target: Target) -> Statistics:
-        """Return the statistics of `target` on the model as it is (section 3.3).
+        """The statistics of `target` on the model as it is (section 3.3).
 
         Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads, unless
         it runs again. Gradients are gathered anew for each.
@@ -303,28 +336,86 @@ class _Walks:
         shared = kinds == ("inputs",) and not target.repeated and not isinstance(target, Product)
         if shared and self.gathered is not None and self.gathered[0] == target.input_of:
             return self.gathered[1]
-        names = {name for layer in target.layers for name in (layer.name, layer.input_of)}
-        layers = [layer for other in self.targets for layer in other.layers if layer.name in names]
-        self.gathered = target.input_of, collect(self.model, self.batches, layers, kinds, self.calibration_loss)
+        names = {name for each in target.layers for name in (each.name, each.input_of)}
+        wanted = [each for some in self.targets for each in some.layers if each.name in names]
+        self.gathered = target.input_of, collect(self.model, self.batches, wanted, kinds, self.calibration_loss)
         return self.gathered[1]
 
-    def _sufficient_increase(self, walk: _Walk) -> float:
-        """Return the least log(1 + r) at which every rank of `walk` stays within its bound."""
-        total_time = sum(self.times.values())
-        shares = accumulate(time / total_time for time in self.times.values())
-        reached = dict(zip(self.times, shares, strict=True))
-        needed = (math.log(loss / self.dense_loss) / reached[name] for name, loss in walk.losses.items() if loss > 0)
+    def _enough_for(self, walk: _Walk) -> float:
+        """The least log(1 + r) at which every rank of `walk` stays within its bound."""
+        shares = _shares(self.times)
+        reached = dict(zip(shares, accumulate(shares.values()), strict=True))
+        needed = (math.log(loss / self.loss) / reached[name] for name, loss in walk.losses.items() if loss > 0)
         return min(max((_SPAN, *needed)), _LARGEST)
 
     @torch.no_grad()
-    def _mean_loss(self) -> float:
-        """Return the mean loss over samples."""
-        summed = sum(float(self.loss(self.model, batch)) for batch in self.batches)
-        return summed / sum(map(batch_size, self.batches))
+    def _loss(self) -> float:
+        """Mean over samples."""
+        samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
+        return sum(float(self.of_samples(self.model, batch)) for batch in self.batches) / samples
+
+    def _weights(self) -> dict[str, list[Tensor]]:
+        return {name: [values.clone() for values in changed] for name, changed in self.changed.items()}
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, values in weights.items():
+            for parameter, value in zip(self.changed[name], values, strict=True):
+                parameter.copy_(value)
 
 
-def _approximated_parameters(model: PreTrainedModel, target: Target) -> list[Tensor]:
-    """Return the weight that an approximation changes; of a product those of its second layer, with its bias."""
+def _names(targets: Sequence[Target]) -> list[str]:
+    return [target.name for target in targets]
+
+
+def _changed_by_approximation(model: PreTrainedModel, target: Target) -> list[Tensor]:
+    """The weight of a map; of a product those of the second map, with its bias."""
     if not isinstance(target, Product):
         return [model.get_submodule(target.name).get_parameter("weight").detach()]
     return [parameter.detach() for parameter in model.get_submodule(target.other.name).parameters()]
+
+
+def _times(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    settings: Tolerance,
+    batches: Sequence[Batch],
+    seconds: Mapping[str, float] | None,
+) -> Mapping[str, float]:
+    """E_i. The multiply-accumulates stand for the times (choice): they are the same in every run."""
+    if settings.times == "macs":
+        return module_macs(model, targets, batches[0])
+    return module_seconds(model, targets, batches[0], _REPETITIONS) if seconds is None else seconds
+
+
+def _shares(times: Mapping[str, float]) -> dict[str, float]:
+    for name, value in times.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"the time of {name} is {value:g}: write one above 0, or take times macs")
+    everything = sum(times.values())
+    return {name: value / everything for name, value in times.items()}
+
+
+def _run(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    batch: Batch,
+    before: Callable[[str, Tensor], None],
+    after: Callable[[str, Tensor], None] = lambda name, y: None,
+) -> None:
+    """Call `before` with each target's name and input and `after` with its name and output, in every call."""
+    hooks: list[Any] = []
+    for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.layers):
+        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))
+        hooks.append(module.register_forward_hook(lambda _, args, y, name=name: after(name, y)))
+    try:
+        with eval_mode(model), torch.no_grad():
+            model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _synchronize(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

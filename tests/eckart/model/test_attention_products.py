@@ -307,7 +307,7 @@ def mean_loss(model: PreTrainedModel) -> float:
 def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() -> None:
     dense = tiny.bert().eval()
     targets = [each for each in found(dense).targets if isinstance(each, Product) or "dense" not in each.name]
-    settings = Tolerance(kind="tolerance", increase=0.5, grid=4, rows=12)
+    settings = Tolerance(kind="tolerance", increase=0.5, grid=4, rows=12, times="macs")
     walked = copy.deepcopy(dense)
     ranks = tolerated_ranks(walked, targets, settings, 1.0, BATCHES, INPUTS)
     assert any(ranks[each.name] for each in targets if isinstance(each, Product))
@@ -321,7 +321,7 @@ def test_tolerance_approximates_products_and_factorizing_them_loses_nothing() ->
 def test_a_failed_search_leaves_both_layers_unchanged() -> None:
     model = tiny.bert().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    settings = Tolerance(kind="tolerance", increase=1e9, grid=4, rows=12)
+    settings = Tolerance(kind="tolerance", increase=1e9, grid=4, rows=12, times="macs")
     targets = found(model).targets
     with pytest.raises(ValueError, match=r"ranks\.increase"):
         tolerated_ranks(model, targets, settings, 1e-6, BATCHES, INPUTS)
@@ -346,7 +346,7 @@ def test_errors_name_the_product(case) -> None:
 # --- a candidate -----------------------------------------------------------------------------------------------------
 
 
-RANKS = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8}
+RANKS = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 8, "times": "macs"}
 
 
 def test_a_study_with_products_goes_through_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from eckart.ranks.tolerance import (
     allowed_increases,
     grid_ranks,
     module_macs,
+    module_seconds,
     tolerated_ranks,
 )
 from tests import tiny
@@ -36,8 +37,8 @@ KFAC = WEIGHTING.validate_python({"kind": "kfac", "shrinkage": 0.0})
 BATCHES = tiny.batches(tiny.samples(12), 6)
 
 
-def method(increase=None, grid=3) -> Tolerance:
-    return Tolerance(kind="tolerance", increase=increase, grid=grid, rows=12)
+def method(increase=None, grid=3, times="macs") -> Tolerance:
+    return Tolerance(kind="tolerance", increase=increase, grid=grid, rows=12, times=times)
 
 
 def loss_of(model, batches) -> float:
@@ -93,8 +94,8 @@ def losing(first: float, second: float, third: float) -> list[float]:
     return [first + 1, first - second, second - third, *[third / 5] * 5]
 
 
-def solve(model: Additive, increase, keep=1.0, weighting=INPUTS) -> list[int | None]:
-    ranks = tolerated_ranks(model, model.targets(), method(increase, 3), keep, EYE, weighting)
+def solve(model: Additive, increase, keep=1.0, times="macs", seconds=None, weighting=INPUTS) -> list[int | None]:
+    ranks = tolerated_ranks(model, model.targets(), method(increase, 3, times), keep, EYE, weighting, seconds)
     assert list(ranks) == [some.name for some in model.targets()]
     return list(ranks.values())
 
@@ -184,6 +185,21 @@ def test_a_loss_of_just_the_bound_is_too_much():
     """Bounds 2 and 4; rank 3 of the first reaches 2 exactly, if rounding does not take it below."""
     assert solve(Additive(a=losing(4, 2, 1 + 1e-9), b=losing(9, 9, 9)), increase=3) == [None, None]
     assert solve(Additive(a=losing(4, 2, 1 - 1e-9), b=losing(9, 9, 9)), increase=3) == [3, None]
+
+
+def test_a_slower_module_gets_a_smaller_rank():
+    """1 + r = 6. Times 3 to 1: bounds 3.83 and 6. Times 1 to 3: bounds 1.57 and 6."""
+    energies = {"a": losing(4, 2, 1), "b": losing(4, 2, 1)}
+    slow_first = {"maps.a": 3.0, "maps.b": 1.0}
+    slow_last = {"maps.a": 1.0, "maps.b": 3.0}
+    assert solve(Additive(**energies), 5, times="measured", seconds=slow_first) == [2, 2]
+    assert solve(Additive(**energies), 5, times="measured", seconds=slow_last) == [None, 1]
+
+
+def test_times_in_macs_do_not_look_at_seconds():
+    energies = {"a": losing(4, 2, 1), "b": losing(4, 2, 1)}
+    nonsense = {"maps.a": 1.0, "maps.b": 1e6}
+    assert solve(Additive(**energies), 5, seconds=nonsense) == solve(Additive(**energies), 5)
 
 
 @pytest.mark.parametrize("increase", [1e-12, 1e-3, 0.09])
@@ -288,7 +304,7 @@ def test_a_loss_that_has_no_shares_is_an_error(bad):
     model = Additive(a=losing(4, 2, 1))
     model.forward = lambda x: SimpleNamespace(loss=x.new_tensor(bad))
     with pytest.raises(ValueError, match=rf"\bloss\b.* {bad:g}\b"):
-        solve(model, 1.0)
+        solve(model, 1.0, times="measured", seconds={"maps.a": 1.0})
 
 
 def test_a_weight_that_is_not_finite_is_named_and_stays():
@@ -461,3 +477,49 @@ def test_macs_of_a_shared_layer_are_those_of_all_its_calls():
     for some in targets:
         rows = len(BATCHES[0]["input_ids"]) if "pooler" in some.name else BATCHES[0]["input_ids"].numel()
         assert macs[some.name] == (3 if some.repeated else 1) * rows * some.parameters
+
+
+class Clocked(nn.Linear):
+    """A map whose forwards take the seconds that are written."""
+
+    def __init__(self, clock, seconds) -> None:
+        super().__init__(8, 8, dtype=torch.float64)
+        self.clock, self.seconds = clock, iter(seconds)
+
+    def forward(self, x):
+        self.clock.now += next(self.seconds)
+        return super().forward(x)
+
+
+def test_seconds_are_the_median_of_each_module_alone(monkeypatch):
+    """The first forward does not count, nor does time outside of the module."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tolerance.time, "perf_counter", lambda: clock.now)
+    model = Additive(a=losing(4, 2, 1), b=losing(4, 2, 1))
+    model.maps["a"] = Clocked(clock, [50, 1, 9, 2])
+    model.maps["b"] = Clocked(clock, [70, 5, 5, 4])
+    model.train()
+    seconds = module_seconds(model, model.targets(), EYE[0], 3)
+    assert seconds == pytest.approx({"maps.a": 2, "maps.b": 5})
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_seconds_of_a_module_that_runs_again_are_those_of_all_its_calls(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(tolerance.time, "perf_counter", lambda: clock.now)
+    model = Additive(a=losing(4, 2, 1))
+    module = model.maps["a"] = Clocked(clock, [50, 50, 1, 2, 3, 4])
+    model.forward = lambda x: module(module(x))
+    assert module_seconds(model, model.targets(), EYE[0], 2) == pytest.approx({"maps.a": 5})
+
+
+def test_measured_times_decide_where_none_are_given():
+    model = Additive(a=losing(4, 2, 1))
+    assert solve(model, 4.5, times="measured") == [1]  # the only module has all of the increase, however slow it is
+
+
+def test_no_repetition_measures_nothing():
+    model = Additive(a=losing(4, 2, 1))
+    with pytest.raises(ValueError, match="repetitions=0"):
+        module_seconds(model, model.targets(), EYE[0], 0)

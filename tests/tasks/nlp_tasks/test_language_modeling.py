@@ -204,7 +204,7 @@ class TestStages:
         """With the weight that embedding and head share, by each kind of search that knows it."""
         settings = params()
         settings["targets"]["tied"] = True
-        walk = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4}
+        walk = {"kind": "tolerance", "increase": None, "grid": 3, "rows": 4, "times": "macs"}
         settings["recipes"]["walk"] = settings["recipes"]["svd"] | {"weighting": {"kind": "inputs"}, "ranks": walk}
         settings["study"]["recipes"] = ["svd", "kfac", "walk"]
         write_params(workspace, settings)
