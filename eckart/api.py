@@ -438,7 +438,7 @@ def _run_without_loss(model: Any, batch: Batch) -> Tensor:
 
 def _warn(*messages: str | None) -> None:
     for message in filter(None, messages):
-        warnings.warn(message, stacklevel=4)  # of the caller of `compress`
+        warnings.warn(message, stacklevel=4)  # names the line that called `compress`
 
 
 def _refuse_training(*_: Any, **__: Any) -> None:

@@ -17,7 +17,7 @@ class Published(NamedTuple):
     paper: str | None
     """A link; None for our own."""
     parts: Mapping[str, Any]
-    """What differs from the defaults; a bare word stands for `{"kind": word}`."""
+    """The settings that differ from the defaults; a bare word stands for `{"kind": word}`."""
 
 
 PUBLISHED: Mapping[str, Published] = {

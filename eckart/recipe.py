@@ -94,7 +94,7 @@ def trains_dense(recipe: Mapping[str, Any]) -> bool:
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`old` with what `new` states: mappings merge key by key, anything else replaces.
+    """Return `old` with the values of `new`: mappings merge key by key, anything else replaces.
 
     A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another. A
     bare word over or below a mapping stands for its kind.
@@ -128,7 +128,7 @@ def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]
 
 
 def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
-    """A recovery with the settings in `common` that its kind has and that it does not state."""
+    """Add to a recovery the settings of `common` that its kind has and that it does not state."""
     if not isinstance(stated, Mapping):
         return stated
     kind = stated.get("kind", common.get("kind", "finetune"))
@@ -141,7 +141,7 @@ def _expanded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(name: str, value: Any) -> Any:
-    """A part with `{"kind": word}` in place of a bare word, and so the parts within it."""
+    """Return a part with `{"kind": word}` in place of a bare word, and the same for the parts within it."""
     if isinstance(value, str) and name in PARTS:
         return {"kind": value}
     return _expanded_parts(value) if isinstance(value, Mapping) else value
@@ -152,12 +152,12 @@ def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
-        yield from _of_source(recipe)
+        yield from _source_contradictions(recipe)
     if recipe.sequential is not None:
-        yield from _of_order(recipe)
+        yield from _order_contradictions(recipe)
 
 
-def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
+def _source_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     for part in (recipe.weighting, recipe.ranks):
         if part.statistics:
             yield "source", f"is base, but {part.kind} reads statistics, which are the teacher's; write teacher"
@@ -169,12 +169,14 @@ def _of_source(recipe: Recipe) -> Iterator[Contradiction]:
         )
 
 
-def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
+def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
     if "inputs" not in recipe.weighting.statistics:
+        weightings = [method.model_construct(kind=kind) for method in _members(Weighting) for kind in _kinds(method)]
+        fitting = [weighting.kind for weighting in weightings if "inputs" in weighting.statistics]
         yield (
             "sequential",
             f"is about inputs, by which weighting {recipe.weighting.kind} does not weigh; write null, or one of "
-            f"the weightings {', '.join(_reading_inputs())}",
+            f"the weightings {', '.join(fitting)}",
         )
     if recipe.ranks.leaves_low_rank:
         yield (
@@ -183,12 +185,6 @@ def _of_order(recipe: Recipe) -> Iterator[Contradiction]:
         )
     if recipe.residual is not None:
         yield "sequential", "factors and residual are W together, so no layer reads anything new; write null"
-
-
-def _reading_inputs() -> list[str]:
-    """Return the names of the weightings that read inputs."""
-    weightings = [method.model_construct(kind=kind) for method in _members(Weighting) for kind in _kinds(method)]
-    return [weighting.kind for weighting in weightings if "inputs" in weighting.statistics]
 
 
 def captions() -> dict[str, str]:

@@ -53,7 +53,9 @@ def benchmark() -> None:
     for chunk in _chunks(groups):
         for timed, latencies in _latencies(dense, chunk, exported, settings).items():
             for name in groups[timed]:
-                own = latencies if name in exported else _in_torch_alone(latencies)
+                own = latencies
+                if name not in exported:
+                    own = {side: {"torch": runtimes["torch"]} for side, runtimes in latencies.items()}
                 first = next(iter(own["candidate"]["torch"].values()))
                 results[name] = Benchmark(timed=timed, speedup=first.of_torch, latency=own)
             say(f"{', '.join(groups[timed])}: {results[timed].speedup.median:.2f} times as fast as dense")
@@ -64,17 +66,12 @@ def _same_shapes(names: Sequence[str]) -> list[list[str]]:
     """Group the candidates whose weights have the same names and shapes."""
     groups: dict[frozenset[tuple[str, ...]], list[str]] = {}
     for name in names:
-        groups.setdefault(_shapes(FINETUNED / name), []).append(name)
+        shapes = set()
+        for file in (FINETUNED / name).glob("*.safetensors"):
+            with safe_open(file, "pt") as weights:
+                shapes |= {(key, *map(str, weights.get_slice(key).get_shape())) for key in weights.keys()}  # noqa: SIM118
+        groups.setdefault(frozenset(shapes), []).append(name)
     return list(groups.values())
-
-
-def _shapes(folder: Path) -> frozenset[tuple[str, ...]]:
-    shapes = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            names: list[str] = weights.keys()
-            shapes |= {(name, *map(str, weights.get_slice(name).get_shape())) for name in names}
-    return frozenset(shapes)
 
 
 def _load(folder: Path) -> PreTrainedModel:
@@ -154,10 +151,6 @@ def in_torch(model: PreTrainedModel, inputs: Batch) -> None:
     model(**inputs)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _in_torch_alone(latencies: Latencies) -> Latencies:
-    return {side: {"torch": runtimes["torch"]} for side, runtimes in latencies.items()}
 
 
 if __name__ == "__main__":

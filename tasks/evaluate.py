@@ -53,8 +53,8 @@ def evaluate(recipe: str, keep: str) -> None:
     before = None if residual_rows(model) else score_on("test", model, tokenizer, "factorized")
     model, tokenizer = _load(FINETUNED / name)
     place(model)
-    of_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
-    alone = _losses_alone(name, targets, decision) if of_teacher else {}
+    from_teacher = parts.sequential is None and source_model(name, DENSE[parts.source]) == TEACHER
+    alone = _losses_alone(name, targets, decision) if from_teacher else {}
     sizes = _sizes(model, targets, alone)
     unchanged = before if same_weights(FACTORIZED / name, FINETUNED / name) else None
     scores, rows = all_scores(model, tokenizer, "recovered", unchanged)
@@ -104,17 +104,17 @@ def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str
         target.name: TargetSize(
             rank=ranks.get(target.name),
             rows=rows.get(target.name, 0),
-            parameters=_parameters(model, target),
+            # as the model stores its linear layers, without biases
+            parameters=sum(
+                values.numel()
+                for layer in target.layers
+                for part, values in model.get_submodule(layer.name).named_parameters()
+                if part != "bias"
+            ),
             loss_alone=alone.get(target.name),
         )
         for target in targets
     }
-
-
-def _parameters(model: PreTrainedModel, target: Target) -> int:
-    """Count the parameters of the linear layers of `target` as `model` stores them, without biases."""
-    parts = (part for layer in target.layers for part in model.get_submodule(layer.name).named_parameters())
-    return sum(values.numel() for name, values in parts if name != "bias")
 
 
 if __name__ == "__main__":

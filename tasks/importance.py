@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from transformers import PreTrainedModel
 
-from eckart.calibration.losses import Batch
+from eckart.calibration.losses import Batch, batch_size
 from eckart.calibration.statistics import OF_GRADIENTS, gather, passes, save_statistics
 from eckart.calibration.warnings import few_tokens, padding_warning, underflow_warning
 from eckart.model.attention_products import find_products
@@ -43,7 +43,11 @@ def importance() -> None:
         groups, number = passes(sampled, params.layers_at_once), 0
 
         def all_examples() -> Iterator[Batch]:
-            return _reported(examples(len(data), params.batch_size), len(data), f"{number + 1}/{len(groups)}")
+            done = 0
+            for batch in examples(len(data), params.batch_size):
+                yield batch
+                done += batch_size(batch)
+                say(f"statistics from {done}/{len(data)} examples, pass {number + 1}/{len(groups)}")
 
         for statistics in gather(model, all_examples, groups, params.statistics, loss, params.offload_activations):
             number += 1  # not by enumerate, which would keep the statistics in memory during the next pass
@@ -64,14 +68,6 @@ def _find(model: PreTrainedModel, batch: Batch, patterns: TargetPatterns) -> Tar
     )
     warn(targets.census.warning)
     return targets
-
-
-def _reported(examples: Iterator[Batch], count: int, number: str) -> Iterator[Batch]:
-    done = 0
-    for batch in examples:
-        yield batch
-        done += len(next(iter(batch.values())))
-        say(f"statistics from {done}/{count} examples, pass {number}")
 
 
 if __name__ == "__main__":

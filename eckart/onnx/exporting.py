@@ -140,18 +140,16 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
     """Return those of OUTPUTS that the model has and, where the inputs hold a cache, the new cache."""
     past = [values for name, values in inputs.items() if name.startswith(PAST)]
     given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(PAST)}
-    if _counts_positions(model, given):  # counted from where each text begins, as `generate` does
+    accepted = inspect.signature(model.forward).parameters
+    if (
+        model.can_generate() and "attention_mask" in given and "position_ids" in accepted
+    ):  # counted from where each text begins, as `generate` does
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
     outputs = model(**given, **({"past_key_values": cache, "use_cache": True} if cache else {}))
     logits = {name: outputs[name] for name in OUTPUTS if name in outputs}
     return logits | (_cached(cache, PRESENT) if cache else {})
-
-
-def _counts_positions(model: PreTrainedModel, inputs: Batch) -> bool:
-    accepted = inspect.signature(model.forward).parameters
-    return model.can_generate() and "attention_mask" in inputs and "position_ids" in accepted
 
 
 def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import wraps
 from io import StringIO
@@ -56,7 +56,9 @@ def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]
     def answer(inputs: Batch) -> dict[str, Tensor]:
         rows = len(inputs["input_ids"])
         given = {
-            name: _no_past(rows, shape) if name.startswith(PAST) and name not in inputs else inputs[name]
+            name: torch.zeros(rows, shape[1], 0, shape[3])  # an empty cache `(batch, heads, past, size)`
+            if name.startswith(PAST) and name not in inputs
+            else inputs[name]
             for name, shape in shapes.items()
         }
         given |= {name: inputs[name] for name in options if name in inputs}
@@ -77,12 +79,6 @@ def _session(file: Path, threads: int) -> Any:
         return onnxruntime.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
         )
-
-
-def _no_past(rows: int, shape: Sequence[Any]) -> Tensor:
-    """Return an empty cache for an input `(batch, heads, past, size)`."""
-    _, heads, _, size = shape
-    return torch.zeros(rows, heads, 0, size)
 
 
 def cache_of(outputs: Batch) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ Ranks = Mapping[str, Rank]
 
 
 class NoRank(ValueError):
-    """A keep that leaves some target no rank."""
+    """A keep is too small for rank 1 of every target."""
 
 
 def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
-    """`targets` as a recipe of this storage counts them.
+    """Return `targets` with this storage, by which a recipe counts their parameters.
 
-    A product has no factors: its maps lose rows in any case. What an embedding and its head share stays factors.
+    Targets of two layers stay as they are: those of a product lose rows, an embedding and its head have factors.
     """
     return tuple(
         target if len(target.layers) > 1 else target.model_copy(update={"storage": storage}) for target in targets
@@ -31,31 +31,31 @@ def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
 
 
 def cost(target: Target, rank: Rank) -> int:
-    """Parameters of `target` at `rank`: r (out + in) as factors, r (out + in − r) pivoted."""
+    """Return the parameters of `target` at `rank`: r (out + in) as factors, r (out + in − r) pivoted."""
     if rank is None:
         return target.parameters
     return rank * (target.step - (rank if target.storage == "pivoted" else 0))
 
 
 def largest_rank(target: Target) -> int:
-    """The largest rank at which it has fewer parameters than the dense weight; 0 if none is."""
+    """Return the largest rank at which it has fewer parameters than the dense weight; 0 if there is none."""
     if target.storage == "pivoted":
         return min(target.out_features, target.in_features) - 1
     return (target.parameters - 1) // target.step
 
 
 def rank_or_dense(target: Target, rank: int) -> Rank:
-    """`rank`, or None where the dense weight is no larger."""
+    """Return `rank`, or None where the dense weight is no larger."""
     return rank if rank <= largest_rank(target) else None
 
 
 def total(targets: Iterable[Target], ranks: Ranks) -> int:
-    """Parameters of all `targets` at `ranks`."""
+    """Return the parameters of all `targets` at `ranks`."""
     return sum(cost(target, ranks[target.name]) for target in targets)
 
 
 def allowance(targets: Iterable[Target], keep: float) -> int:
-    """Parameters that `keep` leaves to all `targets`.
+    """Return the parameters that `keep` leaves to all `targets`.
 
     Raises:
         ValueError: keep lies outside (0, 1].
@@ -67,17 +67,17 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
 
 
 def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
-    """As `allowance`, where every target gets rank 1 at least, or stays dense as no rank makes it smaller.
+    """Return the `allowance`, if it pays for rank 1 of every target, or for its dense weight where no rank is smaller.
 
     Raises:
         NoRank: `keep` does not pay for that.
     """
     budget = allowance(targets, keep)
     if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):
-        some = [target for target in targets if largest_rank(target)] or targets
-        largest = max(some, key=lambda target: target.step)
+        candidates = [target for target in targets if largest_rank(target)] or targets
+        largest = max(candidates, key=lambda target: target.step)
         raise NoRank(
-            f"keep={keep:g} leaves no rank to some of {len(some)} targets, of which {largest.name} asks for "
+            f"keep={keep:g} leaves no rank to some of {len(candidates)} targets, of which {largest.name} asks for "
             f"{cost(largest, 1)} parameters a rank: raise keep or exclude targets"
         )
     return budget

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ from eckart.factorization.weighted_svd import Decomposition
 from eckart.model.layers import LowRankLinear, factorize_target, replace, set_weight
 from eckart.model.targets import Target
 from eckart.ranks.budget import Rank, Ranks, cost, largest_rank, rank_or_dense, ranked_allowance
-from eckart.ranks.search_problem import KEPT, Found, SearchProblem
+from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
@@ -98,20 +98,20 @@ class Hypernetwork(Optimization, Method):
                 "would not be pushed down; write factors",
             )
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         parts = problem.decompositions()
         rule = HypernetworkSearch(problem.model, problem.targets, parts, self, problem.keep, problem.seed)
         problem.train(self, rule, self.rows)
         shaped = rule.shaped_weights()
         if shaped is None:
-            return Found(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
+            return SearchResult(rule.ranks(), {name: part.spectrum for name, part in parts.items()})
         for name, weight in shaped.items():
             set_weight(problem.model.get_submodule(name), weight)
-        return Found(rule.ranks(), changed=True)
+        return SearchResult(rule.ranks(), changed=True)
 
 
 class _Network(nn.Module):
-    """z `(L, 32)` → bidirectional GRU → LayerNorm → GELU → a linear map a target → o_l `(N_l,)`: table A1."""
+    """z `(L, 32)` → bidirectional GRU → LayerNorm → GELU → a linear layer for each target → o_l `(N_l,)`: table A1."""
 
     z: Tensor
 
@@ -136,16 +136,6 @@ class _Gates(nn.Module):
 
     def forward(self) -> list[Tensor]:
         return list(self.gates)
-
-
-class _Told(BaseModel):
-    """The settings that make two searches the same search, for a training that is resumed."""
-
-    model_config = ConfigDict(frozen=True)
-
-    method: Hypernetwork
-    keep: float
-    seed: int
 
 
 class HypernetworkSearch(Rule):
@@ -173,12 +163,12 @@ class HypernetworkSearch(Rule):
         self.names = [target.name for target in targets]
         # a target that no rank makes smaller stays dense and has no mask
         self.masked = [target for target in targets if largest_rank(target)]
-        self.fixed = {target.name: target.parameters for target in targets if not largest_rank(target)}
+        self.unmasked_parameters = sum(target.parameters for target in targets if not largest_rank(target))
         if not self.masked:
             raise ValueError("no rank makes any target smaller than it is: search among larger targets")
         self.budget = ranked_allowance(targets, keep)
         self.total = sum(target.parameters for target in targets)
-        self.settings = _Told(method=settings, keep=keep, seed=seed)
+        self.settings = (settings, keep, seed)
         self.method = settings
         self.model = model
         self.decompositions = decompositions
@@ -201,10 +191,8 @@ class HypernetworkSearch(Rule):
         for module in self.dense.values():
             module.requires_grad_(False)
 
-    # --- the training loop ---------------------------------------------------------------------------------------
-
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """The network's parameters, moved to where the model is."""
+        """Return the network's parameters, moved to where the model is."""
         self.network.to(self.layers[0].left.device)
         options = {"lr": self.method.learning_rate, "weight_decay": self.method.weight_decay}
         return [{"params": list(self.network.parameters()), **options}]
@@ -216,13 +204,13 @@ class HypernetworkSearch(Rule):
             layer.gate = mask.to(layer.left)
 
     def _mask(self, logits: Tensor) -> Tensor:
-        """m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
+        """Return m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
         noise = -torch.empty(logits.shape).exponential_(generator=self.generator).log()  # on the CPU wherever it trains
         soft = torch.sigmoid((logits + noise.to(logits) + self.method.offset) / self.method.temperature)
         return soft.detach().round() + (soft - soft.detach())
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
-        """λ R + γ/L Σ R_align of eq. 8."""
+        """Return λ R + γ/L Σ R_align of eq. 8."""
         parameters = self._parameters()
         # R(a, b) = log(max(a, b)/b), here without a gradient at a = b
         excess = torch.log1p(torch.relu(parameters / self.budget - 1))
@@ -239,12 +227,12 @@ class HypernetworkSearch(Rule):
         ranks = torch.stack([mask.sum() for mask in self.masks])
         steps = ranks.new_tensor([target.step for target in self.masked])
         dense = ranks.new_tensor([target.parameters for target in self.masked])
-        counted = torch.minimum(steps * ranks.detach().clamp(min=1), dense).sum() + sum(self.fixed.values())
+        counted = torch.minimum(steps * ranks.detach().clamp(min=1), dense).sum() + self.unmasked_parameters
         slope = (steps * ranks).sum()
         return counted + (slope - slope.detach())
 
     def _gap(self, target: Target, mask: Tensor) -> Tensor:
-        """R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7) with m′ as many leading ones, and s raw or of norm 1."""
+        """Return R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7) with m′ as many leading ones, and s raw or of norm 1."""
         s = self.decompositions[target.name].spectrum.to(mask)
         if self.method.alignment_values == "normalized":
             s = s / s.norm().clamp(min=torch.finfo(s.dtype).tiny)
@@ -252,19 +240,16 @@ class HypernetworkSearch(Rule):
         return ((mask - leading.to(mask)) * s).square().sum()
 
     def measures(self) -> dict[str, float]:
-        """R, the mean R_align, the share of parameters that the last masks keep, and what the threshold would add."""
-        return {**{name: float(value) for name, value in self._measured.items()}, "added": self._added()}
-
-    @torch.no_grad()
-    def _added(self) -> float:
-        """Ranks that the final threshold adds to those of the masks without noise, ÷ the ranks it leaves."""
-        most = [largest_rank(target) + 1 for target in self.masked]  # from there on a target is dense
-        own = [int((logits + self.method.offset > 0).sum()) for logits in self.network()]
-        left = [len(chosen) for _, chosen in self._chosen()]
-        return 1 - sum(map(min, own, most)) / sum(map(min, left, most))
+        """Return R, the mean R_align, the kept share of the last masks, and the ranks that the threshold adds."""
+        dense_from = [largest_rank(target) + 1 for target in self.masked]  # rank at which a target is dense
+        with torch.no_grad():
+            without_noise = [int((logits + self.method.offset > 0).sum()) for logits in self.network()]
+        after_threshold = [len(chosen) for _, chosen in self._chosen()]
+        added = 1 - sum(map(min, without_noise, dense_from)) / sum(map(min, after_threshold, dense_from))
+        return {**{name: float(value) for name, value in self._measured.items()}, "added": added}
 
     def state(self) -> dict[str, Tensor]:
-        """The network with its z, and where its noise stands."""
+        """Return the state of the network, its z included, and of the noise's generator."""
         return {**module_state(self.network), _NOISE: self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -280,17 +265,15 @@ class HypernetworkSearch(Rule):
             parameter.requires_grad_(True)
         self.masks, self.layers = [], []
 
-    # --- what was learned ----------------------------------------------------------------------------------------
-
     def ranks(self) -> Ranks:
-        """Target name → rank, or None where no rank makes the target smaller; within one rank of the budget."""
+        """Return target → rank, or None where no rank makes the target smaller; within one rank of the budget."""
         ranks: dict[str, Rank] = dict.fromkeys(self.names)
         for target, chosen in self._chosen():
             ranks[target.name] = rank_or_dense(target, len(chosen))
         return ranks
 
     def selected(self) -> dict[str, Tensor] | None:
-        """Target name → ascending indices of its components `(rank,)`, without the dense ones.
+        """Return target → ascending indices of its components `(rank,)`, without the targets that stay dense.
 
         None where the leading components of each target are the selection.
         """
@@ -300,39 +283,35 @@ class HypernetworkSearch(Rule):
         return {target.name: torch.tensor(sorted(indices)) for target, indices in chosen}
 
     def shaped_weights(self) -> dict[str, Tensor] | None:
-        """Target name → sum of its selected components `(out, in)`, without the dense ones; None as in `selected`.
+        """Return target → sum of its `selected` components `(out, in)`; None as there.
 
-        Its decomposition under the same weighting has just these components, in the same order.
+        The decomposition of such a weight under the same weighting has just these components, in the same order.
         """
-        selected = self.selected()
-        if selected is None:
+        if (selected := self.selected()) is None:
             return None
-        parts = {name: self.decompositions[name] for name in selected}
-        return {name: parts[name].left[:, some] @ parts[name].right[some] for name, some in selected.items()}
+        parts = self.decompositions
+        return {name: parts[name].left[:, indices] @ parts[name].right[indices] for name, indices in selected.items()}
 
     @torch.no_grad()
     def _chosen(self) -> list[tuple[Target, list[int]]]:
-        """The masks without noise, by the one threshold on their confidence o_l that just meets the budget.
+        """Return each target's components above the one threshold on confidence o_l that just meets the budget.
 
         The most confident component of every target is kept in any case: no target has rank 0.
         """
         confidences = [logits.tolist() for logits in self.network()]
-        best = [max(range(len(some)), key=some.__getitem__) for some in confidences]
+        best = [max(range(len(values)), key=values.__getitem__) for values in confidences]
         chosen = [[index] for index in best]
-        left = self.budget - sum(self.fixed.values()) - sum(target.step for target in self.masked)
+        left = self.budget - self.unmasked_parameters - sum(target.step for target in self.masked)
         # equals in order of their index, so that they are shared out among the targets
-        order = sorted((-value, index, n) for n, some in enumerate(confidences) for index, value in enumerate(some))
+        order = sorted((-value, index, n) for n, values in enumerate(confidences) for index, value in enumerate(values))
         for _, index, n in order:
             if index == best[n]:
                 continue
-            price = _price(self.masked[n], len(chosen[n]))
+            target, rank = self.masked[n], len(chosen[n])
+            # one rank more costs less where it makes the target dense, and nothing where it is
+            price = min(cost(target, rank + 1), target.parameters) - min(cost(target, rank), target.parameters)
             if price > left:
                 break
             chosen[n].append(index)
             left -= price
         return list(zip(self.masked, chosen, strict=True))
-
-
-def _price(target: Target, rank: int) -> int:
-    """Parameters that one rank more costs: less where that makes the target dense, none where it is."""
-    return min(cost(target, rank + 1), target.parameters) - min(cost(target, rank), target.parameters)

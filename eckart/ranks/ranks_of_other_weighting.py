@@ -17,7 +17,7 @@ from pydantic import Field
 
 from eckart.factorization.weightings import Inputs, Weighting
 from eckart.model.targets import Storage
-from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.ranks.uniform import Uniform
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Borrowed(Method):
-    """Search as a recipe of this `weighting` and these `ranks` does; of what that finds, take the ranks alone."""
+    """Search as a recipe of this `weighting` and these `ranks` does, and take nothing but the ranks."""
 
     alone = True
 
@@ -56,12 +56,12 @@ class Borrowed(Method):
             for path, mistake in part.contradictions(lender):
                 yield path if path.startswith(("shaping", "storage")) else f"ranks.{path}", mistake
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         before = {name: value.clone() for name, value in problem.model.state_dict().items()}
-        found = self.ranks.search(replace(problem, weighting=self.weighting))
-        if found.changed:
+        result = self.ranks.search(replace(problem, weighting=self.weighting))
+        if result.changed:
             problem.model.load_state_dict(before)
-        return Found(found.ranks, problem.spectra())
+        return SearchResult(result.ranks, problem.spectra())
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from eckart.calibration.statistics import Statistics
 from eckart.model.targets import Storage, Target
 from eckart.ranks import RankSearch
-from eckart.ranks.budget import NoRank, Rank, Ranks, allowance, stored, total
-from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.budget import NoRank, Ranks, allowance, stored, total
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.residual import Residual
 from eckart.shaping import Shaping
 from eckart.shaping.outcome import average_rank, empty_rows, share_left
@@ -82,7 +80,13 @@ def search_ranks(
         shaped = _shape(problem, shaping)
         problem = replace(problem, statistics={**problem.statistics, **shaped.scores})
     result = _search_beside(residual, problem, method) if residual else method.search(problem)
-    chosen = ChosenRanks(problem.targets, result.ranks, _predicted_loss(result), shaped, result.changed)
+    predicted_loss = None
+    if result.spectra is not None:
+        predicted_loss = {
+            name: 0.0 if rank is None else float(result.spectra[name][rank:].square().sum() / 2)
+            for name, rank in result.ranks.items()
+        }
+    chosen = ChosenRanks(problem.targets, result.ranks, predicted_loss, shaped, result.changed)
     keep = problem.keep * (residual.low_rank if residual else 1)
     if keep and (after := chosen.parameters[1]) > allowance(problem.targets, keep):
         raise ValueError(f"the ranks keep {after} parameters, more than {keep:g} of all allows")
@@ -96,21 +100,11 @@ def _shape(problem: SearchProblem, shaping: Shaping) -> Shaped:
     return Shaped(scores, share_left(modules), rank, empty_rows(problem.model, problem.targets))
 
 
-def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> Found:
+def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> SearchResult:
     """Choose ranks within the part of the budget that `residual` leaves to the factors."""
     if not residual.low_rank:
-        return Found({target.name: 0 for target in problem.targets})
+        return SearchResult({target.name: 0 for target in problem.targets})
     try:
         return method.search(replace(problem, keep=problem.keep * residual.low_rank))
     except NoRank as error:
         raise NoRank(f"for the factors, residual.low_rank · keep: {error}, or raise residual.low_rank") from error
-
-
-def _predicted_loss(result: Found) -> dict[str, float] | None:
-    if result.spectra is None:
-        return None
-    return {name: _error_left(result.spectra[name], rank) for name, rank in result.ranks.items()}
-
-
-def _error_left(spectrum: Tensor, rank: Rank) -> float:
-    return 0.0 if rank is None else float(spectrum[rank:].square().sum() / 2)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from eckart.calibration.losses import Batch
 from eckart.calibration.statistics import Statistics
 from eckart.factorization.decomposition import decompose_target
-from eckart.factorization.weighted_svd import Decomposition, decompose, spectrum
-from eckart.factorization.weightings import ErrorNorm, Weighting, weigh
+from eckart.factorization.weighted_svd import Decomposition, spectrum
+from eckart.factorization.weightings import Weighting, weigh
 from eckart.model.targets import Product, Target, weight_of
 from eckart.ranks.budget import Ranks
 from eckart.recipe_parts import Method
@@ -21,7 +21,6 @@ from eckart.training.optimizer_settings import Optimization
 from eckart.training.problem import Problem
 from eckart.training.rules import Rule
 
-T = TypeVar("T")
 Spectra = Mapping[str, Tensor]
 """Target → weighted singular values, descending `(min(out, in),)`."""
 
@@ -41,7 +40,7 @@ class Train(Protocol):
 
 @dataclass(frozen=True)
 class SearchProblem(Problem):
-    """The model is dense.
+    """The input of shaping and of rank searches; the model is dense.
 
     Attributes:
         weighting: the recipe's.
@@ -69,23 +68,24 @@ class SearchProblem(Problem):
         Raises:
             ValueError: as `spectra`.
         """
-        return {target.name: self._of(decompose, target) for target in self.targets}
+        parts = {
+            target.name: decompose_target(self.model, target, self.weighting, self.statistics)
+            for target in self.targets
+        }
+        return cast("dict[str, Decomposition]", parts)
 
     def _spectrum(self, target: Target) -> Tensor:
         if isinstance(target, Product):
             return decompose_target(self.model, target, self.weighting, self.statistics).spectrum
-        return self._of(spectrum, target)
-
-    def _of(self, what: Callable[[Tensor, ErrorNorm], T], target: Target) -> T:
         try:
             weight = weight_of(self.model.get_submodule(target.name))
-            return what(weight, weigh(self.weighting, target, self.statistics))
+            return spectrum(weight, weigh(self.weighting, target, self.statistics))
         except ValueError as error:
             raise ValueError(f"{target.name}: {error}") from error
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -106,9 +106,9 @@ class ByFormula(Method):
     def pairs(self) -> bool:
         return True
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         spectra = problem.spectra()
-        return Found(self.ranks(problem.targets, spectra, problem.keep), spectra)
+        return SearchResult(self.ranks(problem.targets, spectra, problem.keep), spectra)
 
     @abstractmethod
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:

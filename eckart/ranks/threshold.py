@@ -16,7 +16,7 @@ All weights, U, Σ, V and α train together until the components that survive me
   go together, and then more is lost.
 - The largest σ of a target is cut at 0 instead of α (choice): no factorization has rank 0, and where the largest σ were
   just above α nothing would be left that trains. It matters where scales differ, for α starts and moves alike for all
-  targets: it has passed all of a pooler with σ near 0.3 long before it reaches the σ near 2 of a feed-forward map.
+  targets: it has passed all of a pooler with σ near 0.3 long before it reaches the σ near 2 of a feed-forward layer.
 - α stays in [0, largest σ] (choice). Below 0 it would let negative σ pass and be pressed ever harder.
 - A target counts as dense until its factors are smaller, as everywhere here.
 - The paper does not give s. T rises from 0 to σ within about 2/s of α. That should be small against the singular values
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -37,8 +37,8 @@ from transformers.modeling_outputs import ModelOutput
 from eckart.calibration.losses import Batch
 from eckart.model.layers import LowRankLinear, factorize_target, merge
 from eckart.model.targets import Target, weight_of
-from eckart.ranks.budget import Ranks, cost, rank_or_dense, ranked_allowance
-from eckart.ranks.search_problem import KEPT, Found, SearchProblem
+from eckart.ranks.budget import Ranks, rank_or_dense, ranked_allowance, total
+from eckart.ranks.search_problem import KEPT, SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
@@ -73,14 +73,14 @@ class Threshold(Optimization, Method):
         if recipe.shaping is not None:
             yield "shaping", "threshold trains all weights and would fill the pruned ones again; write null"
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         rule = ThresholdSearch(problem.model, problem.targets, self, problem.keep)
         problem.train(self, rule)
-        return Found(rule.ranks(), changed=True)
+        return SearchResult(rule.ranks(), changed=True)
 
 
 def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
-    """T(σ) of eq. 6 with c = 0, for `sigma` `(k,)` and `alpha` `()` or `(k,)`."""
+    """Return T(σ) of eq. 6 with c = 0, for `sigma` `(k,)` and `alpha` `()` or `(k,)`."""
     return torch.where(sigma >= alpha, sigma * torch.tanh(sharpness * (sigma - alpha)), 0.0)
 
 
@@ -91,15 +91,6 @@ class _Values(nn.Module):
         super().__init__()
         self.sigma = nn.ParameterList(values.float() for values in spectra)
         self.alpha = nn.Parameter(torch.zeros(len(spectra)))
-
-
-class _Told(BaseModel):
-    """The settings that make two searches the same search, for a training that is resumed."""
-
-    model_config = ConfigDict(frozen=True)
-
-    method: Threshold
-    keep: float
 
 
 class ThresholdSearch(Rule):
@@ -115,37 +106,30 @@ class ThresholdSearch(Rule):
             NoRank: `keep` does not pay for rank 1 everywhere.
             ValueError: a weight is not finite.
         """
-        self.settings = _Told(method=settings, keep=keep)
+        self.settings = (settings, keep)
         self.method = settings
         self.keep = keep
         self.model = model
         self.targets = tuple(targets)
         self.budget = ranked_allowance(targets, keep)
-        self._check()
+        for target in targets:
+            if not torch.isfinite(weight_of(model.get_submodule(target.name))).all():
+                raise ValueError(f"the weight of {target.name} is not finite")
         self.layers: list[LowRankLinear] = []
-        spectra = [self._replace(target) for target in self.targets]
+        spectra: list[Tensor] = []
+        for target in targets:
+            weight = weight_of(model.get_submodule(target.name)).cpu().double()
+            left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
+            self.layers.append(factorize_target(model, target.name, left, right))
+            spectra.append(spectrum)
         self.values = _Values(spectra)
         self.before = module_state(self.values)
         self.steps = 0
         self._done = False
         self._set_gates()
 
-    def _check(self) -> None:
-        for target in self.targets:
-            if not torch.isfinite(weight_of(self.model.get_submodule(target.name))).all():
-                raise ValueError(f"the weight of {target.name} is not finite")
-
-    def _replace(self, target: Target) -> Tensor:
-        """Put U and Vᵀ, orthonormal at first, where `target` is; return its singular values."""
-        weight = weight_of(self.model.get_submodule(target.name)).cpu().double()
-        left, spectrum, right = torch.linalg.svd(weight, full_matrices=False)
-        self.layers.append(factorize_target(self.model, target.name, left, right))
-        return spectrum
-
-    # --- the training loop ---------------------------------------------------------------------------------------
-
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """Σ and the thresholds, moved to where the model is; neither decays (choice)."""
+        """Return Σ and the thresholds, moved to where the model is; neither decays (choice)."""
         self.values.to(self.layers[0].left.device)
         return [
             {"params": list(self.values.sigma), "lr": self.method.learning_rate, "weight_decay": 0.0},
@@ -159,11 +143,11 @@ class ThresholdSearch(Rule):
 
     def _set_gates(self) -> None:
         for layer, sigma, alpha in zip(self.layers, self.values.sigma, self.values.alpha, strict=True):
-            others = torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
-            layer.gate = soft_threshold(sigma, alpha * others, self.method.sharpness).to(layer.left)
+            not_largest = torch.arange(len(sigma), device=sigma.device) != sigma.argmax()
+            layer.gate = soft_threshold(sigma, alpha * not_largest, self.method.sharpness).to(layer.left)
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
-        """γ Σ e^−α."""
+        """Return γ Σ e^−α."""
         return self.method.pressure * torch.exp(-self.values.alpha).sum()
 
     @torch.no_grad()
@@ -182,7 +166,7 @@ class ThresholdSearch(Rule):
         self.values.alpha.copy_(self.values.alpha.minimum(largest).clamp(min=0))
 
     def _take_back(self) -> None:
-        """Leave as little of the last step as meets the budget, by bisection.
+        """Take the last step back to where the budget is just met, by bisection.
 
         Before the step the budget is not met and after it is, so there is such a point even where some α fell.
         """
@@ -216,11 +200,11 @@ class ThresholdSearch(Rule):
         return self._done
 
     def measures(self) -> dict[str, float]:
-        """Share of the parameters that survive, and mean threshold."""
+        """Return the kept share of the parameters and the mean threshold."""
         return {"kept": self._share(), "threshold": float(self.values.alpha.detach().mean())}
 
     def state(self) -> dict[str, Tensor]:
-        """Σ, the thresholds and whether they are frozen."""
+        """Return Σ, the thresholds and whether they are frozen."""
         return {**module_state(self.values), _DONE: torch.tensor([self._done])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -236,10 +220,8 @@ class ThresholdSearch(Rule):
             merge(self.model, target.name)
         self.layers = []
 
-    # --- what was learned ----------------------------------------------------------------------------------------
-
     def ranks(self) -> Ranks:
-        """Target name → surviving components, or None where these are no smaller than the dense weight.
+        """Return target → number of surviving components, or None where these are no smaller than the dense weight.
 
         Raises:
             ValueError: the budget was never met.
@@ -249,22 +231,17 @@ class ThresholdSearch(Rule):
                 f"after {self.steps} steps the targets keep {self._share():.4f} of their parameters, more than "
                 f"keep={self.keep}: raise ranks.steps, ranks.threshold_learning_rate or ranks.pressure"
             )
-        survivors = zip(self.targets, self._survivors(), strict=True)
+        return self._ranks()
+
+    @torch.no_grad()
+    def _ranks(self) -> Ranks:
+        """Count the components of each target that are above α now; the largest always survives."""
+        counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
+        survivors = zip(self.targets, torch.stack(counts).clamp(min=1).tolist(), strict=True)
         return {target.name: rank_or_dense(target, rank) for target, rank in survivors}
 
-    def _survivors(self) -> list[int]:
-        """Return which components of each target are above α; the largest always is."""
-        with torch.no_grad():
-            counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
-            return torch.stack(counts).clamp(min=1).tolist()
-
     def _parameters(self) -> int:
-        return sum(map(_size, self.targets, self._survivors()))
+        return total(self.targets, self._ranks())
 
     def _share(self) -> float:
         return self._parameters() / sum(target.parameters for target in self.targets)
-
-
-def _size(target: Target, rank: int) -> int:
-    """Parameters of `target` at `rank`, or of the dense weight where that is smaller."""
-    return cost(target, rank_or_dense(target, rank))

@@ -38,7 +38,7 @@ from eckart.model.layers import set_weight
 from eckart.model.module_context import eval_mode
 from eckart.model.targets import Product, Target
 from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
-from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 _WALKS = 8  # over the model, to find the increase that meets keep
@@ -80,7 +80,7 @@ class Tolerance(Method):
                 f"tolerance gathers statistics anew on its way, and {kind} has none to gather; write another",
             )
 
-    def search(self, problem: SearchProblem) -> Found:
+    def search(self, problem: SearchProblem) -> SearchResult:
         ranks = tolerated_ranks(
             problem.model,
             problem.targets,
@@ -91,7 +91,7 @@ class Tolerance(Method):
             loss=problem.objective.loss,
             calibration_loss=problem.objective.calibration_loss,
         )
-        return Found(ranks, changed=True)
+        return SearchResult(ranks, changed=True)
 
 
 def tolerated_ranks(

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from eckart.model.targets import Target
-from eckart.ranks.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance
+from eckart.ranks.budget import Rank, Ranks, allowance, cost, largest_rank, rank_or_dense, ranked_allowance, total
 from eckart.ranks.search_problem import ByFormula, Spectra
 
 
@@ -28,10 +28,10 @@ class Uniform(ByFormula):
     )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
-        return _one_rank(targets, keep) if self.by == "rank" else _one_share(targets, keep)
+        return _same_rank(targets, keep) if self.by == "rank" else _same_share(targets, keep)
 
 
-def _one_share(targets: Sequence[Target], keep: float) -> Ranks:
+def _same_share(targets: Sequence[Target], keep: float) -> Ranks:
     """Return ranks by the same keep for all targets but those with few rows, which it would leave no rank.
 
     These have rank 1, or stay dense where no rank makes them smaller, and the others share what is left (choice).
@@ -40,17 +40,13 @@ def _one_share(targets: Sequence[Target], keep: float) -> Ranks:
     least: dict[str, Rank] = {}
     while True:
         others = [target for target in targets if target.name not in least]
-        share = _share(budget, targets, least) if least else keep
-        ranks = {target.name: _rank(target, share) for target in others}
+        if least:
+            left = budget - sum(cost(target, least[target.name]) for target in targets if target.name in least)
+            keep = max(left / max(sum(target.parameters for target in others), 1), 1e-9)
+        ranks = {target.name: _rank(target, keep) for target in others}
         if 0 not in ranks.values():
             return {target.name: (least | ranks)[target.name] for target in targets}
         least |= {target.name: rank_or_dense(target, 1) for target in others if ranks[target.name] == 0}
-
-
-def _share(budget: int, targets: Sequence[Target], least: Ranks) -> float:
-    """Return the share of the other targets' parameters that `budget` pays for beside those in `least`; positive."""
-    left = budget - sum(cost(target, least[target.name]) for target in targets if target.name in least)
-    return max(left / max(sum(target.parameters for target in targets if target.name not in least), 1), 1e-9)
 
 
 def _rank(target: Target, keep: float) -> Rank:
@@ -58,17 +54,15 @@ def _rank(target: Target, keep: float) -> Rank:
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
         return None
-    return bisect_right(range(1, largest_rank(target) + 1), allowed, key=lambda some: cost(target, some))
+    return bisect_right(range(1, largest_rank(target) + 1), allowed, key=lambda rank: cost(target, rank))
 
 
-def _one_rank(targets: Sequence[Target], keep: float) -> Ranks:
+def _same_rank(targets: Sequence[Target], keep: float) -> Ranks:
     """Return ranks by the largest common rank that meets `keep`; others stay dense (choice)."""
     budget = ranked_allowance(targets, keep)
     highest = max(map(largest_rank, targets)) + 1  # at which all are dense
-    rank = bisect_right(range(1, highest + 1), budget, key=lambda some: _parameters(targets, some))
-    return {target.name: rank_or_dense(target, rank) for target in targets}
 
+    def ranks_at(rank: int) -> Ranks:
+        return {target.name: rank_or_dense(target, rank) for target in targets}
 
-def _parameters(targets: Sequence[Target], rank: int) -> int:
-    """Return the parameters of all `targets` at `rank`, or dense where that is smaller."""
-    return sum(cost(target, rank_or_dense(target, rank)) for target in targets)
+    return ranks_at(bisect_right(range(1, highest + 1), budget, key=lambda rank: total(targets, ranks_at(rank))))

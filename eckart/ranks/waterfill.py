@@ -51,7 +51,10 @@ class Waterfill(ByFormula):
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
         """Every target gets rank 1 at least."""
         left = ranked_allowance(targets, keep)
-        states = [_State.of(target, self._savings(target, spectra[target.name]), self.multiple) for target in targets]
+        states = []
+        for target in targets:
+            price = self.embedding_price if target.looks_up else 1.0
+            states.append(_State.of(target, spectra[target.name].double().square() / price, self.multiple))
         left -= sum(state.cost for state in states)
         queue = [(-state.best(left)[0], number) for number, state in enumerate(states)]
         heapq.heapify(queue)
@@ -60,25 +63,23 @@ class Waterfill(ByFormula):
             slope, position = states[number].best(left)
             if slope < 0:
                 continue
-            if slope >= -promised:
+            if slope >= -promised:  # else another target may save more: it comes again by what it saves now
                 left += states[number].cost
                 states[number].position = position
                 left -= states[number].cost
             heapq.heappush(queue, (-states[number].best(left)[0], number))
-        return {target.name: state.rank for target, state in zip(targets, states, strict=True)}
-
-    def _savings(self, target: Target, spectrum: Tensor) -> Tensor:
-        """Return the loss that each component saves, `(components,)`, divided by the price of its parameters."""
-        return spectrum.double().square() / (self.embedding_price if target.looks_up else 1.0)
+        return {target.name: state.choices[state.position] for target, state in zip(targets, states, strict=True)}
 
 
 @dataclass
 class _State:
-    """A target with the ranks that it may have, and the one that it has.
+    """A target with the ranks that it may have, and the position of the one that it has.
 
-    choices: rank 1 and the multiples, ascending, then None; costs: their parameters, ascending; losses: what each
-    leaves, descending.
-    vertices: from each choice the next on the hull of those after it.
+    Attributes:
+        choices: rank 1 and the multiples, ascending, then None.
+        costs: their parameters, ascending.
+        losses: the loss that each leaves, descending.
+        vertices: from each choice the position of the next on the hull of those after it.
     """
 
     choices: Sequence[Rank]
@@ -89,16 +90,13 @@ class _State:
 
     @classmethod
     def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
+        """Begin at the smallest choice, where each component saves `savings` `(components,)`."""
         largest = largest_rank(target)
         ranks = sorted({*range(1, min(largest, 1) + 1), *range(multiple, largest + 1, multiple)})
         tails = savings.flip(0).cumsum(0).flip(0).tolist()
         costs = [*(cost(target, rank) for rank in ranks), target.parameters]
         losses = [*(tails[rank] for rank in ranks), 0.0]
         return cls([*ranks, None], costs, losses, _vertices(costs, losses))
-
-    @property
-    def rank(self) -> Rank:
-        return self.choices[self.position]
 
     @property
     def cost(self) -> int:

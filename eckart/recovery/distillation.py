@@ -77,7 +77,7 @@ class DistillationRule(Rule):
         self.errors: dict[str, Tensor] = {}
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """The weighted sum of the terms that are on, or None.
+        """Return the weighted sum of the terms that are on, or None.
 
         Args:
             batch: as the model got it; `attention_mask` and `decoder_attention_mask`, each `(batch, tokens)`, tell
@@ -88,24 +88,24 @@ class DistillationRule(Rule):
         """
         if not self.layers and not self.logits:
             return None
-        taught = self._teach(batch)
+        of_teacher = self._run_teacher(batch)
         terms: list[Tensor] = []
         if self.layers:
-            error = _layers_error(outputs, taught, batch)
+            error = _layers_error(outputs, of_teacher, batch)
             self.errors["distill_layers"] = error.detach()
             terms.append(self.layers * error)
         if self.logits:
-            pair = self.predictions(outputs, batch), self.predictions(taught, batch)
+            pair = self.predictions(outputs, batch), self.predictions(of_teacher, batch)
             error = logits_error(*pair, self.temperature if self.classification else None)
             self.errors["distill_logits"] = error.detach()
             terms.append(self.logits * error)
         return sum(terms[1:], terms[0])
 
     def measures(self) -> dict[str, float]:
-        """The errors of the last step, before they are weighted."""
+        """Return the errors of the last step, before they are weighted."""
         return {name: float(error) for name, error in self.errors.items()}
 
-    def _teach(self, batch: Batch) -> ModelOutput:
+    def _run_teacher(self, batch: Batch) -> ModelOutput:
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         device = next(iter(inputs.values())).device
         if self.teacher.device != device:
@@ -115,7 +115,7 @@ class DistillationRule(Rule):
 
 
 def hidden_error(student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Σ over hidden states of their mean squared distance.
+    """Return the sum over hidden states of their mean squared distance.
 
     Args:
         student, teacher: `(batch, tokens, features)` each.

@@ -5,7 +5,7 @@ Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
@@ -28,7 +28,7 @@ from eckart.training.rules import Rule
 
 
 class MixedRank(Optimization, Method):
-    """p falls linearly from `initial` to 0 within the share `until` of the steps; two passes must agree."""
+    """Train with dense weights at a probability p that falls linearly to 0; two passes of a step must agree."""
 
     alone = True
     captions: ClassVar = {
@@ -72,7 +72,7 @@ class MixedRank(Optimization, Method):
 
 
 class MixedLinear(nn.Module):
-    """x_out = (1 − z) left right x + z W x, plus the bias: section 4.3. In eval mode z is 0.
+    """A layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3); in eval mode z is 0.
 
     W is no parameter, and no state: the paper does not say whether T_sparse trains on; here it is frozen (choice), a
     fixed point that the factors are drawn to. What z leaves out is not computed, so it has no gradient either, and
@@ -135,13 +135,24 @@ class MixedRankRule(Rule):
             replace(model, name, layer)
 
     def before_forward(self, step: int) -> None:
-        """p = max(0, p_init − d·t) with d = p_init ÷ the steps that it takes, and z of the first pass."""
+        """Set p = max(0, p_init − d·t), with d = p_init ÷ the steps that it takes, and draw z of the first pass."""
         self.p = schedules.linear(step, self.until, self.settings.initial)
         self._draw()
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """The z of this pass: by the way back the other pass has drawn its own."""
-        return self._with(self._drawn())
+        """Return a context with the z of this pass: when backward recomputes, the other pass has drawn its own."""
+        drawn = {layer: layer.dense for layer in self.layers.values()}
+
+        @contextmanager
+        def as_drawn() -> Iterator[None]:
+            now = {layer: layer.dense for layer in drawn}
+            _set(drawn)
+            try:
+                yield
+            finally:
+                _set(now)
+
+        return as_drawn()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
         """Return the term that makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
@@ -156,7 +167,7 @@ class MixedRankRule(Rule):
         second = model(**batch)
         disagreement = self._disagreement(self.predictions(outputs, batch), self.predictions(second, batch))
         self.disagreement = float(disagreement.detach())
-        first_loss, second_loss = (mean_loss(self.loss, some, batch) for some in (outputs, second))
+        first_loss, second_loss = (mean_loss(self.loss, result, batch) for result in (outputs, second))
         return (second_loss - first_loss) / 2 + self.settings.consistency * disagreement
 
     def finish(self) -> None:
@@ -164,7 +175,7 @@ class MixedRankRule(Rule):
             replace(self.model, name, layer.low)
 
     def measures(self) -> dict[str, float]:
-        """p, and D without its weight."""
+        """Return p, and D without its weight."""
         return {"p": self.p, "consistency": self.disagreement}
 
     def state(self) -> dict[str, Tensor]:
@@ -174,28 +185,13 @@ class MixedRankRule(Rule):
         self.generator.set_state(state["generator"])
 
     def _draw(self) -> None:
-        """One z ~ Bernoulli(p) a target."""
+        """Draw z ~ Bernoulli(p) for each target."""
         draws = torch.rand(len(self.layers), generator=self.generator).tolist()
-        self._set([draw < self.p for draw in draws])
-
-    def _drawn(self) -> list[bool]:
-        return [layer.dense for layer in self.layers.values()]
-
-    def _set(self, drawn: Sequence[bool]) -> None:
-        for layer, dense in zip(self.layers.values(), drawn, strict=True):
-            layer.dense = dense
-
-    @contextmanager
-    def _with(self, drawn: Sequence[bool]) -> Iterator[None]:
-        now = self._drawn()
-        self._set(drawn)
-        try:
-            yield
-        finally:
-            self._set(now)
+        for layer, draw in zip(self.layers.values(), draws, strict=True):
+            layer.dense = draw < self.p
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
-        """D of two logits `(predictions, classes)`, their mean.
+        """Return D of two logits `(predictions, classes)`, their mean.
 
         The paper's KL has no direction; here it is the mean of both (choice), as no pass is the better one:
         ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).
@@ -204,6 +200,11 @@ class MixedRankRule(Rule):
             return mse_loss(first, second)
         p, q = log_softmax(first, -1), log_softmax(second, -1)
         return ((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2
+
+
+def _set(drawn: Mapping[MixedLinear, bool]) -> None:
+    for layer, dense in drawn.items():
+        layer.dense = dense
 
 
 def _mixed(model: PreTrainedModel, name: str, weight: Tensor) -> MixedLinear:

@@ -16,7 +16,7 @@ from eckart.training.optimizer_settings import Optimization
 
 
 class InTurn(Method):
-    """A residual is pruned in the first training; each has an optimizer and a schedule of its own."""
+    """Two trainings, each with an optimizer and a schedule of its own; the first prunes the residual."""
 
     captions: ClassVar = Finetune.captions
 

@@ -76,13 +76,13 @@ class SparseRows(Method):
 
     def rule(self, problem: Problem, steps: int) -> RowPruning:
         """Return the rule that prunes rows in a training of `steps` steps until the targets meet their budget."""
-        left = factorized(problem.model)
-        dense = sum(target.parameters for target in problem.targets if target.name not in left)
+        low_rank = factorized(problem.model)
+        dense = sum(target.parameters for target in problem.targets if target.name not in low_rank)
         return RowPruning(problem.model, self, allowance(problem.targets, problem.keep) - dense, steps)
 
 
 def _cool_down(settings: SparseRows, steps: int) -> int:
-    """Return the steps after pruning has ended; the last step meets the budget in any case."""
+    """Return the number of steps after pruning has ended, at least the last one."""
     return max(1, steps_in(settings.end, steps))
 
 
@@ -111,7 +111,7 @@ class _Rows:
         return min(self.dense, self.layer.left.numel() + self.layer.right.numel())
 
     def price(self, count: Tensor) -> Tensor:
-        """Parameters that `count` rows add to the factors; never more than to the dense size."""
+        """Return the parameters that `count` rows add to the factors; never more than to the dense size."""
         return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
@@ -125,7 +125,7 @@ class _Rows:
 
 
 class RowPruning(Rule):
-    """Rows of S go, those that the loss feels least first, until factors and rows of all targets meet the budget.
+    """Prunes rows of S, the least important first, until factors and rows of all targets meet the budget.
 
     Works on every low-rank layer whose residual has all `out` rows; others count as they are. While the model trains,
     pruned rows are zeros; `finish` removes them, and merges the parts of a target that stays dense.
@@ -150,22 +150,26 @@ class RowPruning(Rule):
         self.end = _cool_down(settings, steps)
         self.start = min(steps_in(settings.start, steps), steps - self.end)
         layers = low_rank_layers(model)
-        self.targets = dict(_whole(layers))
+        self.targets = {name: _all_rows(layer) for name, layer in layers.items() if _is_complete(layer)}
         if not self.targets:
             raise ValueError("no target has a residual with all of its rows: factorize with a residual first")
         taken = sum(rows.factors for rows in self.targets.values())
-        taken += sum(_size(layer) for name, layer in layers.items() if name not in self.targets)
+        for name, layer in layers.items():
+            if name not in self.targets:
+                parts = (layer.left, layer.right, layer.residual)
+                taken += sum(part.numel() for part in parts if part is not None)
         if taken > budget:
             raise ValueError(
                 f"the factors have {taken} parameters, more than the {budget} of all targets: lower residual.low_rank "
                 "or raise keep"
             )
-        self.all = sum(rows.dense - rows.factors for rows in self.targets.values())
+        self.at_first = sum(rows.dense - rows.factors for rows in self.targets.values())
+        """Parameters that all rows together add to the factors."""
         # what flooring the ranks left of the budget is no room for rows where none are wanted
-        self.room = min(budget - taken, self.all) if settings.low_rank < 1 else 0
+        self.room = min(budget - taken, self.at_first) if settings.low_rank < 1 else 0
 
     def after_backward(self, step: int) -> None:
-        """Eq. 2 to 4, in another order: mean and smoothing are linear, so the mean is taken first and smoothed.
+        """Score the rows by eq. 2 to 4; as mean and smoothing are linear, the mean is taken first and then smoothed.
 
         Smoothing starts from 0 (choice; the paper is silent): the scores are then too small by 1 − β^t, all of them.
         """
@@ -177,7 +181,7 @@ class RowPruning(Rule):
                 rows.gradient = gradient
 
     def after_update(self, step: int) -> None:
-        """Eq. 9: T after the update, with scores from before it.
+        """Prune by eq. 9: T after the update, with scores from before it.
 
         The optimizer moves pruned rows like others, by gradient and momentum, so they are set to zero again. They do
         not come back: where S is zero so is its sensitivity, and the score fades by β a step; none fades faster.
@@ -189,8 +193,8 @@ class RowPruning(Rule):
             self._average(step % self.window)
             if step % self.window and step < self.steps - self.end:
                 return
-        share = cubic(step, self.steps, self.start, self.end, self.room / self.all if self.all else 1.0)
-        self._prune(max(self.room, math.floor(share * self.all)))
+        share = cubic(step, self.steps, self.start, self.end, self.room / self.at_first if self.at_first else 1.0)
+        self._prune(max(self.room, math.floor(share * self.at_first)))
 
     def finish(self) -> None:
         """Store the surviving rows alone. The model computes what it computed with zeros in place of the others."""
@@ -198,11 +202,14 @@ class RowPruning(Rule):
         for name, rows in self.targets.items():
             if rows.is_dense(rows.kept):
                 merge(self.model, name)
-            else:
-                _compact(rows.layer, rows.kept)
+                continue
+            layer, indices = rows.layer, rows.layer.get_buffer("rows")
+            kept, weight = rows.kept.to(indices.device), layer.get_parameter("residual").detach()
+            layer.residual = nn.Parameter(weight[kept]) if kept.any() else None
+            layer.rows = indices[kept] if kept.any() else None
 
     def measures(self) -> dict[str, float]:
-        """Share of the rows that are kept."""
+        """Return the share of the rows that are kept."""
         kept = sum(int(rows.kept.sum()) for rows in self.targets.values())
         return {"rows": kept / sum(len(rows.kept) for rows in self.targets.values())}
 
@@ -239,14 +246,14 @@ class RowPruning(Rule):
         prices = torch.cat([rows.prices() for rows in targets])
         kept = torch.empty_like(order, dtype=torch.bool)
         kept[order] = prices[order].cumsum(0) <= room
-        for rows, some in zip(targets, kept.split([len(rows.scores) for rows in targets]), strict=True):
-            rows.kept = some | rows.is_dense(some)
+        for rows, mask in zip(targets, kept.split([len(rows.scores) for rows in targets]), strict=True):
+            rows.kept = mask | rows.is_dense(mask)
             weight = rows.layer.get_parameter("residual").data
             weight.masked_fill_((~rows.kept).unsqueeze(1).to(weight.device), 0)
 
 
 def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
-    """Mean of |S ⊙ ∂L/∂S| over each row `(out,)`, with S as it is now; 0 where the loss does not reach it."""
+    """Return the mean of |S ⊙ ∂L/∂S| over each row `(out,)`, with S as it is now; 0 where there is no gradient."""
     weight = rows.layer.get_parameter("residual").detach()
     if gradient is None:
         return torch.zeros(len(weight), device=weight.device)
@@ -254,30 +261,15 @@ def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
 
 
 def _order(scores: Tensor) -> Tensor:
-    """Indices from the highest score to the lowest; of equal ones the first comes first."""
+    """Return the indices from the highest score to the lowest; of equal ones the first comes first."""
     return scores.argsort(descending=True, stable=True)
 
 
-def _whole(layers: Mapping[str, LowRankLinear]) -> Iterator[tuple[str, _Rows]]:
-    """The layers whose residual has all rows, in their own order."""
-    for name, layer in layers.items():
-        count = len(layer.left)
-        if layer.rows is not None and torch.equal(layer.rows, torch.arange(count, device=layer.rows.device)):
-            every = torch.ones(count, dtype=torch.bool, device=layer.rows.device)
-            zeros = torch.zeros(count, device=layer.rows.device)
-            yield name, _Rows(layer, zeros, every, zeros)
+def _is_complete(layer: LowRankLinear) -> bool:
+    """Whether the layer has a residual with all `out` rows, in their own order."""
+    return layer.rows is not None and torch.equal(layer.rows, torch.arange(len(layer.left), device=layer.rows.device))
 
 
-def _size(layer: LowRankLinear) -> int:
-    residual = 0 if layer.residual is None else layer.residual.numel()
-    return layer.left.numel() + layer.right.numel() + residual
-
-
-def _compact(layer: LowRankLinear, kept: Tensor) -> None:
-    """Leave `layer` the rows of its residual that are `kept` `(rows,)`, or no residual at all."""
-    if layer.residual is None or layer.rows is None:
-        return
-    kept = kept.to(layer.rows.device)
-    some = bool(kept.any())
-    layer.residual = nn.Parameter(layer.residual.detach()[kept]) if some else None
-    layer.rows = layer.rows[kept] if some else None
+def _all_rows(layer: LowRankLinear) -> _Rows:
+    zeros = torch.zeros(len(layer.left), device=layer.get_buffer("rows").device)
+    return _Rows(layer, scores=zeros, kept=torch.ones_like(zeros, dtype=torch.bool), mean=zeros)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -55,24 +55,14 @@ class Pruning(Optimization, Method):
         yield from exceeding("shaping", self.start, self.end)
 
     def shape(self, problem: SearchProblem) -> Statistics:
-        """Prune the model; returns the scores."""
+        """Prune the model in place; return the scores of its weights."""
         rule = WeightPruning(problem.model, problem.targets, self, self.share_at(problem.keep))
         problem.train(self, rule)
         return rule.statistics()
 
     def share_at(self, keep: float) -> float:
-        """The share of the weights that is left where the factors are to have `keep` of the parameters."""
+        """Return the share of the weights that is left where the factors are to have `keep` of the parameters."""
         return min((share for share in self.remaining if share >= keep), default=max(self.remaining))
-
-
-class _Identity(BaseModel):
-    """Targets and share too decide what is pruned."""
-
-    model_config = ConfigDict(frozen=True)
-
-    pruning: Pruning
-    share: float
-    targets: tuple[Target, ...]
 
 
 class WeightPruning(Rule):
@@ -92,7 +82,7 @@ class WeightPruning(Rule):
         for target in targets:
             if not round(share * target.parameters):
                 raise ValueError(f"shaping leaves {target.name} no weight: raise shaping.remaining")
-        self.settings = _Identity(pruning=settings, share=share, targets=tuple(targets))
+        self.settings = (settings, share, tuple(targets))
         self.pruning = settings
         self.share = share
         self.modules = {target.name: model.get_submodule(target.name) for target in targets}
@@ -126,7 +116,7 @@ class WeightPruning(Rule):
                 weight.masked_fill_(_lowest(self._score(name), dropped), 0)
 
     def statistics(self) -> Statistics:
-        """Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2), as kind `movement` under `TARGET.output`: `(out,)`, sum 1.
+        """Return Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2), `(out,)`, as kind `movement` under `TARGET.output`.
 
         S can be negative and a row empty, where the paper says nothing. Only weights that are left count, and of them
         those with a positive score (choice: the error of a zeroed weight is what pruning chose to ignore, and a
@@ -139,7 +129,7 @@ class WeightPruning(Rule):
         return {"movement": {f"{name}.output": self._row_scores(name) for name in self.modules}}
 
     def measures(self) -> dict[str, float]:
-        """The share of all weights that is not zero."""
+        """Return the share of all weights that is not zero."""
         return {"remaining": share_left(self.modules.values())}
 
     def state(self) -> dict[str, Tensor]:
@@ -149,7 +139,7 @@ class WeightPruning(Rule):
         self.scores = dict(state)
 
     def _score(self, name: str) -> Tensor:
-        """S `(out, in)` where the weight is, which the loop may have moved."""
+        """Return S `(out, in)` on the device of the weight, which the loop may have moved."""
         weight = weight_of(self.modules[name])
         if self.pruning.score == "zero_order":
             return weight.abs()
@@ -168,7 +158,7 @@ class WeightPruning(Rule):
 
 
 def _lowest(scores: Tensor, count: int) -> Tensor:
-    """Whether each score is one of the `count` lowest; of equal ones the first are."""
+    """Return a mask of the `count` lowest scores; of equal ones the first are chosen."""
     flat = scores.flatten()
     bound = flat.kthvalue(count).values
     lowest = flat < bound

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pydantic import BaseModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -21,8 +20,8 @@ from eckart.calibration.losses import Batch
 class Rule:
     """Base class of training rules; every hook does nothing."""
 
-    settings: BaseModel | None = None
-    """The settings by which a resumed training is recognized."""
+    settings: Any = None
+    """The settings by which a resumed training is recognized: all that decides what the rule does, with a `repr`."""
 
     forward_options: Mapping[str, Any] = {}
     """Keyword arguments of the model besides the batch."""

@@ -9,12 +9,12 @@ from eckart.recipe_parts import Contradiction
 
 
 def steps_in(share: float, steps: int) -> int:
-    """The steps that `share` of `steps` takes, rounded up."""
+    """Return the number of steps that `share` of `steps` is, rounded up."""
     return math.ceil(round(share * steps, 6))  # rounded first, so that 0.07 of 100 is 7, not 8
 
 
 def cubic(step: int, steps: int, start: int, end: int, final: float) -> float:
-    """1 for `start` steps, `final` for the last `end` steps, between them a cubic decay.
+    """Return 1 for `start` steps, `final` for the last `end` steps, and between them a cubic decay.
 
     It is `final` at `step` = `steps` always, and at no step before that if `end` is 0.
 
@@ -29,7 +29,7 @@ def cubic(step: int, steps: int, start: int, end: int, final: float) -> float:
 
 
 def linear(step: int, until: int, first: float) -> float:
-    """From `first` at step 0 down to 0 at step `until` and after: LPAF, mixed-rank fine-tuning."""
+    """Return `first` at step 0, falling linearly to 0 at step `until` and after (LPAF, mixed-rank fine-tuning)."""
     return max(0.0, first * (1 - step / until)) if until else 0.0
 
 

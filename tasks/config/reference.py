@@ -61,15 +61,15 @@ def text(tree: Mapping[str, Any], path: str = "") -> str:
 
 
 def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type[BaseModel]]:
-    """The type of what stands at `key` of a mapping of one of `models`; none for a name that users choose."""
+    """Return the types of the value at `key` of a mapping of one of `models`; none for a name that users choose."""
     if models == [Params] and key in ("recipes", "recovery"):
-        found: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
+        types: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
     elif models == [Recipe] and key not in Recipe.model_fields:
         return models  # the name of a recipe
     else:
-        found = [inner for model in models if key in model.model_fields for inner in _inner(model, key)]
+        types = [inner for model in models if key in model.model_fields for inner in _inner(model, key)]
     kind = value.get("kind") if isinstance(value, Mapping) else None
-    return [model for model in found if kind in kinds_of(model)] or found
+    return [model for model in types if kind in kinds_of(model)] or types
 
 
 def _inner(model: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -108,7 +108,7 @@ def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """A value on one line of YAML."""
+    """Return a value as YAML on one line."""
     return (
         yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
         .removesuffix("...\n")

@@ -498,11 +498,8 @@ def as_json(content: Any) -> str:
 
 def report(path: Path, lines: Iterable[str]) -> str:
     """Return the message of a ParamsError: one mistake a line, whatever it quotes."""
-    return f"{path} has mistakes:\n" + "\n".join(f"  {_on_one_line(line)}" for line in lines)
-
-
-def _on_one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    printable = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in lines)
+    return "\n  ".join([f"{path} has mistakes:", *printable])
 
 
 def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> list[str]:
@@ -512,26 +509,13 @@ def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> li
     errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
     lines = []
     for details in errors:
-        path = _path(details["loc"], content, prefix)
+        keys, free = _located(details["loc"], content, kind)
+        path = ".".join(filter(None, [prefix, *keys]))
         if path in _RENAMED:
             lines.append(f"{path}: was renamed; write {_RENAMED[path]}")
         else:
-            lines.append(f"{path}: {_advice(details, _free_names(kind, content, details['loc'][:-1]))}")
+            lines.append(f"{path}: {_advice(details, free)}")
     return lines
-
-
-def _free_names(kind: Any, content: Any, loc: tuple[int | str, ...]) -> list[str]:
-    """The keys that a mapping within `content` may have, and does not have."""
-    if not loc:
-        present = content if isinstance(content, dict) else {}
-        return [name for model in models_in(kind) for name in model.model_fields if name not in present]
-    key, *rest = loc
-    models = models_in(kind)
-    if tagged := [model for model in models if key in kinds_of(model)]:
-        return _free_names(tagged[0], content, tuple(rest))
-    inner = content.get(key) if isinstance(content, dict) else None
-    fields = [model.model_fields[key].annotation for model in models if key in model.model_fields]
-    return _free_names(fields[0], inner, tuple(rest)) if fields else []
 
 
 def models_in(kind: Any) -> list[type[BaseModel]]:
@@ -546,21 +530,28 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
-def _path(loc: tuple[int | str, ...], content: Any, prefix: str) -> str:
-    """The dotted path of a mistake, without the tags that pydantic adds for the members of a union."""
-    keys = [prefix] if prefix else []
-    tagged: Any = None
+def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[str], list[str]]:
+    """Return the keys that lead to a mistake, and the keys that the last mapping may have and does not have.
+
+    `loc` is as pydantic gives it; the tags that it adds for the members of a union are left out.
+    """
+    path: list[str] = []
+    free: list[str] = []
+    models, tagged = models_in(kind), None
     for position, key in enumerate(loc):
         if isinstance(content, dict) and content.get("kind") == key and content is not tagged:
             tagged = content  # the tag comes first, even where a key has the same name
+            models = [model for model in models if key in kinds_of(model)]
             continue
-        keys_there = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
-        there = key in keys_there
-        if there or position == len(loc) - 1:
-            keys.append(str(key))
-        if there:
+        present = content if isinstance(content, dict) else range(len(content) if isinstance(content, list) else 0)
+        free = [name for model in models for name in model.model_fields if name not in present]
+        if key in present or position == len(loc) - 1:
+            path.append(str(key))
+        if key in present:
             content = content[key]
-    return ".".join(keys)
+            fields = [model.model_fields[key] for model in models if key in model.model_fields]
+            models = [inner for field in fields for inner in models_in(field.annotation)]
+    return path, free
 
 
 def _advice(details: ErrorDetails, free: list[str]) -> str:

@@ -80,7 +80,10 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
     tree = schema.sections(content)
     typed = {name: _parsed(content.get(name, tree[name]), kind, name, lines) for name, kind in SECTIONS.items()}
     typed["recipes"] = _recipes(tree["recipes"], tree["recovery"], lines)
-    lines += _unknown(content)
+    known = schema.Params.model_fields
+    for name in [name for name in content if name not in known]:
+        meant = get_close_matches(name, [other for other in known if other not in content], n=1)
+        lines.append(f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it")
     lines += _contradictions(typed, tree, content)
     return lines
 
@@ -95,7 +98,7 @@ def typed_section(name: str) -> Any:
 
 
 def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
-    """`content` as a `kind`, or None after its mistakes were added to `lines`."""
+    """Return `content` as a `kind`, or None after adding its mistakes to `lines`."""
     try:
         return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
     except ValidationError as error:
@@ -104,7 +107,7 @@ def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
 
 
 def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | None]:
-    """Name → recipe, the built-in ones included; None for one with mistakes."""
+    """Return name → recipe, the built-in ones included; None for one with mistakes."""
     from eckart.recipe import Recipe, complete, recipes
     from eckart.recovery import Recovery
 
@@ -115,21 +118,13 @@ def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | No
     lines += [
         f"recipes.{name}: is no name; write letters, digits and _, at most {_LONGEST}"
         for name in own
-        if not isinstance(name, str) or not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
+        if not re.fullmatch(rf"\w{{1,{_LONGEST}}}", name)
     ]
     before = len(lines)
     common = complete({"recovery": recovery})["recovery"] if isinstance(recovery, dict | str) else recovery
     _parsed(common, Recovery, "recovery", lines)
     complete_recipes = recipes(own, recovery if len(lines) == before else {})
     return {name: _parsed(parts, Recipe, f"recipes.{name}", lines) for name, parts in complete_recipes.items()}
-
-
-def _unknown(content: Mapping[str, Any]) -> Iterator[str]:
-    known = schema.Params.model_fields
-    for name in content:
-        if name not in known:
-            meant = get_close_matches(str(name), [other for other in known if other not in content], n=1)
-            yield f"{name}: is unknown; write {meant[0]}" if meant else f"{name}: is unknown; remove it"
 
 
 def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
@@ -146,26 +141,28 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
     for name in used if recipes else ():
         if name not in recipes:
             yield f"study.recipes: there is no recipe {name}; write one of {', '.join(map(str, recipes))}"
-    yield from _of_export(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
+    yield from _export_mistakes(_strings(_at(content, "export", "recipes")), used, _at(content, "data", "task"))
     if typed["study"] and typed["export"] and not typed["export"].recipes:
-        yield from _unexported(typed["study"].goals)
-    yield from _of_control(_at(content, "study", "control"), recipes, used)
+        for number, goal in enumerate(typed["study"].goals):
+            if goal.runtime != "torch":
+                yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
+    yield from _control_mistakes(_at(content, "study", "control"), recipes, used)
     own = stated.get("recipes")
     for name in dict.fromkeys([*used, _at(content, "study", "control"), *(own if isinstance(own, dict) else ())]):
         recipe = recipes.get(name) if isinstance(name, str) else None
         for part, mistake in contradictions(recipe) if recipe else ():
             yield f"recipes.{name}.{part}: {mistake}"
-    yield from _of_splits(typed["data"])
+    yield from _split_mistakes(typed["data"])
     task, metric = _at(content, "data", "task"), _at(content, "data", "metric")
     if task in TASK_NAMES:
-        yield from _of_task(task, metric, typed, content["data"])
+        yield from _task_mistakes(task, metric, typed, content["data"])
     gain = typed["promotion"] and typed["promotion"].least_gain
     if gain and metric in list(METRICS) and METRICS[metric].bounded and not -1 < gain < 1:
         title = METRICS[metric].title
         yield f"promotion.least_gain: is {gain:g}, too much for a gain of {title}; write a number between -1 and 1"
     if typed["trainer"] and typed["trainer"].processes > 1:
-        training = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
-        yield from _unshared(typed["trainer"], {name: recipes.get(name) for name in training}, content)
+        names = dict.fromkeys([*used, *filter(recipes.get, [_at(content, "study", "control")])])
+        yield from _unshared_batches(typed["trainer"], {name: recipes.get(name) for name in names}, content)
     for option in ("products", "tied"):
         if typed["targets"] and getattr(typed["targets"], option):
             yield from _without_pairs(option, {name: recipes.get(name) for name in used})
@@ -173,7 +170,7 @@ def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated
         yield from _lacking(typed["importance"].statistics, {name: recipes.get(name) for name in used})
 
 
-def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterator[str]:
+def _export_mistakes(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterator[str]:
     yield from _repeated("export.recipes", recipes)
     for name in recipes:
         if name not in used:
@@ -182,14 +179,8 @@ def _of_export(recipes: Sequence[str], used: Sequence[str], task: Any) -> Iterat
         yield f"export.recipes: a model of {task} is more than one graph; write []"
 
 
-def _unexported(goals: Sequence[schema.Goal]) -> Iterator[str]:
-    for number, goal in enumerate(goals):
-        if goal.runtime != "torch":
-            yield f"study.goals.{number}.runtime: no recipe is exported; leave out runtime, or fill export.recipes"
-
-
-def _of_control(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[str]) -> Iterator[str]:
-    fitting = ", ".join(str(one) for one, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
+def _control_mistakes(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[str]) -> Iterator[str]:
+    fitting = ", ".join(other for other, recipe in recipes.items() if recipe and recipe.recovery.for_dense)
     if isinstance(name, str) and recipes and name not in recipes:
         yield f"study.control: there is no recipe {name}; write one of {fitting}"
     elif name is None and (own := [recipes[other] for other in used if recipes.get(other)]):
@@ -199,7 +190,7 @@ def _of_control(name: Any, recipes: Mapping[str, Recipe | None], used: Sequence[
         yield f"study.control: the dense model cannot recover as {name} does; write one of {fitting}"
 
 
-def _of_splits(data: schema.Data | None) -> Iterator[str]:
+def _split_mistakes(data: schema.Data | None) -> Iterator[str]:
     if data:
         yield from _repeated("data.splits", list(data.splits.named().values()))
         given = data.splits.named()
@@ -207,10 +198,9 @@ def _of_splits(data: schema.Data | None) -> Iterator[str]:
             yield "data.shares: leave nothing to train; write shares whose sum is below 1"
 
 
-def _unshared(
+def _unshared_batches(
     trainer: schema.Trainer, recipes: Mapping[str, Recipe | None], content: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Steps whose rows several processes cannot share."""
     from eckart.recipe_parts import train_together
 
     sizes = {"teacher": _at(content, "teacher", "batch_size")}
@@ -228,12 +218,12 @@ def _unshared(
             yield f"{path}.batch_size: is {size}, which {trainer.processes} processes cannot share; write a multiple"
 
 
-def _of_task(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
+def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
     """Yield what does not fit the task: its metric, columns, options, and what other sections ask of it."""
     kind = task_class(task)
     if isinstance(metric, str) and metric not in kind.metrics:
         yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(kind.metrics)}"
-    yield from _of_columns(task, data.get("columns"))
+    yield from _column_mistakes(task, data.get("columns"))
     for key in sorted({option for name in TASK_NAMES for option in task_class(name).options} - {*kind.options}):
         if data.get(key) is not None:
             owners = [name for name in TASK_NAMES if key in task_class(name).options]
@@ -249,7 +239,7 @@ def _of_task(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mappin
         yield f"importance.labels: {labels} is for {' and '.join(owners)} alone; write given"
 
 
-def _of_columns(task: TaskName, columns: Any) -> Iterator[str]:
+def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
     """Yield the columns that the task needs and does not have, or has and cannot use."""
     if not isinstance(columns, dict):
         return
@@ -271,8 +261,8 @@ def _without_pairs(option: str, recipes: Mapping[str, Recipe | None]) -> Iterato
         for method in recipe.methods if recipe else ():
             if not method.pairs:
                 yield (
-                    f"targets.{option}: is true, and {method.kind} of recipes.{name} knows no targets of two maps; "
-                    "write false"
+                    f"targets.{option}: is true, and {method.kind} of recipes.{name} knows no targets of two linear "
+                    "layers; write false"
                 )
 
 

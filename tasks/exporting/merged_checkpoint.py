@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -41,7 +40,12 @@ def to_plain(name: str, folder: Path) -> str:
     quiet()
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        model, tokenizer = load(source, _family(source, config.architectures), torch.float32)
+        architecture = (config.architectures or ["no class"])[0]
+        if (family := getattr(transformers, architecture, None)) is None:
+            raise StageError(
+                f"{source} was saved as {architecture}, which transformers alone does not have: load it with eckart"
+            )
+        model, tokenizer = load(source, family, torch.float32)
     except UNLOADABLE as error:
         raise StageError(f"{source} cannot be loaded: {error}") from error
     if not (names := list(factorized(model))):
@@ -64,18 +68,6 @@ def to_plain(name: str, folder: Path) -> str:
         f"{folder}: {model.num_parameters():,} parameters, {len(names)} linear layers merged, with its tokenizer. Its "
         f"outputs are within {difference:.1g} of those of {source}, and transformers alone loads it."
     )
-
-
-def _family(source: Path, architectures: list[str] | None) -> Any:
-    """Return the class that the config names.
-
-    Raises:
-        StageError: transformers has no such class.
-    """
-    name = (architectures or ["no class"])[0]
-    if (family := getattr(transformers, name, None)) is None:
-        raise StageError(f"{source} was saved as {name}, which transformers alone does not have: load it with eckart")
-    return family
 
 
 def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What becomes of the head that a base model has: it is kept where it is one for the task's labels, else made anew."""
+"""Keep the head of a base model where it is one for the task's labels; otherwise make a new one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _SHOWN = 5  # names of labels
 _FILE = "head.txt"
 
 Fit = Literal["none", "known", "by position", "other"]
-"""Of a head and a task: there is none of its kind; its outputs are the labels, in whatever order; they are as many, and
-either they or the labels are mere numbers; or they are something else, so that a new head takes its place."""
+"""The fit of a base model's head to the task.
+
+none: there is no head of the task's kind; known: its outputs are the labels, in whatever order; by position: they are
+as many, and either they or the labels are mere numbers; other: anything else, so that a new head takes its place.
+"""
 
 
 def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
@@ -52,7 +55,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
 
 
 def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
-    """What becomes of a head whose outputs are not the task's labels by name; empty where there is nothing to say."""
+    """Return a sentence on what is done with the head; empty where its outputs are the task's labels by name."""
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
@@ -78,31 +81,35 @@ def _other_task(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str])
 
 
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading: Mapping[str, Any]) -> str:
-    """Put the outputs of a head into the order of the labels, or make them anew; say what becomes of the head.
+    """Put the outputs of a head into the order of the labels, or make new ones; return a sentence on the head.
 
     Args:
         config: as the base model has it.
-        loading: what transformers says of the loading, in which weights of another shape were left out.
+        loading: transformers' report of the loading, which left out weights of another shape.
 
     Raises:
         StageError: weights that are not the head's have another shape than the config says.
     """
-    found = fit(config, task.kind, task.labels)
+    head = fit(config, task.kind, task.labels)
     left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
-    if wrong := sorted(key for key in left if found not in ("none", "other") or not _is_of_head(model, key)):
+    if wrong := sorted(key for key in left if head not in ("none", "other") or not _is_of_head(model, key)):
         shapes = " and ".join(" × ".join(map(str, shape)) for shape in left[wrong[0]])
         raise StageError(
             f"{len(wrong)} weights of model.base have another shape than its config.json says ({wrong[0]}: {shapes}): "
             "take the config.json that was saved with them"
         )
     outputs = _outputs_of(model, len(task.labels) or 1)
-    if found == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
+    if head == "known" and task.labels and (order := _order(_outputs(config), task.labels)):
         with torch.no_grad():
             for parameter in outputs.values():
                 parameter.copy_(parameter[order])
-    if found == "other":
-        _renew(model, [one for name, one in outputs.items() if name not in {*left, *loading["missing_keys"]}])
-    if found == "none" and left:  # of a class that nobody has named
+    if head == "other":
+        loaded = (parameter for name, parameter in outputs.items() if name not in {*left, *loading["missing_keys"]})
+        spread = getattr(model.config, "initializer_range", None) or 0.02
+        with torch.no_grad():
+            for parameter in loaded:  # as transformers begins them
+                parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()
+    if head == "none" and left:  # of a class that nobody has named
         return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
 
@@ -114,13 +121,13 @@ def note(folder: Path, said: str) -> None:
 
 
 def noted(folder: Path) -> str:
-    """What `note` wrote."""
+    """Return what `note` wrote."""
     file = folder / _FILE
     return file.read_text().strip() if file.exists() else ""
 
 
 def _order(outputs: Sequence[str], labels: Sequence[str]) -> list[int] | None:
-    """Of each label the output with its name; None where they are not the same names."""
+    """Return for each label the index of the output with its name; None where they are not the same names."""
     theirs, ours = ([name.casefold() for name in names] for names in (outputs, labels))
     same = sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours)
     return [theirs.index(name) for name in ours] if same else None
@@ -139,17 +146,9 @@ def _is_of_head(model: PreTrainedModel, name: str) -> bool:
 
 
 def _outputs_of(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
-    """The parameters of the head's last layer, whose first dimension is that of the outputs."""
+    """Return the parameters of the head's last layer, whose first dimension is that of the outputs."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
         if _is_of_head(model, name) and parameter.shape[0] == count
     }
-
-
-def _renew(model: PreTrainedModel, parameters: Sequence[Tensor]) -> None:
-    """Draw weights as transformers begins them, and no bias."""
-    spread = getattr(model.config, "initializer_range", None) or 0.02
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()

@@ -127,7 +127,8 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
     arguments = TrainingArguments(
         str(folder),
         **settings,
-        **_devices(),
+        use_cpu=not torch.cuda.is_available(),
+        ddp_backend="gloo" if "RANK" in os.environ and not torch.cuda.is_available() else None,
         average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
         logging_nan_inf_filter=False,  # a loss that is not finite must be seen
         save_strategy="no",  # Checkpoints decides when to save
@@ -277,10 +278,3 @@ def _point(logs: Mapping[str, Any]) -> dict[str, float]:
     """Return a point of the curve: what the Trainer logged, without its epoch count, then what rules measured."""
     measured = sorted({*logs} - {"step", "epoch", *_LOGGED})
     return {"step": logs["step"], **{name: float(logs[name]) for name in (*_LOGGED, *measured)}}
-
-
-def _devices() -> dict[str, Any]:
-    """Return arguments that run the Trainer on CUDA, or else on the CPU, where several processes need gloo."""
-    if torch.cuda.is_available():
-        return {}
-    return {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}

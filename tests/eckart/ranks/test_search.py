@@ -16,7 +16,7 @@ from eckart.model.targets import find_targets, weight_of
 from eckart.ranks import RankSearch
 from eckart.ranks.budget import NoRank, allowance
 from eckart.ranks.search import search_ranks
-from eckart.ranks.search_problem import Found, SearchProblem
+from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.residual import Residual
 from eckart.residual.sparse_rows import SparseRows
 from tests import tiny
@@ -69,8 +69,8 @@ def test_factors_beside_sparse_rows_get_their_share_of_the_budget() -> None:
 
 def test_a_search_that_exceeds_its_budget_is_refused() -> None:
     class Greedy(type(UNIFORM)):  # type: ignore[misc]
-        def search(self, problem: SearchProblem) -> Found:
-            result: Found = super().search(replace(problem, keep=0.9))
+        def search(self, problem: SearchProblem) -> SearchResult:
+            result: SearchResult = super().search(replace(problem, keep=0.9))
             return result
 
     with pytest.raises(ValueError, match=r"more than 0\.5"):

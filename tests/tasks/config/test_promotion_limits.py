@@ -23,9 +23,9 @@ def wanting(**changes: Any) -> Limits:
     return WANTED.model_copy(update=changes)
 
 
-def refused(found: Sequence[Gate]) -> list[tuple[str, ...]]:
+def refused(results: Sequence[Gate]) -> list[tuple[str, ...]]:
     """The gates that do not pass, each with the numbers that its refusal says."""
-    return [(gate.name, *said(gate.refusal)) for gate in found if not gate.passed]
+    return [(gate.name, *said(gate.refusal)) for gate in results if not gate.passed]
 
 
 def said(words: str) -> list[str]:
@@ -33,15 +33,15 @@ def said(words: str) -> list[str]:
 
 
 def refusals(wanted: Limits = WANTED, metric: MetricName = "accuracy", **changes: Any) -> list[tuple[str, ...]]:
-    one = CANDIDATE if metric == "accuracy" else PERPLEXITY
-    return refused(gates(dataclasses.replace(one, **changes), metric, wanted))
+    measured = CANDIDATE if metric == "accuracy" else PERPLEXITY
+    return refused(gates(dataclasses.replace(measured, **changes), metric, wanted))
 
 
 class TestGates:
     def test_a_candidate_within_all_limits_passes_each(self) -> None:
-        found = gates(CANDIDATE, "accuracy", WANTED)
-        assert [gate.name for gate in found] == ["drop from the original", "keep", "speed-up"]
-        assert all(gate.passed for gate in found)
+        results = gates(CANDIDATE, "accuracy", WANTED)
+        assert [gate.name for gate in results] == ["drop from the original", "keep", "speed-up"]
+        assert all(gate.passed for gate in results)
 
     def test_a_limit_itself_passes_however_it_was_rounded(self) -> None:
         assert 0.842 - 0.832 > 0.01
@@ -60,8 +60,8 @@ class TestGates:
         assert refusals(wanting(standard_errors=5.0), **changes) == [refusal]
 
     def test_every_number_that_failed_is_named(self) -> None:
-        found = gates(dataclasses.replace(CANDIDATE, metric=0.1, keep=0.9, speedup=0.5), "accuracy", WANTED)
-        assert len(refused(found)) == 3
+        results = gates(dataclasses.replace(CANDIDATE, metric=0.1, keep=0.9, speedup=0.5), "accuracy", WANTED)
+        assert len(refused(results)) == 3
 
     def test_what_is_null_is_not_asked_for(self) -> None:
         assert not refusals(wanting(keep=None, least_speedup=None), keep=0.9, speedup=0.5)
@@ -73,8 +73,8 @@ class TestGates:
         self, errors: float, drop: float, passes: bool
     ) -> None:
         """The limit of 0.01 and the standard error of 0.012, so many times, and no more than the limit once more."""
-        one = dataclasses.replace(CANDIDATE, metric=0.842 - drop)
-        gate = gates(one, "accuracy", wanting(standard_errors=errors))[0]
+        measured = dataclasses.replace(CANDIDATE, metric=0.842 - drop)
+        gate = gates(measured, "accuracy", wanting(standard_errors=errors))[0]
         assert gate.passed is passes
         assert gate.plain["standard_error"] == 0.012
         assert gate.plain["passed"] is passes
@@ -133,35 +133,35 @@ CANDIDATES = st.lists(
 class TestChoice:
     @given(CANDIDATES, st.sampled_from(["accuracy", "perplexity"]), st.floats(0, 2))
     def test_no_other_within_the_limits_is_better_or_as_good_and_smaller(
-        self, some: list[Measured], metric: MetricName, errors: float
+        self, models: list[Measured], metric: MetricName, errors: float
     ) -> None:
         wanted, goodness = wanting(standard_errors=errors), METRICS[metric].goodness
-        candidates = {str(place): one for place, one in enumerate(some)}
+        candidates = {str(place): measured for place, measured in enumerate(models)}
         choice = choose(candidates, metric, wanted)
-        within = {name for name, one in candidates.items() if not refused(gates(one, metric, wanted))}
+        within = {name for name, measured in candidates.items() if not refused(gates(measured, metric, wanted))}
         assert set(choice.closed) == set(candidates) - within
         assert (choice.chosen is None) == (not within)
         if choice.chosen:
             assert choice.nearest == choice.chosen
             best = candidates[choice.chosen]
-            for one in map(candidates.__getitem__, within):
-                assert (goodness(one.metric), -one.parameters) <= (goodness(best.metric), -best.parameters)
+            for measured in map(candidates.__getitem__, within):
+                assert (goodness(measured.metric), -measured.parameters) <= (goodness(best.metric), -best.parameters)
 
     @pytest.mark.parametrize(("metric", "wanted"), [("accuracy", "high"), ("perplexity", "low and small")])
     def test_of_equal_ones_the_smallest(self, metric: MetricName, wanted: str) -> None:
         low = dataclasses.replace(CANDIDATE, metric=0.5, teacher=0.5, parameters=9)
-        some = {"low": low, "low and small": dataclasses.replace(low, parameters=5)}
-        some["high"] = dataclasses.replace(low, metric=0.6)
-        assert choose(some, metric, wanting(largest_drop=1.0)).chosen == wanted
+        models = {"low": low, "low and small": dataclasses.replace(low, parameters=5)}
+        models["high"] = dataclasses.replace(low, metric=0.6)
+        assert choose(models, metric, wanting(largest_drop=1.0)).chosen == wanted
 
     def test_the_nearest_is_beyond_the_fewest_limits_and_then_the_least_far(self) -> None:
         """Two limits are more than one; a keep of 0.6 for 0.5 is nearer than a speed-up of 0.6 for 1.2."""
-        some = {
+        models = {
             "two": dataclasses.replace(CANDIDATE, keep=0.51, speedup=1.19),
             "slow": dataclasses.replace(CANDIDATE, speedup=0.6),
             "large": dataclasses.replace(CANDIDATE, keep=0.6),
         }
-        choice = choose(some, "accuracy", WANTED)
+        choice = choose(models, "accuracy", WANTED)
         assert (choice.chosen, choice.nearest) == (None, "large")
         assert {name: [gate.name for gate in closed] for name, closed in choice.closed.items()} == {
             "two": ["keep", "speed-up"],
@@ -172,6 +172,11 @@ class TestChoice:
     def test_each_order_breaks_ties_by_the_other(self) -> None:
         small, best = dataclasses.replace(CANDIDATE, parameters=3), dataclasses.replace(CANDIDATE, metric=0.9)
         both = dataclasses.replace(CANDIDATE, metric=0.9, parameters=3)
-        some = [CANDIDATE, small, best, both]
-        assert sorted(some, key=lambda one: best_first(one, "accuracy")) == [both, best, small, CANDIDATE]
-        assert sorted(some, key=lambda one: smallest_first(one, "accuracy")) == [both, small, best, CANDIDATE]
+        models = [CANDIDATE, small, best, both]
+        assert sorted(models, key=lambda measured: best_first(measured, "accuracy")) == [both, best, small, CANDIDATE]
+        assert sorted(models, key=lambda measured: smallest_first(measured, "accuracy")) == [
+            both,
+            small,
+            best,
+            CANDIDATE,
+        ]

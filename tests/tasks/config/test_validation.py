@@ -97,21 +97,16 @@ def test_the_repository_s_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -
     assert {"recipes", "recovery", *check()} == set(Params.model_fields)
 
 
-def test_the_tiny_parameters_pass(tmp_path: Path) -> None:
-    write_params(tmp_path, TINY)
-    assert check()["study"].keeps == (0.5,)
-
-
 class TestFoundGood:
     """What was found good is not checked again, as long as nothing that decides it has changed."""
 
     @pytest.fixture
     def checks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         """What was checked since; params.yaml in `tmp_path` was checked once, by code in `tmp_path`/code."""
-        found: list[Any] = []
+        contents: list[Any] = []
 
         def mistakes(content: Any) -> list[str]:
-            found.append(content)
+            contents.append(content)
             return ["seed: is bad"] if content["seed"] == 1 else []
 
         (tmp_path / "code/part").mkdir(parents=True)
@@ -119,8 +114,8 @@ class TestFoundGood:
         monkeypatch.setattr(checking, "mistakes", mistakes)
         write_params(tmp_path, tiny())
         check()
-        found.clear()
-        return found
+        contents.clear()
+        return contents
 
     def test_while_file_and_code_stand(
         self, tmp_path: Path, checks: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -131,11 +126,6 @@ class TestFoundGood:
         monkeypatch.chdir(tmp_path / "elsewhere")
         check()
         assert checks
-
-    def test_another_number_is_checked(self, tmp_path: Path, checks: list[Any]) -> None:
-        write_params(tmp_path, tiny(seed=2))
-        check()
-        assert [content["seed"] for content in checks] == [2]
 
     def test_other_code_checks_anew(self, tmp_path: Path, checks: list[Any]) -> None:
         (tmp_path / "code/part/new.py").write_text("")
@@ -162,11 +152,6 @@ class TestFoundGood:
             good.write_bytes(content)
         check()
         assert len(checks) == 1
-
-    def test_a_workspace_that_cannot_be_written_is_checked_all_the_same(self, tmp_path: Path) -> None:
-        write_params(tmp_path, tiny())
-        (tmp_path / ".eckart").write_text("a file where a folder should be")
-        assert check()["study"].name == "tiny"
 
 
 def test_a_missing_key_takes_its_default_and_one_without_a_default_is_one_line() -> None:
@@ -196,11 +181,6 @@ def test_a_section_that_is_no_mapping_is_one_line(value: Any) -> None:
         only(put(place, value), dotted(place))
 
 
-def test_a_string_for_a_number_is_one_line() -> None:
-    for place in NUMBERS:
-        only(put(place, str(EVERYWHERE[place])), dotted(place))
-
-
 def test_no_number_is_below_zero() -> None:
     for place in NUMBERS:
         only(put(place, -1), dotted(place))
@@ -228,11 +208,6 @@ def test_a_recipe_that_there_is_not_is_named_with_those_there_are() -> None:
     assert {"svd", "kfac"} <= advice(line)
 
 
-def test_a_recipe_that_the_study_does_not_use_is_checked_too() -> None:
-    params = tiny(study={"recipes": ["svd"]}, recipes={"kfac": {"recovery": {"steps": -1}}})
-    only(params, "recipes.kfac.recovery.steps")
-
-
 @pytest.mark.parametrize(("key", "values"), [("recipes", ["svd", "kfac", "svd"]), ("keeps", [0.5, 0.25, 0.50])])
 def test_a_repetition_is_one_line(key: str, values: list[Any]) -> None:
     assert re.search(rf"{values[0]} 2\b", only(tiny(study={key: values}), f"study.{key}"))
@@ -252,11 +227,6 @@ def test_statistics_that_a_weighting_lacks_is_named() -> None:
     line = only(tiny(importance={"statistics": ["inputs"]}), "importance.statistics")
     assert "output_gradients" in line
     assert "recipes.kfac" in line
-
-
-def test_each_kind_of_statistics_that_is_lacking_is_named() -> None:
-    lines = mistakes(tiny(importance={"statistics": ["fisher"]}))
-    assert paths(lines) == ["importance.statistics"] * 2
 
 
 def test_statistics_that_only_an_unused_recipe_reads_is_not_asked_for() -> None:
@@ -360,12 +330,6 @@ def test_summaries_have_a_length() -> None:
     only(tiny(data=data_of("summarization", target_length=None)), "data.target_length")
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("pair", ["other", None])
-def test_sentences_may_be_pairs(task: TaskName, pair: str | None) -> None:
-    assert mistakes(tiny(data=data_of(task, columns={"text_pair": pair}))) == []
-
-
 @pytest.mark.parametrize("key", ["task", "metric"])
 @pytest.mark.parametrize("value", [None, ["accuracy"], {"a": 1}, "magic", 1])
 def test_a_kind_or_metric_that_there_is_not_is_one_line(key: str, value: Any) -> None:
@@ -408,13 +372,6 @@ def test_splits_leave_something_to_each(change: dict[str, Any], path: str) -> No
     only(merged(TINY, {"data": change}), path)
 
 
-def test_a_recipe_s_name_is_a_string() -> None:
-    """The stages look recipes up by the word on their command line: `1` would not be found."""
-    params = plain(TINY)
-    params["recipes"][1] = TINY["recipes"]["svd"]
-    only(params, "recipes.1")
-
-
 def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
     params = merged(
         tiny(),
@@ -443,14 +400,6 @@ def test_all_mistakes_of_the_file_are_in_one_message(tmp_path: Path) -> None:
         "recipes.x-y",
         "colour",
     }
-
-
-@pytest.mark.parametrize("content", [None, "", "seed: [0\n", "- seed\n"], ids=["absent", "empty", "broken", "list"])
-def test_a_file_that_cannot_be_read_is_an_error_of_the_parameters(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "params.yaml").write_text(content)
-    with pytest.raises(ParamsError, match=r"params\.yaml"):
-        check()
 
 
 FINETUNE = repository_params()["recipes"]["svd"]["recovery"]
@@ -538,10 +487,6 @@ def test_targets_of_two_maps_are_refused_with_what_knows_none(option: str) -> No
 class TestProcesses:
     """What several processes cannot train together is found before anything runs."""
 
-    def test_a_step_has_rows_for_each(self) -> None:
-        params = tiny(trainer={"processes": 3}, teacher={"batch_size": 9})
-        assert paths(mistakes(params)) == [f"recipes.{name}.recovery.batch_size" for name in ("svd", "kfac")]
-
     def test_each_training_of_a_recovery_has_them(self) -> None:
         both = {"kind": "in_turn", "first": {**FINETUNE, "batch_size": 4}, "then": {**FINETUNE, "batch_size": 5}}
         params = tiny(trainer={"processes": 2})
@@ -561,40 +506,10 @@ def test_a_goal_of_a_runtime_needs_something_that_is_exported() -> None:
     assert mistakes(tiny(study=goals, export={"recipes": ["svd"]})) == []
 
 
-ODD_NAMES = [
-    "",
-    " ",
-    "a b",
-    "a\nb",
-    "a\u2028b",
-    "\x85",
-    "..",
-    "/",
-    "../x",
-    "a/b",
-    "日本",
-    "a@b",
-    "-x",
-    "x" * 300,
-    "${item}",
-]
-ODD_NAMES += ["a: b", "#", "\t", "1", "null", "svd", "dense"]
-ODD_KEYS: list[Any] = [*ODD_NAMES, None, 1, True, 1.5, math.nan]
-ODD_VALUES: list[Any] = [None, True, 0, -1, 1, 0.5, 1e308, 10**30, math.nan, math.inf, *ODD_NAMES]
-ODD_VALUES += [
-    [],
-    [None],
-    [[]],
-    [1.0],
-    [0.0, 1.0, 2.0],
-    ["a\nb"],
-    [["svd"]],
-    {},
-    {"a\nb": 1},
-    {1: 2},
-    {"kind": "a\nb"},
-    {"kind": []},
-]
+ODD_NAMES = ["", " ", "a b", "a\nb", "\x85", "..", "/", "a/b", "日本", "-x", "x" * 300, "${item}", "a: b", "1", "null"]
+ODD_KEYS: list[Any] = [*ODD_NAMES, None, 1, True, math.nan]
+ODD_VALUES: list[Any] = [None, True, 0, -1, 0.5, 1e308, 10**30, math.nan, math.inf, *ODD_NAMES]
+ODD_VALUES += [[], [None], [[]], [0.0, 1.0, 2.0], [["svd"]], {}, {"a\nb": 1}, {1: 2}, {"kind": "a\nb"}, {"kind": []}]
 PLACES = list(EVERYWHERE)
 
 
@@ -649,25 +564,16 @@ HOLDS_ITSELF = "study: &it\n  name: tiny\n  goals: *it\n"
     [
         (HOLDS_ITSELF, "study.goals"),
         ("? [a, b]\n: 1\n", "('a', 'b')"),
-        ("2020-01-01: 1\n", "2020-01-01"),
         ("study: {name: !!binary aGVsbG8=}\n", "study.name"),
         ("seed: 2020-01-01\n", "seed"),
         ("seed: !!set {a, b}\n", "seed"),
         ("seed: !!python/object:os.system {}\n", ""),
         ("seed: \udcff\n", ""),
-        ("seed: \0\n", ""),
-        ("a: 1\na: 2\n", ""),
-        ("seed: *unknown\n", ""),
+        ("- a list\n", ""),
         ("--- 1\n--- 2\n", ""),
-        ("seed: 1e\n", "seed"),
         ("[" * 3000, ""),
-        ("[" * 3000 + "]" * 3000, ""),
         ("seed: 2020-99-99\n", ""),
-        ("seed: 2020-01-01 99:99:99\n", ""),
         ("seed: !!int abc\n", ""),
-        ("seed: !!int '_'\n", ""),
-        ("seed: !!float abc\n", ""),
-        ("seed: !!bool maybe\n", ""),
         ("seed: " + "9" * 5000 + "\n", ""),
     ],
 )

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    BertForMultipleChoice,
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
@@ -204,16 +203,6 @@ def test_without_an_architecture_the_names_of_outputs_decide(
     assert kept is (fit == "known")
 
 
-def test_a_multiple_choice_head_is_replaced() -> None:
-    base = load_base(params(save("tuned", BertForMultipleChoice(tiny_config()))), RATING)
-    assert (base.fit, bool(base.head)) == ("other", True)
-
-
-def test_a_model_without_a_head_gets_one_without_a_report() -> None:
-    base = load_base(params(BASE), SENTIMENT)
-    assert (base.fit, base.head) == ("none", "")
-
-
 def test_weights_that_contradict_the_config_are_an_error() -> None:
     """They are no weights of the head, which alone may be replaced."""
     folder = save("tuned", BertForSequenceClassification(tiny_config(num_labels=3)))
@@ -254,11 +243,6 @@ def test_a_folder_elsewhere_is_refused(workspace: Path, source: str) -> None:
 def test_an_absent_folder_is_not_looked_for_on_the_hub() -> None:
     with pytest.raises(StageError, match=r"^models/base/absent "):
         model_of("models/base/absent")
-
-
-def test_an_unknown_hub_id_is_named() -> None:
-    with pytest.raises(StageError, match="nobody/nothing"):
-        model_of("nobody/nothing")
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
