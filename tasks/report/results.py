@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.model.census import Census
 from eckart.model.targets import Target, Targets
-from eckart.ranks.budget import Rank
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import (
@@ -125,17 +124,6 @@ class CandidateResults:
     def before(self) -> ScoredModel:
         return self.name, "factorized"
 
-    def share(self, target: Target) -> float:
-        """Parameters of `target` after ÷ before; above 1 where factors and residual exceed the dense weight."""
-        return self.evaluation.targets[target.name].parameters / target.parameters
-
-    def rank(self, target: Target) -> Rank:
-        return self.evaluation.targets[target.name].rank
-
-    def rows(self, target: Target) -> int:
-        """Sparse rows beside the factors of `target`."""
-        return self.evaluation.targets[target.name].rows
-
 
 @dataclass(frozen=True)
 class Results:
@@ -184,7 +172,7 @@ class Results:
     @property
     def has_shaped(self) -> bool:
         """Whether the weights of any candidate were shaped."""
-        return any(candidate.evaluation.shaped for candidate in self.candidates)
+        return any(candidate.decision.average_rank is not None for candidate in self.candidates)
 
     @property
     def measures(self) -> list[str]:
@@ -237,11 +225,13 @@ class Results:
 
     def best(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
         """Return the best one on validation examples, of equal ones the smallest; None of none."""
-        return min(candidates, key=lambda one: best_first(self.measured[one.name], self.task.metric), default=None)
+        return min(candidates, key=lambda model: best_first(self.measured[model.name], self.task.metric), default=None)
 
     def smallest(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
         """Return the smallest one, of equally small ones the best on validation examples; None of none."""
-        return min(candidates, key=lambda one: smallest_first(self.measured[one.name], self.task.metric), default=None)
+        return min(
+            candidates, key=lambda model: smallest_first(self.measured[model.name], self.task.metric), default=None
+        )
 
     def named(self, name: str) -> CandidateResults:
         return next(candidate for candidate in self.candidates if candidate.name == name)
