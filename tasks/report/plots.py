@@ -90,7 +90,7 @@ def tradeoff_png(results: Results) -> bytes:
 def costs_svg(results: Results) -> Markup:
     """Draw metric against each cost; a candidate's mark names it and leads to its details."""
     svg = _svg(partial(_costs, results), "costs")
-    return Markup(re.sub(r'<a xlink:href="#([^"]+)">', r"\g<0><title>\1</title>", svg))
+    return Markup(re.sub(r'<a xlink:href="#([^"]+)" target="_blank">', r'<a xlink:href="#\1"><title>\1</title>', svg))
 
 
 def curves_svg(results: Results) -> Markup:
@@ -229,7 +229,9 @@ def _costs(results: Results) -> Figure:
                 x, [candidate.recovered for candidate in candidates], color=look["color"], linewidth=1.2, alpha=0.5
             )
             for place, candidate in zip(x, candidates, strict=True):
-                axes.plot(place, candidate.recovered, **look, linestyle="", markersize=7, url=f"#{candidate.name}")
+                axes.plot(
+                    place, candidate.recovered, **look, linestyle="", markersize=7, zorder=3, url=f"#{candidate.name}"
+                )
         axes.set_title(title)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, text=text: text(value)))
