@@ -89,7 +89,7 @@ def tradeoff_png(results: Results) -> bytes:
 
 def costs_svg(results: Results) -> Markup:
     """Draw metric against each cost; a candidate's mark names it and leads to its details."""
-    svg = _svg(partial(_costs, results), "costs")
+    svg = str(_svg(partial(_costs, results), "costs"))
     return Markup(re.sub(r'<a xlink:href="#([^"]+)" target="_blank">', r'<a xlink:href="#\1"><title>\1</title>', svg))
 
 
