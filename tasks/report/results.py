@@ -285,15 +285,15 @@ def load_results() -> Results:
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
     candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
-    found = _read(TARGETS, Targets, "importance")
+    layers = _read(TARGETS, Targets, "importance")
     results = Results(
         name=study.name,
         recipes=study.recipes,
         keeps=keeps,
         goals=study.goals,
         task=task,
-        targets=found.targets,
-        census=found.census,
+        targets=layers.targets,
+        census=layers.census,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         control=schema.section("study.control", str),
@@ -346,13 +346,13 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
         candidate.name: f"evaluate {_options(candidate.recipe, candidate.keep)}" for candidate in results.candidates
     }
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
-    found: dict[ScoredModel, pd.DataFrame] = {}
+    by_model: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
         for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
-            found[name, str(model)] = rows
+            by_model[name, str(model)] = rows
             if len(rows) != count:
                 raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
-    return found
+    return by_model
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:

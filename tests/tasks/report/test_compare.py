@@ -491,13 +491,6 @@ def trained_study() -> None:
     make_candidate("both", 0.5, bert_like(1), 0.7, searched=searched, average_rank=6.54, recovered=curve(3, rows=0.3))
 
 
-def test_sections_on_searches_and_measures_are_left_out_without_any(workspace: Path) -> None:
-    make_study(["svd"], [0.5], bert_like(1))
-    compare.compare()
-    assert page().count("<figure") == 4
-    assert not re.search("Before the factorization|Other measures|A dash|[Ss]parse row", page())
-
-
 def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) -> None:
     """In a panel for each recipe that has both; a target that loses nothing has no place on the scales."""
     targets = bert_like(1)
