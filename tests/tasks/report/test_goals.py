@@ -194,7 +194,7 @@ def test_a_change_of_params_leaves_comments_and_layout(tmp_path: Path) -> None:
     before = (REPOSITORY / "params.yaml").read_text()
     path = tmp_path / "params.yaml"
     path.write_text(before)
-    yaml_edit.update({"study": {"keeps": [0.5, 0.33, 0.27]}, "data": {"config": None}}, path)
+    yaml_edit.update({"study": {"keeps": [0.5, 0.33, 0.27]}, "data": {"metric": "accuracy"}}, path)
     lines = [pair for pair in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if len({*pair}) > 1]
     assert [line.split("#")[1] for line in lines[0]] == [lines[0][0].split("#")[1]] * 2
     assert len(lines) == 1
