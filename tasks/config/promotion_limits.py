@@ -105,14 +105,14 @@ def smallest_first(measured: Measured, metric: MetricName) -> tuple[int, float]:
 
 def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
     """Return the gates that params.yaml asks of any candidate; the drop comes first."""
-    found = [_drop(measured, metric, limits)]
+    asked = [_drop(measured, metric, limits)]
     if limits.keep is not None:
         words = f"the parameter ratio is {short(measured.keep)}; at most {short(limits.keep)} is allowed"
-        found.append(Gate("keep", measured.keep, limits.keep, True, words, "too large"))
+        asked.append(Gate("keep", measured.keep, limits.keep, True, words, "too large"))
     if limits.least_speedup is not None:
         words = f"the speed-up is {short(measured.speedup)}; at least {short(limits.least_speedup)} is required"
-        found.append(Gate("speed-up", measured.speedup, limits.least_speedup, False, words, "too slow"))
-    return found
+        asked.append(Gate("speed-up", measured.speedup, limits.least_speedup, False, words, "too slow"))
+    return asked
 
 
 def _drop(measured: Measured, metric: MetricName, limits: Limits) -> Gate:

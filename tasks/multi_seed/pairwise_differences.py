@@ -38,16 +38,16 @@ def _at(keep: str, model: str, seeds: Mapping[int, Results]) -> Iterator[tuple[s
     scored = _REFERENCES | {
         candidate.recipe: (candidate.name, model) for candidate in first.candidates if candidate.keep == keep
     }
-    scored = {name: one for name, one in scored.items() if one in first.resampled}
+    scored = {name: run for name, run in scored.items() if run in first.resampled}
     draws = {
-        name: np.mean([results.resampled[one] for results in seeds.values()], axis=0) for name, one in scored.items()
+        name: np.mean([results.resampled[run] for results in seeds.values()], axis=0) for name, run in scored.items()
     }
-    for one, other in combinations(scored, 2):
-        ends = interval(draws[one] - draws[other])
-        each = pd.Series(
-            [_metric(results, scored[one]) - _metric(results, scored[other]) for results in seeds.values()]
+    for left, right in combinations(scored, 2):
+        ends = interval(draws[left] - draws[right])
+        by_seed = pd.Series(
+            [_metric(results, scored[left]) - _metric(results, scored[right]) for results in seeds.values()]
         )
-        yield keep, model, one, other, each.mean(), ends.low, ends.high, each.std()
+        yield keep, model, left, right, by_seed.mean(), ends.low, ends.high, by_seed.std()
 
 
 def _metric(results: Results, scored: ScoredModel) -> float:

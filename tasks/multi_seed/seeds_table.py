@@ -187,13 +187,13 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
     points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
     signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
     goodness = (points * signs).mean(axis=1).groupby(level=CANDIDATE).mean()
-    order = sorted(goodness.index, key=lambda one: (one != DENSE, one != DENSE and -float(one[1]), -goodness[one]))
+    order = sorted(goodness.index, key=lambda name: (name != DENSE, name != DENSE and -float(name[1]), -goodness[name]))
     columns = [(f"{task}, {kind.title}", points[task], kind.bounded) for task, kind in kinds.items()]
     if len(kinds) > 1 and all(kind.bounded for kind in kinds.values()):
         columns.append(("mean", points.mean(axis=1, skipna=False), True))
     lines = [
-        [*one, *((_spread if bounded else _plain)(values.loc[one].dropna()) for _, values, bounded in columns)]
-        for one in order
+        [*name, *((_spread if bounded else _plain)(values.loc[name].dropna()) for _, values, bounded in columns)]
+        for name in order
     ]
     return [*CANDIDATE, *(head for head, _, _ in columns)], lines
 
@@ -201,7 +201,7 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
 def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
     """Return a row per candidate and seed, a column per task."""
     dense = rows.drop_duplicates(["task", "seed"]).assign(
-        recipe=DENSE[0], keep=DENSE[1], recovered=lambda one: one.dense
+        recipe=DENSE[0], keep=DENSE[1], recovered=lambda frame: frame.dense
     )
     both = pd.concat([dense, rows])
     factor = both.task.map({task: 100 if METRICS[metric].bounded else 1 for task, metric in metrics.items()})
@@ -215,8 +215,8 @@ def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
     names = {name: 1 if name.endswith(_NO_SHARES) else 100 for name in asked}
     seeds = rows.drop_duplicates("seed")
     lines = [[*DENSE, *(_spread(seeds[f"dense.{name}"] * factor) for name, factor in names.items())]]
-    for one, group in rows.groupby(CANDIDATE, sort=False):
-        lines.append([*map(str, one), *(_spread(group[name] * factor) for name, factor in names.items())])
+    for candidate, group in rows.groupby(CANDIDATE, sort=False):
+        lines.append([*map(str, candidate), *(_spread(group[name] * factor) for name, factor in names.items())])
     return [*CANDIDATE, *(name.removeprefix(ZERO_SHOT).replace(".", " ") for name in names)], lines
 
 
@@ -247,11 +247,11 @@ def page(
     """
     rows, metrics = joined(found), {study.task: study.metric for study in studies}
     cited = _cited(studies[0], metrics)
-    each = "seed" if None in metrics else "task and seed"
+    unit = "seed" if None in metrics else "task and seed"
     text = [
         f"# {name}",
         "",
-        f"Made by `{command}`. The numbers of each {each} are in [{name}.csv]({name}.csv), the "
+        f"Made by `{command}`. The numbers of each {unit} are in [{name}.csv]({name}.csv), the "
         f"differences between recipes with their intervals in [{name}.pairs.csv]({name}.pairs.csv).",
         "",
     ]

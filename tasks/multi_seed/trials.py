@@ -79,7 +79,7 @@ def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
             yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
             continue
         tried = [merge(content["recipes"][recipe], change) for change in changes]
-        if any(one in tried[:position] for position, one in enumerate(tried)):
+        if any(recipe_tried in tried[:position] for position, recipe_tried in enumerate(tried)):
             yield f"trials.recipes.{recipe}: has a trial twice; remove one"
         for name, change in _named(asked, recipe):
             if change and name in content["recipes"]:
@@ -102,13 +102,13 @@ def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, 
         metric: of the task.
         workspace: in which the study of the trials has finished.
     """
-    found: list[Trial] = []
+    trials: list[Trial] = []
     for recipe in asked.recipes:
         scores = [_validation(workspace, name, asked.keep) for name, _ in _named(asked, recipe)]
         chosen = scores.index(max(scores, key=METRICS[metric].goodness))
         tried = zip(asked.recipes[recipe], scores, strict=True)
-        found += [Trial(recipe, *one, chosen=place == chosen) for place, one in enumerate(tried)]
-    return tuple(found)
+        trials += [Trial(recipe, change, score, chosen=place == chosen) for place, (change, score) in enumerate(tried)]
+    return tuple(trials)
 
 
 def _validation(workspace: Path, recipe: str, keep: float) -> float:

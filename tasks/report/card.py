@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
+import textwrap
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from tasks.config import schema, yaml_edit
+from tasks.config import schema
 from tasks.data.hub_ids import hub_id
 from tasks.data.packaged_datasets import PACKAGED
 from tasks.nlp_tasks import kind_of
-from tasks.report.continuations import as_code, beginnings, written
-from tasks.report.provenance import provenance
+from tasks.report.provenance import provenance, recipes_yaml
 from tasks.report.results import CandidateResults, Results
 from tasks.report.runtimes import runtime_rows
-from tasks.report.summary import parameters
 from tasks.report.table import reference_rows, row
 from tasks.runtime.templates import template
 
@@ -27,20 +24,27 @@ def card(results: Results, candidate: CandidateResults) -> str:
         metadata=_metadata(results, candidate).to_yaml(),
         results=results,
         metric=results.metric,
-        parameters=parameters(results),
         candidate=candidate,
         rows=[*reference_rows(results), row(results, candidate)],
         only_answer=results.only_answers.get(candidate.after),
         files=[file for file in runtime_rows(results) if file.name in ("dense", candidate.name)]
         if candidate.name in results.exports
         else [],
-        beginnings=beginnings(results),
-        written=written(results, [candidate]),
+        written=[
+            (of_dense.beginning, {"dense": of_dense.text, candidate.name: own.text})
+            for of_dense, own in zip(results.dense.continuations, candidate.evaluation.continuations, strict=True)
+        ],
         as_code=as_code,
-        facts=provenance(results).facts,
+        facts=provenance(results),
         auto=kind_of(results.task).auto.__name__,
-        recipe=_yaml({candidate.recipe: schema.section(f"recipes.{candidate.recipe}", dict[str, Any])}),
+        recipe=recipes_yaml([candidate.recipe]),
     )
+
+
+def as_code(text: str) -> str:
+    """Format `text` as an indented block of Markdown, which nothing in it can end."""
+    lines = (part for line in text.splitlines() for part in textwrap.wrap(line, 100) or [""])
+    return textwrap.indent("\n".join(lines), "    ", lambda _: True)
 
 
 def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
@@ -70,9 +74,3 @@ def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
         model_name=candidate.name,
         eval_results=[result],
     )
-
-
-def _yaml(content: dict[str, Any]) -> str:
-    text = io.StringIO()
-    yaml_edit.yaml().dump(content, text)
-    return text.getvalue()

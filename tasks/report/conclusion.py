@@ -25,6 +25,7 @@ def conclusion(results: Results) -> list[str]:
         verdict(results, candidate),
         _alternative(results),
         _cost(results, candidate),
+        _setbacks(results),
         _next(results, candidate),
     ]
     return [sentence for sentence in sentences if sentence]
@@ -109,10 +110,10 @@ def _one_answer(results: Results, candidate: CandidateResults) -> str | None:
 
 def _alternative(results: Results) -> str:
     if other := alternative(results):
-        found = results.difference(other.after, DENSE)
+        ends = results.difference(other.after, DENSE)
         return (
             f"The smallest candidate for which they show this is {other.name}, {score(other.recovered)} "
-            f"({between(found.low, found.high, other.recovered)}): `eckart promote {other.name}` takes it to the gates."
+            f"({between(ends.low, ends.high, other.recovered)}): `eckart promote {other.name}` takes it to the gates."
         )
     if chosen(results).non_inferior:
         return f"{results.choice.chosen} is the smallest candidate for which they show this."
@@ -128,6 +129,16 @@ def _cost(results: Results, candidate: CandidateResults) -> str:
         f"parameters, is {size(small.bytes)} instead of {size(dense.size.bytes)}, and runs {times(speedup.median)} as "
         f"fast ({times_between(speedup.low, speedup.high)}){slower}."
     )
+
+
+def _setbacks(results: Results) -> str | None:
+    """Name the candidates that recovery fine-tuning made worse."""
+    scored = [candidate for candidate in results.candidates if candidate.factorized is not None]
+    worse = [candidate.name for candidate in scored if results.gain(candidate.after, candidate.before) < 0]
+    if not worse:
+        return None
+    names = ", ".join(worse) if len(worse) <= 3 else f"{len(worse)} of {len(results.candidates)} candidates"
+    return f"Recovery fine-tuning significantly worsened the {results.metric.title} of {names}."
 
 
 def _next(results: Results, candidate: CandidateResults) -> str:

@@ -12,11 +12,12 @@ it loses no more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tasks.config.promotion_limits import ROUNDING
 from tasks.config.schema import Goal
+from tasks.report.cells import Cell, Row, cell
 from tasks.report.non_inferiority import rows_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
@@ -38,25 +39,6 @@ class GoalResult:
     candidate: CandidateResults
     met: bool
     closer: str | None
-
-
-@dataclass(frozen=True)
-class GoalRow:
-    """A goal and its result as people read them."""
-
-    goal: str
-    candidate: str
-    """Or the nearest, and a note that it is."""
-    found: str
-    """The candidate's value; for a drop with the interval of the difference on validation examples."""
-    shown: str
-    """For a drop: the smallest candidate for which test examples show it, or how many examples would."""
-    metric: str
-    """On test examples; in the goal's runtime, like the bytes and the speed."""
-    difference: str
-    """The interval of the metric minus that of the original model in torch."""
-    bytes: str
-    speedup: str
 
 
 def goal_results(results: Results) -> list[GoalResult]:
@@ -148,22 +130,24 @@ def _close(low: float, high: float) -> bool:
     return high - low <= max(0.01, 0.1 * high) + ROUNDING
 
 
-def goal_rows(results: Results) -> Iterator[GoalRow]:
-    """Yield the rows that the page and the terminal show."""
-    for goal in goal_results(results):
-        name = goal.candidate.name
-        run = way(results, name, goal.goal.runtime)
-        interval = results.difference(run.scored, DENSE)
-        yield GoalRow(
-            goal=goal_text(goal.goal),
-            candidate=name if goal.met else f"none of {goal.recipe}; nearest {name}",
-            found=_found(results, goal),
-            shown=_shown(results, goal),
-            metric=score(run.metric),
-            difference=between(interval.low, interval.high, run.metric),
-            bytes=size(run.bytes),
-            speedup=times(_speedup(run)),
-        )
+def goal_rows(results: Results) -> list[Row]:
+    """Return the rows that the page and the terminal show."""
+    return [Row(goal_text(result.goal), _cells(results, result)) for result in goal_results(results)]
+
+
+def _cells(results: Results, result: GoalResult) -> dict[str, Cell]:
+    name = result.candidate.name
+    run = way(results, name, result.goal.runtime)
+    ends = results.difference(run.scored, DENSE)
+    drops = any(goal.largest_drop is not None for goal in results.goals)
+    return {
+        "candidate": Cell(name if result.met else f"none of {result.recipe}; nearest {name}"),
+        "result": Cell(_result(results, result)),
+        **({"shown by test examples": Cell(_shown(results, result))} if drops else {}),
+        f"{results.metric.title}, test examples": cell(run.metric, score, between(ends.low, ends.high, run.metric)),
+        "size": cell(run.bytes, size),
+        "speed": cell(_speedup(run), times),
+    }
 
 
 def goal_text(goal: Goal) -> str:
@@ -174,12 +158,12 @@ def goal_text(goal: Goal) -> str:
     return limit if goal.runtime == "torch" else f"{limit} in {TITLES[goal.runtime]}"
 
 
-def _found(results: Results, result: GoalResult) -> str:
+def _result(results: Results, result: GoalResult) -> str:
     goal, candidate = result.goal, result.candidate
     amount = _amount(results, goal, candidate)
     if goal.largest_drop is not None:
-        found, metric = results.validation_difference(candidate), candidate.evaluation.validation.metric
-        low, high = (found.low, found.high) if results.metric.lower_is_better else (-found.high, -found.low)
+        ends, metric = results.validation_difference(candidate), candidate.evaluation.validation.metric
+        low, high = (ends.low, ends.high) if results.metric.lower_is_better else (-ends.high, -ends.low)
         return f"drop {score(amount)} ({between(low, high, metric)}) on validation examples"
     return times(1 / amount) if goal.speedup is not None else size(int(amount))
 
@@ -188,8 +172,8 @@ def _shown(results: Results, result: GoalResult) -> str:
     margin = result.goal.largest_drop
     if margin is None:
         return ""
-    shown = (one for one in results.of(result.recipe) if statistics(results, one, DENSE, margin).holds)
-    if safe := results.smallest(shown):
+    able = [candidate for candidate in results.of(result.recipe) if statistics(results, candidate, DENSE, margin).holds]
+    if safe := results.smallest(able):
         interval = results.difference(safe.after, DENSE)
         return f"{safe.name} ({between(interval.low, interval.high, safe.recovered)})"
     chosen = statistics(results, result.candidate, DENSE, margin)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from eckart.model.targets import Target
-from tasks.report.names import kinds, layers
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
 
@@ -15,6 +17,7 @@ _CELL = 34.0  # width of a cell, at most
 _CHARACTER = 6.6  # mean width
 _RANK_ROOM = 24.0  # the width that a rank takes
 _KIND_ROOM = 14.0  # the width that the name of a kind takes, written downwards
+_IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 
 @dataclass(frozen=True)
@@ -22,19 +25,11 @@ class Cell:
     """A target of a candidate."""
 
     share: float
-    """Parameters after ÷ before."""
+    """Parameters after ÷ before; above 1 where factors and residual exceed the dense weight."""
     text: str
     title: str
     first: bool
     """Whether it is the first of its layer."""
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """All candidates at one keep: recipe → its cells, in order of execution."""
-
-    keep: str
-    lines: dict[str, tuple[Cell, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,48 +51,59 @@ class Columns:
 def columns(results: Results) -> Columns:
     """Return columns that fit into the page, however many targets there are."""
     cell = min(_CELL, _WIDTH / len(results.targets))
-    names = kinds(results.targets).values() if cell >= _KIND_ROOM else ()
-    return Columns(cell, tuple(_layers(results, cell)), tuple(names))
+    groups = layers(results.targets)
+    room = max(_CHARACTER * len(label) + 8 for label, _ in groups)
+    step = math.ceil(room / min(cell * len(targets) for _, targets in groups)) if len(groups) > 1 else 1
+    labels = ((label if position % step == 0 else "", len(targets)) for position, (label, targets) in enumerate(groups))
+    kinds = [place(target.name)[2] for target in results.targets]
+    names = short({*kinds})
+    return Columns(cell, tuple(labels), tuple(names[kind] for kind in kinds) if cell >= _KIND_ROOM else ())
 
 
-def heat_maps(results: Results) -> list[HeatMap]:
-    """Return a heat map per keep."""
-    firsts, shows_ranks = {group.targets[0] for group in layers(results.targets)}, columns(results).shows_ranks
+def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
+    """Return the cells of each candidate in order of execution: keep → recipe → cells."""
+    firsts, shows_ranks = {targets[0] for _, targets in layers(results.targets)}, columns(results).shows_ranks
 
     def cell(candidate: CandidateResults, target: Target) -> Cell:
-        rank = candidate.rank(target)
-        text = "" if not shows_ranks else "D" if rank is None else str(rank)
-        title = f"{candidate.name}, {target.name}: {_kept(candidate, target)}"
-        return Cell(candidate.share(target), text, title, target in firsts)
+        after = candidate.evaluation.targets[target.name]
+        share, kept = after.parameters / target.parameters, "stays dense"
+        if after.rank is not None:
+            beside = f" and {counted(after.rows, 'sparse row')}" if after.rows else ""
+            kept = f"rank {after.rank}{beside}, {percent(share)} of its parameters"
+        text = "" if not shows_ranks else "D" if after.rank is None else str(after.rank)
+        return Cell(share, text, f"{candidate.name}, {target.name}: {kept}", target in firsts)
 
-    def lines(keep: str) -> dict[str, tuple[Cell, ...]]:
-        at_keep = [candidate for candidate in results.candidates if candidate.keep == keep]
-        return {one.recipe: tuple(cell(one, target) for target in results.targets) for one in at_keep}
-
-    return [HeatMap(keep, lines(keep)) for keep in results.keeps]
-
-
-def order_of_kinds(results: Results) -> list[str]:
-    """Return the kinds in their order within a layer, if all layers agree; for cells too narrow for labels."""
-    shown = kinds(results.targets)
-    sequences = {tuple(shown[target.name] for target in group.targets) for group in layers(results.targets)}
-    return list(sequences.pop()) if len(sequences) == 1 else []
+    maps: dict[str, dict[str, list[Cell]]] = {keep: {} for keep in results.keeps}
+    for candidate in results.candidates:
+        maps[candidate.keep][candidate.recipe] = [cell(candidate, target) for target in results.targets]
+    return maps
 
 
-def _layers(results: Results, cell: float) -> Iterator[tuple[str, int]]:
-    """Yield the label of every layer, or of every second or third where they would touch."""
-    start = free = 0.0
-    for group in layers(results.targets):
-        width = cell * len(group.targets)
-        room, middle = _CHARACTER * len(group.label) + 8, start + width / 2
-        fits = middle - room / 2 >= free - cell / 2
-        yield (group.label if fits else "", len(group.targets))
-        free, start = middle + room / 2 if fits else free, start + width
+def place(name: str) -> tuple[str, str, str]:
+    """Split the name of a target into stack, layer and kind; a name without a number is all kind.
+
+    `encoder.layer.3.attention.query` is `attention.query` of layer 3 of `encoder.layer`.
+    """
+    match = _IN_A_LAYER.fullmatch(name)
+    return (match["stack"] or "", match["layer"], match["kind"]) if match else ("", "", name)
 
 
-def _kept(candidate: CandidateResults, target: Target) -> str:
-    rank, rows = candidate.rank(target), candidate.rows(target)
-    if rank is None:
-        return "stays dense"
-    beside = f" and {counted(rows, 'sparse row')}" if rows else ""
-    return f"rank {rank}{beside}, {percent(candidate.share(target))} of its parameters"
+def layers(targets: Sequence[Target]) -> list[tuple[str, list[Target]]]:
+    """Group the targets by layer, in order of execution; labels name the stack where there are several."""
+    stacks = short({place(target.name)[0] for target in targets} - {""})
+    groups = groupby(targets, lambda target: place(target.name)[:2])
+    return [
+        (f"{stacks[stack]} {layer}" if stack and len(stacks) > 1 else layer, list(group))
+        for (stack, layer), group in groups
+    ]
+
+
+def short(names: set[str]) -> dict[str, str]:
+    """Return the shortest unique ending of each dotted name, without `dense`, BERT's word for any linear layer."""
+
+    def ending(name: str) -> str:
+        parts, others = name.split("."), names - {name}
+        endings = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        return next((end for end in endings if not any(f".{other}".endswith(f".{end}") for other in others)), name)
+
+    return {name: ending(name).removesuffix(".dense") for name in names}

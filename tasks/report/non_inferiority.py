@@ -77,9 +77,9 @@ class Statistics:
 
 def statistics(results: Results, candidate: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
     """Compare the recovered model with the original model or the control, on the test examples."""
-    found, metric = results.difference(candidate.after, reference), results.metric
+    ends, metric = results.difference(candidate.after, reference), results.metric
     gain = -metric.worse_by(candidate.recovered, results.metric_of(reference))
-    low = min(metric.goodness(found.low), metric.goodness(found.high))
+    low = min(metric.goodness(ends.low), metric.goodness(ends.high))
     return Statistics(gain, low, margin, results.dense.score.rows, is_mean(results.task))
 
 
@@ -94,39 +94,47 @@ def against_both(results: Results, candidate: CandidateResults) -> dict[ScoredMo
 
 
 def non_inferior(results: Results, candidate: CandidateResults) -> bool:
-    return all(each.holds for each in against_both(results, candidate).values())
+    return all(loss.holds for loss in against_both(results, candidate).values())
 
 
 def verdict(results: Results, candidate: CandidateResults) -> str:
     """Return in a sentence whether the test examples show non-inferiority to both references."""
-    found = against_both(results, candidate)
-    shown = "show" if all(each.holds for each in found.values()) else "do not show"
-    losses = " and ".join(f"{_NAMES[each]} ({_interval(results, candidate, each)})" for each in found)
+    compared = against_both(results, candidate)
+    shown = "show" if all(loss.holds for loss in compared.values()) else "do not show"
+    losses = []
+    for reference in compared:
+        ends = results.difference(candidate.after, reference)
+        losses.append(f"{_NAMES[reference]} ({between(ends.low, ends.high, candidate.recovered)})")
     return (
         f"{counted(results.dense.score.rows, 'test example')} {shown} that it loses at most "
-        f"{score(results.limits.largest_drop)} against {losses}{_missing(results, found)}{_worse(results, candidate)}."
+        f"{score(results.limits.largest_drop)} against {' and '.join(losses)}{_missing(compared)}"
+        f"{_worse(results, candidate)}."
     )
 
 
-def _missing(results: Results, found: Mapping[ScoredModel, Statistics]) -> str:
+def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
     """Return what would show it: more examples, or nothing, where the loss itself uses up the margin."""
-    open_ = {name: each for name, each in found.items() if not each.holds}
+    open_ = {reference: loss for reference, loss in compared.items() if not loss.holds}
     if not open_:
         return ""
-    spent = [f"{score(-each.gain)} against {_NAMES[name]}" for name, each in open_.items() if each.wanted is None]
+    spent = [
+        f"{score(-loss.gain)} against {_NAMES[reference]}" for reference, loss in open_.items() if loss.wanted is None
+    ]
     if spent:
         return f": the observed loss is {' and '.join(spent)}, so that more examples would not show it"
-    if all(each.interval_holds for each in open_.values()):
-        each = next(iter(open_.values()))
-        few = f"a change in {percent(each.unseen)} of all examples may show in none of {counted(each.rows, 'example')}"
-        reason = few if each.is_mean else "no interval from so few examples is reliable"
+    if all(loss.interval_holds for loss in open_.values()):
+        first = next(iter(open_.values()))
+        few = (
+            f"a change in {percent(first.unseen)} of all examples may show in none of {counted(first.rows, 'example')}"
+        )
+        reason = few if first.is_mean else "no interval from so few examples is reliable"
         return f": {reason}; {rows_wanted(open_.values())} would"
     return f": {rows_wanted(open_.values())} would"
 
 
-def rows_wanted(found: Iterable[Statistics]) -> str:
+def rows_wanted(losses: Iterable[Statistics]) -> str:
     """Return in words, to two digits, how many examples would show all of it at the same differences."""
-    most = max(each.wanted or 0 for each in found)
+    most = max(loss.wanted or 0 for loss in losses)
     step = 10 ** max(0, len(str(most)) - 2)
     return f"about {-(-most // step) * step:,} examples" if most < _COUNTLESS else f"more than {_COUNTLESS:,} examples"
 
@@ -134,8 +142,3 @@ def rows_wanted(found: Iterable[Statistics]) -> str:
 def _worse(results: Results, candidate: CandidateResults) -> str:
     worse = [name for reference, name in _NAMES.items() if results.gain(candidate.after, reference) < 0]
     return f"; it is significantly worse than {' and '.join(worse)}" if worse else ""
-
-
-def _interval(results: Results, candidate: CandidateResults, reference: ScoredModel) -> str:
-    found = results.difference(candidate.after, reference)
-    return between(found.low, found.high, candidate.recovered)

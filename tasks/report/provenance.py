@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable
 from typing import Any
 
-from tasks.config import schema
+from tasks.config import schema, yaml_edit
 from tasks.nlp_tasks import task_class
+from tasks.report.numbers import count
 from tasks.report.results import Results
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A recipe and its parts in params.yaml."""
-
-    name: str
-    parts: dict[str, str]
-    """Part → its settings in words; empty where the recipe has none."""
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Facts by name, and the recipes."""
-
-    facts: dict[str, str]
-    recipes: tuple[Parts, ...]
-
-    @property
-    def columns(self) -> list[str]:
-        """Names of the parts that any recipe has, in the order in which recipes state them."""
-        names = dict.fromkeys(part for recipe in self.recipes for part in recipe.parts)
-        return [name for name in names if any(recipe.parts.get(name) for recipe in self.recipes)]
-
-
-def provenance(results: Results) -> Provenance:
-    return Provenance(_facts(results), tuple(_recipe(name) for name in results.recipes))
-
-
-def _facts(results: Results) -> dict[str, str]:
+def provenance(results: Results) -> dict[str, str]:
+    """Return facts by name."""
     data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
     teacher, timing = schema.section("teacher", schema.Training), schema.section("benchmark", schema.Benchmark)
     rows, tokens = timing.shapes[0]
     seed, trainer = schema.section("seed", schema.Seed), schema.section("trainer", schema.Trainer)
     search = "; shaping and learned ranks train before it, with the same seed" if results.searches_trained else ""
+    parts = ", ".join(f"{count(amount)} in {name}" for name, amount in results.census.rows)
     return {
         "Data": f"{source(data)}, split and sampled with seed {data.seed}; {results.dense.score.rows:,} test examples, "
         f"the same for every model; {cut(data)}.",
@@ -51,7 +27,10 @@ def _facts(results: Results) -> dict[str, str]:
         "Original model": _training(teacher, seed),
         **_machines(trainer),
         "Recovery": f"Each factorized model is fine-tuned on the task with seed {seed} as its recipe says{search}.",
-        "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed.",
+        "Parameters": f"The original model has {results.dense.size.model_parameters:,}: {parts}.",
+        "Control": f"The original model, fine-tuned like the candidates of {results.control}, with the same seed."
+        if results.control_curve
+        else f"The original model itself, because the recovery of {results.control} takes no step.",
         "Speed": f"Median over {timing.repetitions} rounds of forwards of {rows} examples × {tokens} tokens, in which "
         "the original model and the candidate alternate in one process, and its 95 % interval; candidates of the same "
         "shapes are timed once.",
@@ -96,21 +75,8 @@ def _training(teacher: schema.Training, seed: int) -> str:
     )
 
 
-def _recipe(name: str) -> Parts:
-    parts: dict[str, Any] = schema.section(f"recipes.{name}", dict[str, Any])
-    return Parts(name, {part: _in_words(value) for part, value in parts.items()})
-
-
-def _in_words(value: Any) -> str:
-    """Format a part: its kind, then its numbers; empty for null."""
-    if value is None or isinstance(value, bool):
-        return {None: "", True: "yes", False: "no"}[value]
-    if not isinstance(value, Mapping):
-        return str(value)
-    kind = [str(value["kind"])] if "kind" in value else []
-    rest = [(key.replace("_", " "), part) for key, part in value.items() if key != "kind" and part is not None]
-    inner = (
-        f"{name} ({_in_words(part)})" if isinstance(part, Mapping) else f"{name} {_in_words(part)}"
-        for name, part in rest
-    )
-    return ", ".join([*kind, *inner])
+def recipes_yaml(names: Iterable[str]) -> str:
+    """Return recipes as they stand in params.yaml."""
+    text = io.StringIO()
+    yaml_edit.yaml().dump({name: schema.section(f"recipes.{name}", dict[str, Any]) for name in names}, text)
+    return text.getvalue()

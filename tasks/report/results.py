@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eckart.model.census import Census
 from eckart.model.targets import Target, Targets
-from eckart.ranks.budget import Rank
 from tasks.artifacts.metrics import METRICS, Metric
 from tasks.artifacts.names import candidate_name, recipe_and_keep
 from tasks.artifacts.paths import (
@@ -125,17 +124,6 @@ class CandidateResults:
     def before(self) -> ScoredModel:
         return self.name, "factorized"
 
-    def share(self, target: Target) -> float:
-        """Parameters of `target` after ÷ before; above 1 where factors and residual exceed the dense weight."""
-        return self.evaluation.targets[target.name].parameters / target.parameters
-
-    def rank(self, target: Target) -> Rank:
-        return self.evaluation.targets[target.name].rank
-
-    def rows(self, target: Target) -> int:
-        """Sparse rows beside the factors of `target`."""
-        return self.evaluation.targets[target.name].rows
-
 
 @dataclass(frozen=True)
 class Results:
@@ -184,7 +172,7 @@ class Results:
     @property
     def has_shaped(self) -> bool:
         """Whether the weights of any candidate were shaped."""
-        return any(candidate.evaluation.shaped for candidate in self.candidates)
+        return any(candidate.decision.average_rank is not None for candidate in self.candidates)
 
     @property
     def measures(self) -> list[str]:
@@ -237,11 +225,13 @@ class Results:
 
     def best(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
         """Return the best one on validation examples, of equal ones the smallest; None of none."""
-        return min(candidates, key=lambda one: best_first(self.measured[one.name], self.task.metric), default=None)
+        return min(candidates, key=lambda model: best_first(self.measured[model.name], self.task.metric), default=None)
 
     def smallest(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
         """Return the smallest one, of equally small ones the best on validation examples; None of none."""
-        return min(candidates, key=lambda one: smallest_first(self.measured[one.name], self.task.metric), default=None)
+        return min(
+            candidates, key=lambda model: smallest_first(self.measured[model.name], self.task.metric), default=None
+        )
 
     def named(self, name: str) -> CandidateResults:
         return next(candidate for candidate in self.candidates if candidate.name == name)
@@ -295,15 +285,15 @@ def load_results() -> Results:
     task = _read(SPLITS / "task.json", Task, "extract")
     benchmarks = _read(BENCHMARKS, Benchmarks, "benchmark").root
     candidates = tuple(_read_candidate(recipe, keep, benchmarks) for recipe in study.recipes for keep in keeps)
-    found = _read(TARGETS, Targets, "importance")
+    layers = _read(TARGETS, Targets, "importance")
     results = Results(
         name=study.name,
         recipes=study.recipes,
         keeps=keeps,
         goals=study.goals,
         task=task,
-        targets=found.targets,
-        census=found.census,
+        targets=layers.targets,
+        census=layers.census,
         dense=_read(DENSE_METRICS, DenseReport, "dense"),
         curve=_read_curve(TEACHER_CURVE, "teacher"),
         control=schema.section("study.control", str),
@@ -356,13 +346,13 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
         candidate.name: f"evaluate {_options(candidate.recipe, candidate.keep)}" for candidate in results.candidates
     }
     commands |= {exported_name(name): _export_command(name) for name in results.exports}
-    found: dict[ScoredModel, pd.DataFrame] = {}
+    by_model: dict[ScoredModel, pd.DataFrame] = {}
     for name, command in {"dense": "dense", **commands}.items():
         for model, rows in read_rows(Path(), name, command, split).groupby("model", sort=False):
-            found[name, str(model)] = rows
+            by_model[name, str(model)] = rows
             if len(rows) != count:
                 raise StageError(f"{rows_file(name)} has other {split} examples: run `python -m tasks.{command}` again")
-    return found
+    return by_model
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from tasks.artifacts.results_schema import CONTROL_NAME, TRIVIAL_NAME, Size, Times
 from tasks.nlp_tasks import kind_of
+from tasks.report.cells import Cell, Row, cell, printed, terminal_table
 from tasks.report.goals import goal_rows
 from tasks.report.numbers import between, count, percent, rank, score, size, times, times_between
 from tasks.report.results import CONTROL, DENSE, TRIVIAL, CandidateResults, Results, ScoredModel
-from tasks.report.runtimes import TITLES, runtimes_table, ways
+from tasks.report.runtimes import TITLES, runtime_rows, ways
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 ZERO_SHOT = "zero_shot."
 """Begins the columns of zero-shot tasks, TASK.METRIC of lm-eval, after all others."""
 
-_NONE = "–"
+STEPS = "steps before factorization"
 
 
 @dataclass(frozen=True)
@@ -45,47 +45,6 @@ class Entry:
     size: Size | None = None
     speedup: Times | None = None
     """Over the original model."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number, and below it its share of the original model's, or its interval."""
-
-    value: str = _NONE
-    below: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """An entry as people read it."""
-
-    name: str
-    steps: str
-    shaped: str
-    factorized: str
-    recovered: str
-    mark: str
-    """`*` for the best at its keep, `≈` for one that is not significantly different from it."""
-    of_dense: Cell
-    """The share of the original model's metric that is retained, and the interval of the difference."""
-    of_control: Cell
-    targets: Cell
-    model: Cell
-    macs: Cell
-    bytes: Cell
-    speedup: Cell
-    order: Mapping[str, float | None]
-    """Column → the number by which the page sorts it."""
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """The rank that shaping left of the weights, as people read it."""
-
-    recipe: str
-    keep: str
-    average_rank: str
-    full_rank: str
 
 
 def references(results: Results) -> list[Entry]:
@@ -147,6 +106,11 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
     for model in (control, *map(entry, results.candidates)):
         assert model.size is not None  # only the trivial baseline has none
         assert model.speedup is not None
+        ends = {
+            f"from_{name}_{end}": getattr(results.difference(model.scored, other), end)
+            for name, other in (("dense", DENSE), ("control", CONTROL))
+            for end in ("low", "high")
+        }
         yield {
             "recipe": model.recipe,
             "keep": model.keep,
@@ -165,15 +129,10 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
             "average_rank": model.average_rank,
             "shaped": model.shaped,
             "control": control.metric,
-            **_ends(results, model),
+            **ends,
             **{f"{ZERO_SHOT}{name}": model.zero_shot[name] for name in dense.zero_shot},
             **{f"dense.{ZERO_SHOT}{name}": value for name, value in dense.zero_shot.items()},
         }
-
-
-def _ends(results: Results, model: Entry) -> dict[str, float]:
-    found = {name: results.difference(model.scored, other) for name, other in (("dense", DENSE), ("control", CONTROL))}
-    return {f"from_{name}_{end}": getattr(found[name], end) for name in found for end in ("low", "high")}
 
 
 def row(results: Results, candidate: CandidateResults) -> Row:
@@ -185,79 +144,64 @@ def row(results: Results, candidate: CandidateResults) -> Row:
 
 def reference_rows(results: Results) -> list[Row]:
     """Return the original model, its control and the trivial baseline, in the columns of a candidate."""
-    trivial = Entry(TRIVIAL_NAME, TRIVIAL_NAME, _NONE, TRIVIAL, results.metric_of(TRIVIAL))
+    trivial = Entry(TRIVIAL_NAME, TRIVIAL_NAME, "–", TRIVIAL, results.metric_of(TRIVIAL))
     return [_row(results, model) for model in (*references(results), trivial)]
 
 
 def _row(results: Results, model: Entry, mark: str = "") -> Row:
-    whole = results.dense.size.model_dump() | {"targets": results.target_parameters}
-    cost = model.size.model_dump() | {"targets": model.target_parameters} if model.size else {}
-    relative = {
-        name: Cell((size if name == "bytes" else count)(value), percent(value / whole[name]))
-        for name, value in cost.items()
+    cells = {}
+    if results.searches_trained:
+        cells[STEPS] = cell(model.steps, "{:,}".format)
+    if results.has_shaped:
+        ranks = "" if model.average_rank is None else f"rank {rank(model.average_rank)} of {rank(results.full_rank)}"
+        cells["shaped"] = cell(model.shaped, score, ranks)
+    cells |= {
+        "factorized": cell(model.factorized, score),
+        "recovered": cell(model.metric, score),
+        "of dense": _compared(results, model, DENSE),
+        "of control": _compared(results, model, CONTROL),
+        **_costs(results, model),
+        "speed": _speedup(model.speedup),
     }
-    return Row(
-        name=model.name,
-        steps=_NONE if model.steps is None else f"{model.steps:,}",
-        shaped=_score(model.shaped),
-        factorized=_score(model.factorized),
-        recovered=score(model.metric),
-        mark=mark,
-        of_dense=_compared(results, model, DENSE),
-        of_control=_compared(results, model, CONTROL),
-        targets=relative.get("targets", Cell()),
-        model=relative.get("model_parameters", Cell()),
-        macs=relative.get("macs_per_token", Cell()),
-        bytes=relative.get("bytes", Cell()),
-        speedup=_speedup(model.speedup),
-        order={
-            "steps": model.steps,
-            "shaped": model.shaped,
-            "factorized": model.factorized,
-            "recovered": model.metric,
-            "of_dense": results.retained(model.metric, DENSE),
-            "of_control": results.retained(model.metric, CONTROL),
-            "targets": cost.get("targets"),
-            "model": cost.get("model_parameters"),
-            "macs": cost.get("macs_per_token"),
-            "bytes": cost.get("bytes"),
-            "speedup": model.speedup.median if model.speedup else None,
-        },
+    return Row(model.name, cells, mark)
+
+
+def _costs(results: Results, model: Entry) -> dict[str, Cell]:
+    """Return each cost with its share of the original model's."""
+    costs = (
+        ("model parameters", "model_parameters", count),
+        ("MACs per token", "macs_per_token", count),
+        ("size", "bytes", size),
     )
+    cells = {"target parameters": _relative(model.target_parameters, results.target_parameters, count)}
+    for head, name, text in costs:
+        cells[head] = _relative(getattr(model.size, name, None), getattr(results.dense.size, name), text)
+    return cells
+
+
+def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell:
+    return Cell() if value is None else cell(value, text, percent(value / whole))
 
 
 def _speedup(speedup: Times | None) -> Cell:
     if speedup is None:
         return Cell()
     measured = speedup.low < speedup.high  # that of the original model over itself is 1
-    return Cell(times(speedup.median), times_between(speedup.low, speedup.high) if measured else "")
-
-
-def _score(metric: float | None) -> str:
-    return _NONE if metric is None else score(metric)
+    return cell(speedup.median, times, times_between(speedup.low, speedup.high) if measured else "")
 
 
 def _compared(results: Results, model: Entry, reference: ScoredModel) -> Cell:
     """Compare a model with a reference; with itself it has no difference."""
-    share, found = results.retained(model.metric, reference), results.difference(model.scored, reference)
-    difference = "" if model.scored == reference else between(found.low, found.high, model.metric)
-    return Cell(_NONE if share is None else percent(share), difference)
+    ends = results.difference(model.scored, reference)
+    difference = "" if model.scored == reference else between(ends.low, ends.high, model.metric)
+    return cell(results.retained(model.metric, reference), percent, difference)
 
 
-def zero_shot(results: Results) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return the metrics of lm-eval's tasks, and for each model its name and values."""
+def zero_shot(results: Results) -> list[Row]:
+    """Return a row of lm-eval's metrics for each model."""
     models = [*references(results), *map(entry, results.candidates)]
-    heads = list(models[0].zero_shot)
-    return heads, [(model.name, [score(model.zero_shot[head]) for head in heads]) for model in models]
-
-
-def shaped(results: Results) -> list[Shaped]:
-    """Return the candidates whose weights were shaped, in the study's order."""
-    return [
-        Shaped(model.recipe, model.keep, rank(model.average_rank), rank(results.full_rank))
-        for model in map(entry, results.candidates)
-        if model.average_rank is not None
-    ]
+    heads = models[0].zero_shot
+    return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
 
 
 def legend(best: str) -> str:
@@ -270,16 +214,16 @@ def legend(best: str) -> str:
 
 def notes(results: Results) -> list[str]:
     """Return notes on the trivial baseline, on large parts that no target covers, and on models with one answer."""
-    found = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
+    sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
     if results.census.warning:
-        found.append(results.census.warning)
+        sentences.append(results.census.warning)
     names = {model.scored: model.name for model in (*references(results), *map(entry, results.candidates))}
     names |= {way.scored: f"{way.model} in {TITLES[way.runtime]}" for way in ways(results) if way.runtime != "torch"}
     alike: dict[str, list[str]] = {}
     for model, name in names.items():
         if model in results.only_answers:
             alike.setdefault(results.only_answers[model], []).append(name)
-    return found + [
+    return sentences + [
         f"The answer to every test example is {answer}: {', '.join(models)}." for answer, models in alike.items()
     ]
 
@@ -287,60 +231,37 @@ def notes(results: Results) -> list[str]:
 def to_text(results: Results) -> str:
     """Return the tables for a terminal."""
     tables = [_candidates(results)]
-    if results.goals:
-        tables.append(_goals(results))
+    if goals := goal_rows(results):
+        tables.append(terminal_table("goals", "goal", goals))
     if results.exports:
         title = "exported files; times as fast as the original model in torch at examples × tokens"
-        tables.append(runtimes_table(results, Table(box=SIMPLE_HEAD, title=title, title_justify="left")))
+        tables.append(terminal_table(title, "model", runtime_rows(results)))
     lines = [printed(*tables), *(f"  {note}" for note in (legend("* best at its keep"), *notes(results)))]
     return "\n".join(lines)
-
-
-def printed(*tables: Table, width: int = 180) -> str:
-    """Return tables as text of a fixed width without markup: the same in a terminal, a log and a test."""
-    console = Console(width=width, color_system=None, markup=False, highlight=False)
-    with console.capture() as captured:
-        console.print(*tables)
-    return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
 def _candidates(results: Results) -> Table:
     table = Table(box=SIMPLE_HEAD, title=f"{results.name}: {results.metric.with_direction}", title_justify="left")
     table.add_column("candidate", no_wrap=True)
-    if results.searches_trained:
+    first = reference_rows(results)
+    if STEPS in first[0].cells:
         table.add_column("steps before\nfactorization", justify="right")
-    shaped = ("shaped",) if results.has_shaped else ()
+    shaped = ("shaped",) if "shaped" in first[0].cells else ()
     heads = (*shaped, "factorized", "recovered", "of dense", "difference", "of control", "difference")
     for name in (*heads, "targets", "model", "MACs", "speedup"):
         table.add_column(name, justify="right", no_wrap=True)
-    for reference in reference_rows(results):
-        table.add_row(*_cells(reference, results))
-    for keep in results.keeps:
+    for group in (first, *([row(results, candidate) for candidate in results.at(keep)] for keep in results.keeps)):
+        for line in group:
+            table.add_row(*_texts(line))
         table.add_section()
-        for candidate in results.at(keep):
-            table.add_row(*_cells(row(results, candidate), results))
     return table
 
 
-def _cells(row: Row, results: Results) -> Iterator[str]:
+def _texts(row: Row) -> Iterator[str]:
     yield row.name
-    yield from (row.steps,) if results.searches_trained else ()
-    yield from (row.shaped,) if results.has_shaped else ()
-    yield row.factorized
-    yield f"{row.recovered} {row.mark or ' '}"
-    for compared in (row.of_dense, row.of_control):
-        yield from (compared.value, compared.below)
-    yield from (row.targets.below, row.model.below, row.macs.below, row.speedup.value)
-
-
-def _goals(results: Results) -> Table:
-    table = Table(box=SIMPLE_HEAD, title="goals", title_justify="left")
-    drops = any(goal.largest_drop is not None for goal in results.goals)
-    for name in ("goal", "candidate", "result", *(("shown by test examples",) if drops else ())):
-        table.add_column(name)
-    for name in (results.metric.title, "difference", "size", "speedup"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in goal_rows(results):
-        shown = (row.shown,) if drops else ()
-        table.add_row(row.goal, row.candidate, row.found, *shown, row.metric, row.difference, row.bytes, row.speedup)
-    return table
+    yield from (row.cells[head].value for head in (STEPS, "shaped", "factorized") if head in row.cells)
+    yield f"{row.cells['recovered'].value} {row.mark or ' '}"
+    for head in ("of dense", "of control"):
+        yield from (row.cells[head].value, row.cells[head].below)
+    yield from (row.cells[head].below for head in ("target parameters", "model parameters", "MACs per token"))
+    yield row.cells["speed"].value

@@ -65,11 +65,6 @@ class TestMerge:
         changed = {"kind": "kfac", "shrinkage": 0.1}
         assert merge({"weighting": old}, {"weighting": {"shrinkage": 0.1}}) == {"weighting": changed}
 
-    def test_a_part_can_be_switched_on_and_off(self) -> None:
-        part = {"kind": "pruning", "steps": 3}
-        assert merge({"shaping": None}, {"shaping": part}) == {"shaping": part}
-        assert merge({"shaping": part}, {"shaping": None}) == {"shaping": None}
-
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
@@ -107,11 +102,6 @@ class TestStudyFiles:
         assert study.content(0) == expected
         assert (study.name, study.path) == ("other", Path("studies/other.yaml"))
 
-    def test_a_whole_new_recipe_may_be_added(self, write: Callable[..., Path]) -> None:
-        mine = {**tiny_params()["recipes"]["svd"], "weighting": {"kind": "inputs"}}
-        study = only(write({"study": {"recipes": ["mine"]}, "recipes": {"mine": mine}}))
-        assert study.params["recipes"]["mine"] == mine
-
     def test_all_mistakes_are_named_with_the_study_s_file(self, write: Callable[..., Path]) -> None:
         file = write({"study": {"keeps": [1.5], "recipes": ["mine"]}, "teacher": {"epoch": 2}, "bnechmark": {}})
         assert set(mistakes(file)) == {"study.keeps.0", "study.recipes", "teacher.epoch", "bnechmark"}
@@ -125,19 +115,23 @@ class TestStudyFiles:
     def test_seeds_are_checked(self, write: Callable[..., Path], seeds: object, path: str) -> None:
         assert mistakes(write({"seeds": seeds})) == [path]
 
-    def test_each_seed_is_a_workspace_with_that_seed(self, write: Callable[..., Path]) -> None:
-        study = only(write({"seeds": [3, 1]}))
-        assert study.seeds == (3, 1)
-        assert [study.content(seed)["seed"] for seed in study.seeds] == [3, 1]
-        assert "seeds" not in study.content(3)
-
-    def test_without_seeds_there_is_one_workspace(self, write: Callable[..., Path]) -> None:
-        assert only(write({"study": {"keeps": [0.25]}})).seeds == (tiny_params()["seed"],)
-        assert only(write({"seed": 5})).seeds == (5,)
-
-    def test_seeds_of_the_command_line_win(self, write: Callable[..., Path]) -> None:
-        assert only(write({"seeds": [0, 1]}), [7, 8, 7]).seeds == (7, 8)
-        assert only(write({"seed": 5}), [7]).content(7)["seed"] == 7
+    @pytest.mark.parametrize(
+        ("content", "asked", "seeds"),
+        [
+            ({"seeds": [3, 1]}, [], (3, 1)),
+            ({"seeds": [0, 1]}, [7, 8, 7], (7, 8)),  # the command line wins
+            ({"seed": 5}, [7], (7,)),
+            ({"seed": 5}, [], (5,)),
+            ({}, [], (0,)),
+        ],
+    )
+    def test_each_seed_is_a_workspace(
+        self, write: Callable[..., Path], content: dict[str, Any], asked: list[int], seeds: tuple[int, ...]
+    ) -> None:
+        study = only(write(content), asked)
+        assert study.seeds == seeds
+        assert study.content(seeds[-1])["seed"] == seeds[-1]
+        assert "seeds" not in study.params
 
     def test_seed_and_seeds_contradict_each_other(self, write: Callable[..., Path]) -> None:
         assert mistakes(write({"seed": 5, "seeds": [5]})) == ["seed"]

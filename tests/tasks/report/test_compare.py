@@ -26,7 +26,7 @@ from eckart.model.targets import Target
 from tasks import compare
 from tasks.artifacts.metrics import MetricName
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tasks.report import conclusion, heatmap, names, numbers, plots, results, summary
+from tasks.report import conclusion, heatmap, numbers, plots, results
 from tasks.runtime.stage_runner import StageError
 from tests.workspace import repository_params
 
@@ -38,6 +38,11 @@ REPOSITORY = Path(__file__).parents[3]
 def write(path: str, content: Any) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def edit(path: str, **changes: Any) -> None:
+    """Change keys of a file of JSON."""
+    write(path, {**json.loads(Path(path).read_text()), **changes})
 
 
 def target(name: str) -> dict[str, Any]:
@@ -256,9 +261,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def page() -> str:
-    """As it reads without its script, and without what the script alone reads."""
-    text = re.sub(r"<script.*?</script>|<dialog.*?</dialog>", "", whole_page(), flags=re.DOTALL)
-    return re.sub(r' data-[a-z]+="[^"]*"', "", text)
+    """As it reads without its script, links and cards."""
+    text = re.sub(r"<script.*?</script>|<details.*?</details>", "", whole_page(), flags=re.DOTALL)
+    return re.sub(r' data-[a-z]+="[^"]*"|</?(?:a|span)(?: (?:xlink:)?href="[^"]*")?>', "", text)
 
 
 def whole_page() -> str:
@@ -307,6 +312,9 @@ def test_csv_has_the_numbers_of_the_files(workspace: Path) -> None:
     compare.compare()
     assert numbers_of_files()[2] == "svd,0.5,accuracy,0.8,,0.7,290,700,2100,2800,1.5,1.25,1.75,0,,"
     assert numbers_of_files()[4] == "kfac,0.5,accuracy,0.8,0.6,0.7,200,700,2100,2800,1.5,1.25,1.75,6,,"
+    make_candidate("kfac", 0.5, bert_like(1), 0.7, average_rank=6.0, shaped=0.75)
+    compare.compare()
+    assert numbers_of_files()[4].endswith(",0,6.0,0.75")
 
 
 def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
@@ -320,32 +328,29 @@ def test_the_table_for_a_terminal_marks_the_best(workspace: Path) -> None:
     assert "before" not in compare.TEXT.read_text()
 
 
-def test_tables_have_the_steps_before_factorization_if_there_are_any(workspace: Path) -> None:
+@pytest.mark.parametrize(
+    ("head", "change", "cell"),
+    [
+        ("steps before factorization", {"searched": curve(1200, R=1.0)}, "1,200"),
+        ("shaped", {"average_rank": 6.0, "shaped": 0.75}, "0.750"),
+    ],
+)
+def test_tables_have_a_column_for_what_comes_before_the_factorization_if_anything_does(
+    workspace: Path, head: str, change: dict[str, Any], cell: str
+) -> None:
+    """The score after shaping separates the cost of pruning from that of the factorization."""
     make_study(["svd", "ars"], [0.5], bert_like(1))
     compare.compare()
-    assert "before factorization" not in page()
-    make_candidate("ars", 0.5, bert_like(1), 0.7, searched=curve(1200, R=1.0))
+    assert f">{head}</th>" not in page()
+    assert head[:6] not in compare.TEXT.read_text()
+    make_candidate("ars", 0.5, bert_like(1), 0.7, **change)
     compare.compare()
-    assert {"steps before", "factorization"} <= {part.strip() for part in re.split(r"\s{2,}", compare.TEXT.read_text())}
-    assert re.search(r"^ *ars-0.5 +1,200 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
-    assert re.search(r"^ *svd-0.5 +0 +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
-    assert '<th scope="col">steps before factorization</th>' in page()
-    assert '<th scope="row">ars-0.5</th><td>1,200</td><td>0.600</td>' in page()
+    assert re.search(rf"^ *ars-0.5 +{cell} +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
+    assert re.search(r"^ *svd-0.5 +[0–] +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
+    assert f'<th scope="col">{head}</th>' in page()
+    assert f'<th scope="row">ars-0.5</th><td>{cell}<' in page()
     assert columns_of(page()) == {11}
-
-
-def test_tables_have_the_score_after_shaping_if_anything_was_shaped(workspace: Path) -> None:
-    """It separates the cost of pruning from that of the factorization."""
-    make_study(["svd", "lpaf"], [0.5], bert_like(1))
-    compare.compare()
-    assert "shaped" not in compare.TEXT.read_text()
-    make_candidate("lpaf", 0.5, bert_like(1), 0.7, average_rank=6.0, shaped=0.75)
-    compare.compare()
-    assert re.search(r"^ *lpaf-0.5 +0.750 +0.600 +0.700 \*", compare.TEXT.read_text(), re.MULTILINE)
-    assert re.search(r"^ *svd-0.5 +– +0.550 +0.650 ", compare.TEXT.read_text(), re.MULTILINE)
-    assert '<th scope="row">lpaf-0.5</th><td>0.750</td><td>0.600</td>' in page()
-    assert columns_of(page()) == {11}
-    assert numbers_of_files()[3].endswith(",0,6.0,0.75")
+    assert ("rank 6.0 of 10.0" in page()) == (head == "shaped")  # all targets are 10 × 10
 
 
 def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspace: Path) -> None:
@@ -356,17 +361,15 @@ def test_a_candidate_that_is_no_smaller_before_recovery_has_a_dash_there(workspa
     lines = {line.split()[0]: line for line in plain(compare.TEXT.read_text()).splitlines() if line.split()}
     assert lines["losparse-0.5"].split()[1:3] == ["–", "0.500"]
     assert "72.5 %" in lines["losparse-0.5"]  # 290 of 400, after recovery
-    assert '<th scope="row">losparse-0.5</th><td>–</td><td><span>0.500</span></td>' in page()
+    assert '<th scope="row">losparse-0.5</th><td>–</td><td>0.500</td>' in page()
     assert "A dash marks a model that sparse rows" in page()
     assert columns_of(page()) == {10}
-    assert "significantly worsened" not in page()
 
 
 def test_page_shows_every_candidate_and_needs_nothing_else(workspace: Path) -> None:
     make_study(["svd", "kfac"], [0.5, 0.25], bert_like(2))
     compare.compare()
-    for name in ("svd-0.5", "svd-0.25", "kfac-0.5", "kfac-0.25"):
-        assert f">{name}</th>" in page()
+    assert {"svd-0.5", "svd-0.25", "kfac-0.5", "kfac-0.25"} <= set(re.findall(">([^<]*)</th>", page()))
     assert page().count('class="best"') == 2
     assert not re.findall(r"<link|<img|@import|url\((?!#)|(?:src|href)=\"(?!#)", whole_page())
     ids = re.findall(r'\bid="([^"]+)"', whole_page())
@@ -428,9 +431,8 @@ def test_files_of_different_runs_do_not_mix(workspace: Path) -> None:
     with pytest.raises(StageError, match=r"models/ranks/svd-0\.5.* tasks\.search "):
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6)
-    evaluation = json.loads(Path("reports/evaluate/svd-0.5.json").read_text())
     other = {"rank": 1, "rows": 0, "parameters": 20, "loss_alone": None}
-    write("reports/evaluate/svd-0.5.json", {**evaluation, "targets": {"other": other}})
+    edit("reports/evaluate/svd-0.5.json", targets={"other": other})
     with pytest.raises(StageError, match=r"evaluate/svd-0\.5\.json .*targets\.json.* tasks\.evaluate "):
         results.load_results()
     make_candidate("svd", 0.5, ["map"], 0.6, rows=3)
@@ -460,31 +462,23 @@ def test_any_study_fits(
     assert sum(count for _, count in columns.layers) == len(target_names)
 
 
-def test_heat_map_has_shares_by_hand(workspace: Path) -> None:
-    make_study(["svd"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
-    (picture,) = heatmap.heat_maps(results.load_results())
-    assert [(cell.text, cell.share) for cell in picture.lines["svd"]] == [("D", 1.0), ("2", 0.4), ("1", 0.2)]
-    columns = heatmap.columns(results.load_results())
-    assert columns.layers == (("0", 2), ("1", 1))
-    assert columns.kinds == ("query", "value", "query")
-
-
-def test_heat_map_shows_the_recovered_model_with_its_sparse_rows(workspace: Path) -> None:
+def test_heat_map_has_shares_of_the_recovered_model_by_hand(workspace: Path) -> None:
     make_study(["losparse"], [0.5], ["h.0.query", "h.0.value", "h.1.query"])
     make_candidate("losparse", 0.5, ["h.0.query", "h.0.value", "h.1.query"], 0.6, rows=9)
-    evaluation = json.loads(Path("reports/evaluate/losparse-0.5.json").read_text())
-    evaluation["targets"]["h.1.query"] = {"rank": 0, "rows": 1, "parameters": 10, "loss_alone": None}
-    write("reports/evaluate/losparse-0.5.json", evaluation)
+    path = "reports/evaluate/losparse-0.5.json"
+    pruned = {"h.1.query": {"rank": 0, "rows": 1, "parameters": 10, "loss_alone": None}}
+    edit(path, targets=json.loads(Path(path).read_text())["targets"] | pruned)
     compare.compare()
-    (picture,) = heatmap.heat_maps(results.load_results())
-    cells = picture.lines["losparse"]
+    cells = heatmap.heat_maps(results.load_results())["0.5"]["losparse"]
     assert [(cell.text, cell.share) for cell in cells] == [("D", 1.0), ("2", 1.3), ("0", 0.1)]  # 40 + 90, 0 + 10
     assert [plain(cell.title).partition(": ")[2] for cell in cells] == [
         "stays dense",
         "rank 2 and 9 sparse rows, 130.0 % of its parameters",
         "rank 0 and 1 sparse row, 10.0 % of its parameters",
     ]
-    assert "The shade includes sparse rows beside the factors." in page()
+    columns = heatmap.columns(results.load_results())
+    assert columns.layers == (("0", 2), ("1", 1))
+    assert columns.kinds == ("query", "value", "query")
     assert set(re.findall(r'--share: ([\d.]+)"', page())) == {"1.0", "1", "0.1"}
 
 
@@ -495,13 +489,6 @@ def trained_study() -> None:
         make_candidate("ars", keep, bert_like(1), 0.7, searched=curve(5, R=1.0, R_align=1e-6))
     searched = curve(5, remaining=0.5) + curve(5, first=6, kept=0.4)
     make_candidate("both", 0.5, bert_like(1), 0.7, searched=searched, average_rank=6.54, recovered=curve(3, rows=0.3))
-
-
-def test_sections_on_searches_and_measures_are_left_out_without_any(workspace: Path) -> None:
-    make_study(["svd"], [0.5], bert_like(1))
-    compare.compare()
-    assert page().count("<figure") == 4
-    assert not re.search("Before the factorization|Ranks after shaping|Other measures|A dash|[Ss]parse row", page())
 
 
 def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) -> None:
@@ -523,11 +510,11 @@ def test_predicted_and_measured_loss_stand_beside_each_other(workspace: Path) ->
 
 def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) -> None:
     trained_study()
-    made = plots.search_svgs(results.load_results())
+    made = plots.measures_svgs(results.load_results(), "search_curve")
     assert list(made) == ["ars", "both"]
     assert titles(made["ars"]) == ["task loss", "R", "R_align", "keep 0.5", "keep 0.25"]
     assert titles(made["both"]) == ["task loss", "remaining", "kept", "keep 0.5"]
-    assert titles(plots.recovery_svgs(results.load_results())["both"]) == ["rows", "keep 0.5"]
+    assert titles(plots.measures_svgs(results.load_results(), "curve")["both"]) == ["rows", "keep 0.5"]
     compare.compare()
     assert re.findall("<dt>(R|R_align|kept|threshold|remaining|p|rows)</dt>", page()) == [
         "R",
@@ -541,7 +528,6 @@ def test_searches_that_trained_have_a_panel_for_each_measure(workspace: Path) ->
         ElementTree.fromstring(plot)
     ids = re.findall(r'\bid="([^"]+)"', page())
     assert len(ids) == len(set(ids))
-    assert not re.search("#01020[3-6]", page())  # colours that the page was to fill in
 
 
 def test_losses_are_compared_without_what_methods_add(workspace: Path) -> None:
@@ -554,66 +540,20 @@ def test_losses_are_compared_without_what_methods_add(workspace: Path) -> None:
     assert svd.curve[0].measures == {}
 
 
-def test_page_has_the_ranks_that_shaping_left(workspace: Path) -> None:
-    trained_study()
-    compare.compare()
-    row = '<tr><th scope="row">both</th><td>0.5</td><td>6.5</td><td>10.0</td></tr>'  # all targets are 10 × 10
-    assert page().count(row) == 1
-    assert page().count('<table class="ranks">') == 1
-
-
 def test_measures_of_any_number_and_size_fit(workspace: Path) -> None:
     make_study(["ars"], [1, 0.5], ["map"])
     measures = {f"measure_{number}": 10.0**number for number in (-9, -4, 0, 2, 4, 9)}  # with the others, two full rows
     make_candidate("ars", 1, ["map"], 0.7, searched=curve(1, **measures))
     make_candidate("ars", 0.5, ["map"], 0.7, searched=curve(20, **{HOSTILE: -0.5}))
     compare.compare()
-    shown = titles(plots.search_svgs(results.load_results())["ars"])
+    shown = titles(plots.measures_svgs(results.load_results(), "search_curve")["ars"])
     assert shown == ["task loss", *measures, HOSTILE, "keep 1", "keep 0.5"]
-
-
-def test_the_page_lists_only_parts_that_some_recipe_has(workspace: Path) -> None:
-    make_study(["svd", "kfac"], [0.5], ["map"])
-    content = json.loads(Path("params.yaml").read_text())
-    common = {"shaping": None, "weighting": {"kind": "none"}, "residual": None}
-    ranks = {"kind": "hypernetwork", "hypernetwork": True, "increase": None}
-    distillation = {"layers": 1.0, "logits": 2.0}
-    content["recipes"]["svd"] = {**common, "recovery": {"kind": "finetune", "steps": 60, "distillation": distillation}}
-    content["recipes"]["kfac"] = {**common, "ranks": ranks, "recovery": {"kind": "finetune", "distillation": None}}
-    write("params.yaml", content)
-    compare.compare()
-    heads = ("recipe", "weighting", "recovery", "ranks")
-    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page()
-    assert "<td>finetune, steps 60, distillation (layers 1.0, logits 2.0)</td><td>–</td>" in page()
-    assert "<td>finetune</td><td>hypernetwork, hypernetwork yes</td>" in page()
-
-
-def test_a_control_that_took_no_step_is_said_to_be_the_dense_model(workspace: Path) -> None:
-    make_study(["svd"], [0.5], ["map"])
-    write("reports/control.jsonl", "")
-    assert "recovery of svd takes no step" in " ".join(summary.summary(results.load_results()))
-
-
-def test_the_summary_says_which_differences_are_significant(workspace: Path) -> None:
-    """With 400 examples 0.66 is significantly different from 0.8, but not from 0.65."""
-    make_study(["svd", "kfac"], [0.5], ["map"])
-    write_dense(0.8, 0.65)
-    text = plain(" ".join(summary.summary(results.load_results())))
-    assert "With the recovery fine-tuning of svd it reaches 0.650: this is the control." in text
-    assert "At keep 0.5, kfac recovers best: accuracy 0.660, 82.5 % of the original and 101.5 % of the control" in text
-    assert "70.0 % of the model’s parameters" in text
-    assert "1.50 times as fast; svd is not significantly different." in text
-    assert re.search(
-        r"the original model this is a loss \(-0.1\d\d to -0.\d+\), against the control no significant difference \(-",
-        text,
-    )
 
 
 def limited(**promotion: Any) -> results.Results:
     """The results where a promotion has these limits and no others."""
-    content = json.loads(Path("params.yaml").read_text())
-    content["promotion"] |= {"keep": None, "least_speedup": None, "standard_errors": 0.0} | promotion
-    write("params.yaml", content)
+    own = json.loads(Path("params.yaml").read_text())["promotion"]
+    edit("params.yaml", promotion=own | {"keep": None, "least_speedup": None, "standard_errors": 0.0} | promotion)
     return results.load_results()
 
 
@@ -627,8 +567,7 @@ def make_five() -> None:
 def test_the_table_and_the_page_name_the_candidate_that_promote_takes(workspace: Path) -> None:
     make_five()
     assert limited(largest_drop=0.01).choice.chosen == "kfac-0.5"
-    path = Path("reports/evaluate/svd-0.5.json")
-    write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
+    edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
     assert limited(largest_drop=0.01).choice.chosen == "svd-0.5"
     assert "On test examples kfac-0.5 scores better, 0.810" in " ".join(conclusion.conclusion(results.load_results()))
     found = limited(largest_drop=0.01, keep=0.6)  # 290 of 400 are too many
@@ -659,9 +598,13 @@ def test_without_a_candidate_within_the_limits_the_nearest_is_named(workspace: P
     make_perplexities(10.0, svd=(90.0, 30.0), kfac=(40.0, 15.0))
     found = limited(largest_drop=1.0)
     assert (found.choice.chosen, found.choice.nearest) == (None, "kfac-0.5")
-    text = " ".join(conclusion.conclusion(found))
-    assert "drop from the original by 2 candidates" in text
-    assert "kfac-0.5" in text
+    assert "drop from the original by 2 candidates" in " ".join(conclusion.conclusion(found))
+
+
+def test_setbacks_of_recovery_are_named(workspace: Path) -> None:
+    make_study(["svd", "kfac"], [0.5], ["map"])
+    make_candidate("kfac", 0.5, ["map"], 0.7, factorized=0.9)
+    assert "significantly worsened the accuracy of kfac-0.5." in " ".join(conclusion.conclusion(results.load_results()))
 
 
 def test_an_original_model_near_the_baseline_gives_a_warning(
@@ -726,27 +669,13 @@ def test_intervals_agree_with_gains_and_rivals(workspace: Path) -> None:
         assert float(row["from_dense_low"]) <= difference <= float(row["from_dense_high"])
 
 
-def test_a_lower_perplexity_is_a_gain(workspace: Path) -> None:
-    make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 15.0))
-    found = results.load_results()
-    svd, kfac = found.candidates
-    assert (found.gain(kfac.after, results.DENSE), found.gain(svd.after, results.DENSE)) == (1, -1)
-    assert found.difference(svd.after, results.CONTROL).low > 0
-
-
-def test_summary_names_all_winners_and_setbacks(workspace: Path) -> None:
-    make_study(["svd", "kfac"], [0.5], ["map"])
-    make_candidate("svd", 0.5, ["map"], metric_of(1, 0.5))
-    make_candidate("kfac", 0.5, ["map"], metric_of(1, 0.5), factorized=0.9)
-    text = plain(" ".join(summary.summary(results.load_results())))
-    assert "svd and kfac recover best" in text
-    assert "Recovery fine-tuning significantly worsened the accuracy of kfac-0.5" in text
-
-
 def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     make_perplexities(20.0, svd=(90.0, 30.0), kfac=(40.0, 25.0), drone=(24.0, 32.0))
     found = results.load_results()
-    assert [one.recipe for one in found.at("0.5")] == ["kfac", "svd", "drone"]
+    kfac, svd, drone = found.at("0.5")
+    assert [kfac.recipe, svd.recipe, drone.recipe] == ["kfac", "svd", "drone"]
+    assert (found.gain(kfac.after, svd.after), found.gain(svd.after, results.DENSE)) == (1, -1)
+    assert found.difference(svd.after, results.CONTROL).low > 0
     compare.compare()
     text = plain(compare.TEXT.read_text())
     assert "perplexity (lower is better)" in text
@@ -755,9 +684,7 @@ def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
     assert "80.0 %" in lines["kfac-0.5"]  # 20 ÷ 25
     assert "100.0 %" in lines["dense"]
     assert [name for name, line in lines.items() if "*" in line] == ["kfac-0.5", "*"]  # and what the star means
-    assert '<td class="best"><span>25.00</span>' in page()
-    assert page().count('class="best"') == 1
-    assert "<dt>of dense</dt><dd>dense ÷ recovered, as lower is better, both" in page()
+    assert re.findall('<td class="best">([^<]*)<', page()) == ["25.00"]
 
 
 @pytest.mark.parametrize(
@@ -771,9 +698,12 @@ def test_the_lowest_perplexity_is_the_best(workspace: Path) -> None:
 )
 def test_no_perplexity_squashes_the_others(workspace: Path, worst: float, axis: str) -> None:
     make_perplexities(20.0, svd=(worst, 30.0), kfac=(25.0, 22.0))
-    assert {"perplexity on the test split", axis} <= set(titles(plots.tradeoff_svg(results.load_results())))
     compare.compare()
-    assert f"{axis}</text>" in page()
+    assert axis in titles(plots.tradeoff_svg(results.load_results()))
+    assert axis in page()
+    make_study(["svd"], [0.5], ["map"])
+    make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)  # a share has an even axis, however small
+    assert "accuracy on the test split" in titles(plots.tradeoff_svg(results.load_results()))
 
 
 def test_an_axis_that_spans_decades_gives_most_of_its_height_to_what_is_near_dense(workspace: Path) -> None:
@@ -795,24 +725,18 @@ def ticks_of(plot: str) -> dict[float, float]:
     return found
 
 
-def test_a_share_has_an_even_axis_however_small(workspace: Path) -> None:
-    make_study(["svd"], [0.5], ["map"])
-    make_candidate("svd", 0.5, ["map"], 0.5, factorized=0.001)
-    assert "accuracy on the test split" in titles(plots.tradeoff_svg(results.load_results()))
-
-
 def test_targets_have_short_names_and_layers() -> None:
-    assert names.short({*KINDS}) == {
+    assert heatmap.short({*KINDS}) == {
         "attention.self.query": "query",
         "attention.output.dense": "attention.output",
         "intermediate.dense": "intermediate",
         "output.dense": "output",
     }
-    assert names.place("h.10.mlp.experts.3.w1") == names.Place("h", "10", "mlp.experts.3.w1")
-    assert names.place("0.query") == names.Place("", "0", "query")
-    assert names.place("pooler.dense") == names.Place("", "", "pooler.dense")
+    assert heatmap.place("h.10.mlp.experts.3.w1") == ("h", "10", "mlp.experts.3.w1")
+    assert heatmap.place("0.query") == ("", "0", "query")
+    assert heatmap.place("pooler.dense") == ("", "", "pooler.dense")
     both = [Target(**target(f"{stack}.layers.0.q")) for stack in ("encoder", "decoder")]
-    assert [layer.label for layer in names.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
+    assert [label for label, _ in heatmap.layers(both)] == ["encoder.layers 0", "decoder.layers 0"]
 
 
 def test_numbers_are_readable() -> None:
@@ -830,19 +754,13 @@ def test_numbers_are_readable() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (0.8416, "0.842"),
         (-0.5, "-0.500"),
         (0.99996, "1.000"),
         (8.1268, "8.127"),
         (9.9996, "10.00"),
-        (23.408, "23.41"),
-        (99.996, "100.0"),
-        (204.31, "204.3"),
         (999.96, "1,000"),
-        (1203.6, "1,204"),
         (99_999.6, "1.0e5"),
         (131_072.0, "1.3e5"),
-        (4.2e14, "4.2e14"),
         (1.01e304, "1.0e304"),
     ],
 )
@@ -862,11 +780,10 @@ def test_zero_shot_tasks_stand_in_the_csv_and_on_the_page() -> None:
     make_study(["svd"], [0.5], ["h.0.query", "h.1.query"], metric="perplexity", dense=20.0)
     compare.compare()
     assert "Zero-shot" not in page()
-    for path, value in (("reports/dense.json", 0.75), ("reports/evaluate/svd-0.5.json", 0.5)):
-        report = json.loads(Path(path).read_text())
-        asked = {"zero_shot": {"piqa": {"acc": value}}}
-        control = {"control": {**report["control"], **asked}} if "control" in report else {}
-        write(path, {**report, **asked, **control})
+    control = json.loads(Path("reports/dense.json").read_text())["control"]
+    dense, own = ({"piqa": {"acc": value}} for value in (0.75, 0.5))
+    edit("reports/dense.json", zero_shot=dense, control={**control, "zero_shot": dense})
+    edit("reports/evaluate/svd-0.5.json", zero_shot=own)
     compare.compare()
     assert "piqa.acc" in page()
     _, line = csv.DictReader(Path("reports/comparison.csv").read_text().splitlines())
@@ -884,7 +801,7 @@ def test_what_language_models_write_is_shown_as_text_alone() -> None:
     texts = {"dense": f"{nasty}, dense", "svd-0.5": f"{nasty}, svd", "kfac-0.5": f"{nasty}, kfac"}
     for name, text in texts.items():
         path = "reports/dense.json" if name == "dense" else f"reports/evaluate/{name}.json"
-        write(path, {**json.loads(Path(path).read_text()), "continuations": [{"beginning": nasty, "text": text}]})
+        edit(path, continuations=[{"beginning": nasty, "text": text}])
     compare.compare()
     shown = Path("reports/comparison.html").read_bytes().decode()  # line ends as they are
     assert all(str(escape(text)) in shown for text in texts.values())
@@ -894,18 +811,6 @@ def test_what_language_models_write_is_shown_as_text_alone() -> None:
     assert code == [text.split() for text in (nasty, texts["dense"], texts["svd-0.5"])]
     assert [token.content for token in parsed if token.type.startswith("html")] == []
     assert [token.tag for token in parsed if token.type == "heading_open"].count("h1") == 1
-
-
-def test_the_page_says_in_what_precision_and_how_many_processes_models_trained() -> None:
-    make_study(["svd"], [0.5], ["h.0.query"])
-    compare.compare()
-    assert "Trainings" not in page()
-    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
-    settings["trainer"] |= {"precision": "bf16", "processes": 2}
-    write("params.yaml", {**settings, "model": {**settings["model"], "dtype": "bfloat16"}})
-    compare.compare()
-    assert "in mixed precision (bf16), in 2 processes" in page()
-    assert ", in bfloat16" in page()
 
 
 def make_exports(name: str, onnx: float, int8: float, int8_bytes: int = 1000) -> None:
@@ -921,9 +826,12 @@ def test_exported_files_stand_beside_the_dense_model_as_each_runtime_runs_them()
     compare.compare()
     assert len(Path("reports/runtimes.csv").read_text().splitlines()) == 1
     assert "onnxruntime" not in page() + Path("reports/comparison.txt").read_text()
-    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
-    write("params.yaml", {**settings, "export": {"recipes": ["kfac"]}})
+    edit("params.yaml", export={"recipes": ["kfac"]})
+    with pytest.raises(StageError, match=r"tasks\.export_dense"):
+        compare.compare()
     make_exports("dense", 0.8, 0.75)
+    with pytest.raises(StageError, match=r"tasks\.export --recipe kfac --keep 0\.5"):
+        compare.compare()
     make_exports("kfac-0.5", 0.7, 0.65)
     ways = ("torch", "onnx", "int8")  # each twice as fast as the one before
     make_benchmark(
@@ -975,14 +883,3 @@ def test_a_card_states_the_licence_of_the_base_model() -> None:
         assert "A new head took its place." in (compare.CARDS / "svd-0.5.md").read_text()
         found = ModelCard.load(compare.CARDS / "svd-0.5.md").data.to_dict()
         assert {key: value for key, value in found.items() if key.startswith("license")} == licence
-
-
-def test_exports_that_are_missing_are_named() -> None:
-    make_study(["svd"], [0.5], ["map"])
-    settings = YAML(typ="safe").load(Path("params.yaml").read_text())
-    write("params.yaml", {**settings, "export": {"recipes": ["svd"]}})
-    with pytest.raises(StageError, match=r"tasks\.export_dense"):
-        compare.compare()
-    make_exports("dense", 0.8, 0.8)
-    with pytest.raises(StageError, match=r"tasks\.export --recipe svd --keep 0\.5"):
-        compare.compare()

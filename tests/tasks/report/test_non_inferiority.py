@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tasks.report.non_inferiority import Statistics, against_both, non_inferior, rows_wanted, statistics
 from tasks.report.results import CONTROL, DENSE, load_results
-from tests.tasks.report.test_compare import make_candidate, make_perplexities, make_study, score, write, write_dense
+from tests.tasks.report.test_compare import edit, make_candidate, make_perplexities, make_study, score, write_dense
 
 MARGIN = st.floats(0.001, 0.1)
 
@@ -86,9 +86,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def limit(largest_drop: float) -> None:
-    content = json.loads(Path("params.yaml").read_text())
-    content["promotion"]["largest_drop"] = largest_drop
-    write("params.yaml", content)
+    own = json.loads(Path("params.yaml").read_text())["promotion"]
+    edit("params.yaml", promotion=own | {"largest_drop": largest_drop})
 
 
 def test_the_margin_is_held_against_the_worse_end_for_dense_and_control(workspace: Path) -> None:
@@ -120,8 +119,7 @@ def test_of_a_perplexity_the_worse_end_is_the_higher(workspace: Path) -> None:
 
 def test_of_equally_small_ones_the_best_on_validation_rows(workspace: Path) -> None:
     make_study(["svd", "kfac"], [0.5], ["map"])
-    path = Path("reports/evaluate/svd-0.5.json")
-    write(str(path), {**json.loads(path.read_text()), "validation": score(0.9)})
+    edit("reports/evaluate/svd-0.5.json", validation=score(0.9))
     found = load_results()
     best = found.smallest(found.candidates)
     assert best is not None
