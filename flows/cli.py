@@ -532,9 +532,7 @@ def reproduce_candidate(
 
 
 @app.command()
-def verify(
-    again: Annotated[int, typer.Option(min=0, help="number of stages of the last commit to run again and compare")] = 0,
-) -> None:
+def verify() -> None:
     """Find entries of dvc.lock and of the run cache, here and in the remote, that no run has written."""
     from flows.engine import stages
     from flows.engine import verify as module  # a slow import, not for --help
@@ -542,22 +540,11 @@ def verify(
     stages.check_workspace()
     findings = module.verify()
     _print_findings(findings)
-    differing = failed = 0
-    for recorded, made in module.sample(again, findings) if again else ():
-        if isinstance(made, str):
-            failed += 1
-            print(f"{recorded.stage} could not be run again: {made}", flush=True)
-        elif made.same:
-            print(f"{recorded.stage} was run again: the same bytes.", flush=True)
-        else:
-            differing += 1
-            reasons = "; ".join(made.reasons)
-            print(f"{recorded.stage} was run again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
-    if findings.false or findings.damaged or differing or failed:
+    if findings.false or findings.damaged:
         raise EckartError(
-            f"{len(findings.false)} entries are false, {len(findings.damaged)} are damaged, {differing} stages differ, "
-            f"{failed} could not be run again. Remove files of the run cache that are false or damaged; for an entry "
-            "of dvc.lock: dvc repro --force --single-item STAGE; for all of it: git checkout dvc.lock"
+            f"{len(findings.false)} entries are false, {len(findings.damaged)} are damaged. Remove files of the run "
+            "cache that are false or damaged; for an entry of dvc.lock: dvc repro --force --single-item STAGE; for all "
+            "of it: git checkout dvc.lock"
         )
 
 
@@ -583,13 +570,12 @@ def gc(
         int | None,
         typer.Option(min=1, help="commits that changed dvc.lock to keep, besides tags and branches; default: all"),
     ] = None,
-    days: Annotated[float, typer.Option(min=0, help="days to keep Prefect's records of runs")] = 30,
 ) -> None:
     """List what fills the disk and is no longer used, and remove it with --yes."""
     settings.use_local_server()
     from flows.gc import collect  # slow imports, not for --help
 
-    with collect.kinds(runs, commits, days) as kinds:
+    with collect.kinds(runs, commits) as kinds:
         _print_kinds(kinds)
         for kind in kinds if yes else ():
             kind.remove()

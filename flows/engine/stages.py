@@ -212,7 +212,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save()
                 _discard_corrupt(stage)
                 stage.commit()
-                lock_file.write(stage)
+                stage.dump(update_pipeline=False)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = done.seconds if isinstance(done, Outcome) else done

@@ -17,7 +17,7 @@ from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
 from flows.engine import cached_objects, locks, stages
-from flows.gc import dvc_cache, mlflow_records, prefect_records, referenced_digests
+from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, size_of
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
@@ -27,18 +27,17 @@ _SCRATCH = re.compile(r"reproduce-[0-9a-f]{10}|worker-\d+")
 
 
 @contextmanager
-def kinds(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
+def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
     """Yield what fills the disk, by kind. In the block no stage runs in a workspace that shares this cache.
 
     Args:
         runs: finished runs of each study to keep.
         commits: commits that changed dvc.lock to keep the objects of; None for all.
-        days: age after which flow runs in Prefect go.
 
     Raises:
         CannotCollect: a study runs, or it is unknown what must be kept.
         WorkspaceUnusable, WorkspaceError: this is no workspace, or git fails.
-        RegistryError, ServerError: MLflow or Prefect fails.
+        RegistryError: MLflow fails.
     """
     stages.check_workspace()
     worktrees.check_root()
@@ -60,7 +59,6 @@ def kinds(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
             _workspaces([folder for folder in others if folder.parent == WORKSPACES.resolve()], scratch),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
             *tracked.kinds,
-            *prefect_records.kinds(days),
         ]
 
 

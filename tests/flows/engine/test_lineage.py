@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.engine import dvc_transport, verify
-from flows.gc import collect, prefect_records
+from flows.gc import collect
 from flows.workspace import reproduce
-from flows.workspace.reproduce import Reproduction
 from tasks.artifacts import stage_inputs
 from tests.flows.gc.test_gc import PROMOTION
 from tests.flows.toy import Study, call, commit, ran
@@ -150,10 +149,9 @@ def test_reproduce_keeps_bytes_and_writes_none(main: Path, edited: str) -> None:
 def test_gc_writes_none(main: Path, edited: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(prefect_records, "kinds", lambda days: [])
     edit(main, edited)
     before = entries(main)
-    with collect.found(1, 1, 30) as kinds:
+    with collect.kinds(1, 1) as kinds:
         for kind in kinds:
             kind.remove()
     assert entries(main) == before
@@ -248,21 +246,3 @@ class TestVerify:
         found = verify.verify()
         assert len(found.unrecorded) == 2
         assert found.doubtful == found.unrecorded
-
-    def test_a_sample_is_made_again_and_compared(self, main: Path) -> None:
-        """In a toy, whose stages record nothing."""
-        call(main, "dvc", "push", "-q")
-        found = verify.verify()
-        (wanted, made), *rest = verify.sample(1, found)
-        assert not rest
-        assert isinstance(made, Reproduction)
-        assert made.same
-        assert made.origin == "made again"
-        assert ran(made.folder).count(wanted.stage) == 1
-        lock = main / "dvc.lock"
-        lock.write_text(lock.read_text().replace("gain: 1", "gain: 2"))
-        (main / "params.yaml").write_text(PARAMS.replace("gain: 1", "gain: 2"))
-        commit(main)
-        sampled = verify.sample(3, verify.verify())
-        samples = {wanted.stage: made.same for wanted, made in sampled if isinstance(made, Reproduction)}
-        assert samples == {"extract": True, CANDIDATE: False, "finetune@b-0.5": False}

@@ -1,6 +1,5 @@
 """The engine against the dvc command line: same verdicts, same lock file, and nothing lost or run twice."""
 
-import itertools
 import json
 import re
 import shutil
@@ -83,31 +82,6 @@ gain:
   b: {one: [1, 2], other: [1, 2]}
 """
 AWKWARD = AWKWARD.replace("WORDS", "many words " * 20)
-TWICE = AWKWARD.replace("one: [1, 2]", "one: &same [3]").replace("other: [1, 2]", "other: *same ")
-
-
-def test_an_entry_is_written_in_the_bytes_of_dvc(workspace: Path) -> None:
-    """First, in between and last, and where a person has changed the layout or the same list stands twice."""
-    file = workspace / "dvc.lock"
-
-    def after(params: str) -> str:
-        (workspace / "params.yaml").write_text(params)
-        run_all(workspace)
-        return file.read_text()
-
-    found = [after(params) for params in (PARAMS, AWKWARD, TWICE)]
-    assert "&id001" in found[-1]
-    other = [f"# by hand\n{found[0]}", found[0].rstrip("\n"), f"{found[0]}datasets: []\n"]
-    for params in (PARAMS, AWKWARD, TWICE):
-        after(params)
-        with locks.repository() as repo:
-            for stage, before in itertools.product(repo.index.stages, ["", *found, *other]):
-                file.write_text(before)
-                stage.dump(update_pipeline=False)
-                expected = file.read_bytes()
-                file.write_text(before)
-                lock_file.write(stage)
-                assert file.read_bytes() == expected
 
 
 def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:

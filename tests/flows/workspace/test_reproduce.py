@@ -435,7 +435,7 @@ def test_packages_that_differ_from_the_revision_are_named() -> None:
     torch, missing = module._packages(lines)
     assert torch.startswith("torch 2.")
     assert torch.endswith(" for 0.1")
-    assert missing == "no-such-package none for 2"
+    assert missing == "no-such-package None for 2"
 
 
 def test_a_real_study_travels(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
