@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -58,9 +59,7 @@ TaskRunner = Annotated[
     Literal["threads", "dask"],
     typer.Option(help="where stages run: threads = on this machine, dask = on the workers of a cluster"),
 ]
-Scheduler = Annotated[
-    str | None, typer.Option(help="address of a Dask scheduler; default: start workers on this machine for this run")
-]
+Scheduler = Annotated[str | None, typer.Option(help="address of the Dask scheduler, for the task runner dask")]
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -104,15 +103,16 @@ def init(
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
-    laid = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
-    for line in new_workspace.in_words(laid, again):
-        print(f"  {line}")
-    if laid.head:
-        print(laid.head)
+    filled = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
+    for path, value in filled.changes.items():
+        before = f"{json.dumps(filled.before.get(path))} → " if again else ""
+        print(f"  {path}: {before}{json.dumps(value)}")
+    if filled.head:
+        print(filled.head)
     if again:
-        print("The rest of params.yaml is as it was." if laid.changes else "params.yaml is as it was.")
+        print("The rest of params.yaml is as it was." if filled.changes else "params.yaml is as it was.")
         return
-    rest = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
+    rest = "the rest of params.yaml is the default study's" if filled.changes else "params.yaml has the default study"
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "

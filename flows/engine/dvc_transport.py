@@ -252,12 +252,6 @@ def share_settings(folder: Path) -> None:
         local.update(settings)
 
 
-def own_cache(folder: Path) -> None:
-    """Give the workspace `folder` a cache of its own."""
-    with Config(str(folder / ".dvc")).edit("local") as local:
-        local["cache"]["dir"] = str(folder / ".dvc/cache")
-
-
 def _upstream_first(repo: Repo) -> list[Stage]:
     """Every stage and .dvc file."""
     return list(reversed(list(networkx.topological_sort(repo.index.graph))))

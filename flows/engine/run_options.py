@@ -37,11 +37,11 @@ class Options:
     task_runner: Literal["threads", "dask"] = "threads"
     """Where stages run: in threads of this workspace, or on Dask's workers, each with a workspace of its own."""
     scheduler: str | None = None
-    """Address of Dask's; by default workers are started on this machine, for one run alone."""
+    """Address of Dask's."""
 
     def __post_init__(self) -> None:
-        if self.scheduler and self.task_runner != "dask":
-            raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
+        if bool(self.scheduler) != (self.task_runner == "dask"):
+            raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
         """Return the number of stages at a time: as asked for, or as the cores have room for; one if they share a GPU.

@@ -7,7 +7,6 @@ nobody committed. No remote is touched.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,9 +20,6 @@ from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, size_of
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
-
-_SCRATCH = re.compile(r"reproduce-[0-9a-f]{10}|worker-\d+")
-"""Workspaces without content of their own, which are made again when needed."""
 
 
 @contextmanager
@@ -70,7 +66,8 @@ def _worktrees() -> list[Path]:
 
 
 def _scratch() -> list[Path]:
-    return [folder.resolve() for folder in WORKSPACES.glob("*") if folder.is_dir() and _SCRATCH.fullmatch(folder.name)]
+    """Return the workspaces of `eckart reproduce`, which are made again when needed."""
+    return [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -24,19 +24,12 @@ _SAMPLE = 1000  # rows whose tokens are counted
 _SHARE = 0.95  # of the rows that are to be read in full
 
 
-class Found(NamedTuple):
-    """What files and a base model say."""
-
-    changes: dict[str, Any]
-    """The sections of params.yaml that they decide."""
-    head: str
-    """What becomes of the base model's head, in words; empty where there is nothing to say."""
-
-
 def of_data(
     source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskName | None
-) -> Found:
-    """What a file under data/raw and the base model decide of params.yaml.
+) -> tuple[dict[str, Any], str]:
+    """Return the sections of params.yaml that a file under data/raw and the base model decide, and a sentence.
+
+    The sentence says what becomes of the base model's head; it is empty where there is nothing to say.
 
     Args:
         source: the file, or a folder of files named by split, in the workspace that is the working directory.
@@ -68,7 +61,7 @@ def of_data(
     labels = _labels(changes["data"])
     changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
     knows = task_head.fit(config, kind, labels) == "known"
-    return Found(changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels))
+    return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
 
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:

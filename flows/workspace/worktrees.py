@@ -35,15 +35,6 @@ class WorkspaceError(EckartError):
     """A workspace cannot be made or used. The message says what to do."""
 
 
-def check_code() -> None:
-    """Raise unless a workspace made from the commit has the code of this one, whatever its parameters.
-
-    Raises:
-        WorkspaceError: files are edited or new and not committed; the message names them.
-    """
-    refuse(edited(*(path for path in CODE if path != str(PARAMS))), "Workers run")
-
-
 def check_root() -> None:
     """Raise a WorkspaceError unless this is the root of a git repository."""
     if (root := root_of(Path())) == Path.cwd():

@@ -222,15 +222,15 @@ def test_a_workspace_is_amended_by_what_is_said_again(own: Path) -> None:
     new_workspace.init(shop, reviews, again=True)
     yaml_edit.update({"data": {"metric": "f1"}, "study": {"recipes": ["kfac"]}}, shop / "params.yaml")
     first = params(shop)
-    assert (first["study"]["name"], first["data"]["columns"]["label"]) == ("shop", "stars")
+    assert first["data"]["columns"]["label"] == "stars"
     assert (first["seed"], first["study"]["keeps"]) == (7, [0.4])
     assert "data/raw.dvc" in call(shop, "git", "ls-files", "--others", "--exclude-standard")
 
     bert(id2label={0: "joy", 1: "anger", 2: "fear"}).save_pretrained("my-model")
-    laid = new_workspace.init(shop, replace(NONE, base="my-model"), again=True)
-    assert laid.changes["model"] == {"base": "models/base/my-model"}
-    assert laid.before["model"] == {"base": first["model"]["base"]}
-    assert "joy" in laid.head
+    filled = new_workspace.init(shop, replace(NONE, base="my-model"), again=True)
+    assert filled.changes["model.base"] == "models/base/my-model"
+    assert filled.before["model.base"] == first["model"]["base"]
+    assert "joy" in filled.head
     assert params(shop)["data"] | {"max_length": 0} == first["data"] | {"max_length": 0}
     assert params(shop)["study"] == first["study"]
     same = (shop / "params.yaml").read_bytes()

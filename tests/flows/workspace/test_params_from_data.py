@@ -37,7 +37,7 @@ def table(name: str = "rows.csv", **columns: Any) -> str:
 
 def told(source: str, **given: Any) -> dict[str, Any]:
     wishes = {"text": None, "text_pair": None, "label": None, "task": None} | given
-    return params_from_data.of_data(source, BASE, **wishes).changes
+    return params_from_data.of_data(source, BASE, **wishes)[0]
 
 
 @pytest.mark.parametrize(
