@@ -335,7 +335,7 @@ def _run_tasks(
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
+        finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             results[study.task], pairs[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)

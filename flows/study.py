@@ -126,7 +126,7 @@ def study(
         stages.check_workspace()  # before anything is written
         with crashed_runs.noted(str(flow_run.id)):
             damage = database.set_aside_damaged()
-            outcomes = _run(Options.told(workers, timeout, task_runner))
+            outcomes = _run(Options.of_flow(workers, timeout, task_runner))
             name, promotion = _promoted(outcomes) if promote else ("Completed", "")
     except Exception as error:  # returned as a state, which Prefect raises to the caller
         if not isinstance(error, EckartError | OSError):

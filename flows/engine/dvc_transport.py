@@ -7,7 +7,8 @@ cloud.push/pull, stage_cache and Config.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
@@ -40,6 +41,8 @@ from flows.engine.stages import (
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 from tasks.runtime.code_digests import CodeChanged, check_stage
+
+log = logging.getLogger(__name__)
 
 
 class TransportFailed(EckartError):
@@ -228,14 +231,23 @@ def run_entries() -> list[tuple[str, str]]:
         return list(texts.values())
 
 
-def fetch_objects(digests: Iterable[str]) -> None:
-    """Copy objects from the remote to the cache; those that the remote lacks are not copied.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
-    with _transport("pulling") as repo:
-        repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
+def fetch_outputs(digests: Collection[str]) -> bool:
+    """Fetch what the cache lacks of these outputs from the remote, and return whether the cache then has all of it."""
+    with repository() as repo:
+        cache_dir = Path(repo.cache.local_cache_dir)
+    asked: set[str] = set()
+    while True:  # the list of a folder's files comes first, then the files
+        cached_objects.discard_corrupt(cache_dir, digests)
+        lacking = {missing for digest in digests for missing in cached_objects.missing(cache_dir, digest)}
+        if not lacking or lacking == asked:
+            return not lacking
+        asked = lacking
+        try:
+            with _transport("pulling") as repo:
+                repo.cloud.pull({HashInfo("md5", digest) for digest in lacking})
+        except TransportFailed as error:
+            log.warning("%s", error)
+            return False
 
 
 def share_settings(folder: Path) -> None:

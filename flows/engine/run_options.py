@@ -56,7 +56,7 @@ class Options:
         return 1 if torch_questions.gpus() else max(1, cores() // threads)
 
     @classmethod
-    def told(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
+    def of_flow(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
         """Return the options of a flow, from its parameters and the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)

@@ -389,11 +389,11 @@ def _reads(stage: PipelineStage) -> Reads:
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
     """Return path → digest of the stage's inputs as saved last; for a parameter file, the values as JSON."""
-    return {str(dep): _as_text(dep.hash_info.value) for dep in stage.deps}
-
-
-def _as_text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
+    values = {str(dep): dep.hash_info.value for dep in stage.deps}
+    return {
+        path: json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
+        for path, value in values.items()
+    }
 
 
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:

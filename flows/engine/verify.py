@@ -129,9 +129,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 def _records(digests: set[str]) -> dict[str, Inputs]:
     """Return digest → record, from the cache or else from the remote; without those that cannot be read."""
     cache_dir = stages.cache_dir()
-    cached_objects.discard_corrupt(cache_dir, digests)
-    if lacking := {digest for digest in digests if cached_objects.missing(cache_dir, digest)}:
-        dvc_transport.fetch_objects(lacking)
+    dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}
     for digest in digests:
         path = cached_objects.object_path(cache_dir, digest)

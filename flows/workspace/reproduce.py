@@ -7,10 +7,9 @@ case the files themselves are hashed and compared with the record in git.
 
 from __future__ import annotations
 
-import logging
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions
@@ -29,8 +28,6 @@ from flows.workspace import worktrees
 from flows.workspace.worktrees import CARRIED, LOCK, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
-
-log = logging.getLogger(__name__)
 
 _REQUIREMENTS = "requirements.lock"
 
@@ -152,7 +149,7 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     with worktrees.held(folder), stage_processes.terminable():
         orphaned_processes.refuse(folder)
         worktrees.check_out(folder, wanted.commit)
-        from_cache = not again and _fetch(cache, wanted.outs.values())
+        from_cache = not again and dvc_transport.fetch_outputs(wanted.outs.values())
         if from_cache:
             for out, digest in wanted.outs.items():
                 cached_objects.copy(cache, digest, folder / out)
@@ -184,28 +181,12 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
     return compared
 
 
-def _fetch(cache: Path, digests: Collection[str]) -> bool:
-    """Fetch what the cache lacks of some outputs from the remote, and return whether the cache then has all of it."""
-    asked: set[str] = set()
-    while True:  # the list of a folder's files comes first, then the files
-        cached_objects.discard_corrupt(cache, digests)
-        lacking = {missing for digest in digests for missing in cached_objects.missing(cache, digest)}
-        if not lacking or lacking == asked:
-            return not lacking
-        asked = lacking
-        try:
-            dvc_transport.fetch_objects(lacking)
-        except dvc_transport.TransportFailed as error:
-            log.warning("%s", error)
-            return False
-
-
 def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
     """Run the stage, and before it all that it depends on (`again`), or only what is lost."""
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
-            _fetch(cache, _digests(wanted.entries[name], "outs").values())
+            dvc_transport.fetch_outputs(_digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
     # Not committed to the cache: a result that differs would be restored later instead of the recorded one.
@@ -240,7 +221,7 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
             (folder / part).mkdir(parents=True, exist_ok=True)
             continue
         digest = YAML(typ="safe").load(folder / tracked)["outs"][0]["md5"]
-        if not _fetch(cache, [digest]):
+        if not dvc_transport.fetch_outputs([digest]):
             raise CannotReproduce(f"{part} as {tracked} of that revision records it is in neither cache nor remote")
         cached_objects.copy(cache, digest, folder / part)
 

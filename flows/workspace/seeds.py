@@ -6,11 +6,10 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -30,11 +29,6 @@ log = logging.getLogger(__name__)
 def folder_of(study: StudyFile, seed: int) -> Path:
     """Return the workspace of a seed, relative to the main one."""
     return WORKSPACES / f"{study.name}-seed{seed}"
-
-
-def folders_of(study: StudyFile) -> dict[int, Path]:
-    """Return seed → workspace, relative to the main one."""
-    return {seed: folder_of(study, seed) for seed in study.seeds}
 
 
 def check_committed(study: StudyFile) -> None:
@@ -132,16 +126,12 @@ def prepare(study: StudyFile, seed: int) -> Path:
     worktrees.follow(folder)
     of_task = f", task {study.task}," if study.task else ""
     comment = f"# Made from {PARAMS} and {study.path}{of_task} with seed {seed}; edits are overwritten.\n"
-    _write(study.content(seed), folder / PARAMS, comment)
-    return folder
-
-
-def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
     yaml = YAML()
     yaml.default_flow_style = False
-    with path.open("w") as file:
+    with (folder / PARAMS).open("w") as file:
         file.write(comment)
-        yaml.dump(dict(content), file)
+        yaml.dump(dict(study.content(seed)), file)
+    return folder
 
 
 def _tracking(experiment: str) -> str:

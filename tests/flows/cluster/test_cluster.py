@@ -262,18 +262,7 @@ def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_other
     assert not follows["a"] | follows["b"] | follows["table"]
 
 
-def test_a_stage_that_reads_what_many_write_into_one_folder_stays_here() -> None:
-    made = replace(planned("a"), writes=("/w/out/a", "/w/whole"))
-    for reads, gathers in {("/w/out",): True, ("/w/out/a", "/w/whole/part"): False}.items():
-        assert dask_runner._gathers(replace(planned("b", "a"), reads=reads), {"a": made}) is gathers
-
-
 class TestRefusals:
-    def test_without_dask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dask_runner, "find_spec", lambda name: None)
-        with pytest.raises(dask_runner.ClusterError, match=r"pip install '\.\[cluster\]'"):
-            dask_runner.require()
-
     @pytest.mark.parametrize("options", [{"scheduler": "tcp://127.0.0.1:1"}, {"task_runner": "dask"}])
     def test_a_scheduler_that_would_not_be_used_and_one_that_is_missing(self, options: dict[str, Any]) -> None:
         with pytest.raises(OptionsError):

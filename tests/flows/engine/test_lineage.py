@@ -217,21 +217,6 @@ class TestVerify:
         assert found.damaged == [str(entry.with_name("0" * 64).resolve())]
         assert found.agree
 
-    def test_an_entry_may_be_cut_off_at_any_byte(
-        self, main: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        entry = next((main / ".dvc/cache/runs").glob("*/*/*")).read_text()
-        lock = (main / "dvc.lock").read_text()
-        (tmp_path / "empty").mkdir()
-        monkeypatch.chdir(tmp_path / "empty")
-        for size in range(max(len(entry), 600)):
-            monkeypatch.setattr(dvc_transport, "run_entries", lambda cut=entry[:size]: [("the run cache", cut)])
-            Path("dvc.lock").write_text(lock[:size])
-            damaged: list[str] = []
-            for one in verify.entries(damaged):
-                assert one.differences(stage_inputs.Inputs(parameters={})) is not None
-            assert {*damaged} <= {"the run cache", "dvc.lock"}
-
     def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:
         """As entries were before stages recorded anything."""
         lock = root / "dvc.lock"

@@ -3,12 +3,9 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -119,14 +116,6 @@ def test_a_lost_output_is_restored_and_a_damaged_one_replaced(workspace: Path) -
     assert stale(workspace) == []
 
 
-def test_a_new_matrix_item_runs_only_what_is_new(workspace: Path) -> None:
-    run_all(workspace)
-    ran(workspace)
-    (workspace / "params.yaml").write_text(PARAMS.replace("b: 2", "b: 2, c: 3").replace("[a, b]", "[a, b, c]"))
-    run_all(workspace)
-    assert ran(workspace) == ["total", "work@c"]
-
-
 CANDIDATES = """\
 vars: [params.yaml]
 stages:
@@ -213,10 +202,6 @@ class TestTwins:
     def test_other_parameters_are_no_twin_s(self, candidates: Path) -> None:
         self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
         assert set(run_all(candidates).values()) == {"Executed"}
-
-    def test_what_begins_otherwise_has_no_twin_later(self, candidates: Path) -> None:
-        self.write(candidates, one={"ranks": 1, "recovery": 1}, two={"ranks": 2, "recovery": 1})
-        assert {one.twin for one in engine.plan()} == {None}
 
     def test_a_corrupt_twin_is_none_and_leaves_nothing(self, candidates: Path) -> None:
         run_all(candidates)
@@ -347,26 +332,6 @@ def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> 
         assert (begins[1], ends) == ("begins", (begins[0], "ends"))
 
 
-def test_a_killed_flow_leaves_no_stage_and_no_lock(workspace: Path) -> None:
-    """SIGKILL in the middle of a stage; the rerun takes the dead process's locks over and finishes."""
-    (workspace / "dvc.yaml").write_text(PIPELINE.replace("cp raw.txt", "sleep 600 && cp raw.txt"))
-    script = (
-        "from pathlib import Path; from flows.engine import stage_processes, stages as engine\n"
-        "root = Path.cwd()\n"
-        "engine.run(engine.plan()[0], lambda command: stage_processes.run(command, root, print, {}))\n"
-    )
-    flow = subprocess.Popen([sys.executable, "-c", script])
-    while not (workspace / "ran.log").exists():
-        assert flow.poll() is None
-        time.sleep(0.1)
-    flow.send_signal(signal.SIGKILL)
-    flow.wait()
-    (workspace / "dvc.yaml").write_text(PIPELINE)
-    ran(workspace)
-    assert run_all(workspace)["source"] == "Executed"
-    assert stale(workspace) == []
-
-
 def test_a_stage_that_a_killed_dvc_repro_left_is_refused_until_it_ends(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,18 +406,6 @@ def test_a_corrupt_object_that_the_run_cache_alone_names_is_made_again(workspace
     assert first.read_bytes() == made.read_bytes() == whole
 
 
-@pytest.mark.parametrize("content", ["", "schema: '2.0'\nstages:\n  source:\n    cmd: [ec", "schema: '2.0'\nsta"])
-def test_a_lock_file_that_was_cut_off_costs_nothing(workspace: Path, content: str) -> None:
-    run_all(workspace)
-    ran(workspace)
-    before = entries(workspace)
-    (workspace / "dvc.lock").write_text(content)
-    assert set(run_all(workspace).values()) == {"Restored"}
-    assert ran(workspace) == []
-    assert entries(workspace) == before
-    assert (workspace / "dvc.lock.damaged").read_text() == content
-
-
 def test_a_lock_file_may_be_cut_off_at_any_byte(workspace: Path) -> None:
     """Half an entry may be YAML that is whole; what is not set aside must be of use to DVC."""
     run_all(workspace)
@@ -476,19 +429,6 @@ def test_a_file_of_locks_that_was_cut_off_locks_nothing(workspace: Path, content
     run_all(workspace)
     (workspace / ".dvc/tmp/rwlock").write_bytes(content.encode(errors="surrogateescape"))
     assert set(run_all(workspace).values()) == {"Cached"}
-
-
-def test_the_lock_file_is_written_from_another_disk_too(workspace: Path) -> None:
-    """Where .dvc/tmp is a link to one."""
-    disks = [Path(one) for one in ("/dev/shm", "/var/tmp") if Path(one).is_dir()]
-    other = [one for one in disks if one.stat().st_dev != workspace.stat().st_dev]
-    if not other:
-        pytest.skip("this machine has one disk")
-    with tempfile.TemporaryDirectory(dir=other[0]) as folder:
-        shutil.rmtree(workspace / ".dvc/tmp")
-        (workspace / ".dvc/tmp").symlink_to(folder)
-        assert set(run_all(workspace).values()) == {"Executed"}
-        assert set(run_all(workspace).values()) == {"Cached"}
 
 
 TWO = """\
@@ -633,12 +573,6 @@ def test_what_changed_since_the_run_began_is_not_run(workspace: Path) -> None:
     with pytest.raises(engine.StageChanged, match="work@b"):
         engine.run(stages["work@b"], execute(workspace))
     assert ran(workspace) == ["source", "work@b"]
-
-
-def test_a_comment_in_the_params_file_changes_nothing(workspace: Path) -> None:
-    stages = {one.name: one for one in engine.plan()}
-    (workspace / "params.yaml").write_text(f"# a comment\n{PARAMS}")
-    assert [engine.run(one, execute(workspace)).status for one in stages.values()] == ["Executed"] * 4
 
 
 def test_records_that_a_full_disk_cuts_off_cost_nothing(workspace: Path) -> None:

@@ -314,9 +314,3 @@ def test_a_workspace_of_its_own_differs_in_how_stages_are_called_and_in_what_nam
     for name, stage in ours["stages"].items():
         stage["cmd"] = stage["cmd"].replace(f"python -m tasks.{name}", f"eckart stage {name}")
     assert theirs == ours
-
-
-def test_a_clone_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    installation.refresh()
-    assert list(tmp_path.iterdir()) == []

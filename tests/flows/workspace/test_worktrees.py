@@ -31,24 +31,12 @@ from tests.flows.forked import gone
 from tests.flows.toy import ENVIRONMENT, Flows, Study, call, commit
 from tests.tasks.multi_seed.test_seeds_table import made_up
 from tests.tasks.multi_seed.test_trials import scored
-from tests.workspace import tiny_params
 
 ROOT = Path(__file__).parents[3]
 
 
 def read(path: Path) -> Any:
     return YAML(typ="safe").load(path.read_text())
-
-
-def test_parameters_are_written_as_they_were_read(tmp_path: Path) -> None:
-    tricky = {"rate": 5.0e-5, "text": "1.0", "off": "no", "nothing": None, "int": 1, "float": 1.0, "list": [0.5, 1]}
-    content = {**tiny_params(), "tricky": tricky, "long": "a: # " * 60}
-    other_studies._write(content, tmp_path / "params.yaml", "# comment\n")
-    again = read(tmp_path / "params.yaml")
-    assert again == content
-    assert {type(again["tricky"][key]) for key in ("int", "float")} == {int, float}
-    assert list(again) == list(content)
-    assert (tmp_path / "params.yaml").read_text().startswith("# comment\n")
 
 
 MAIN = """\
@@ -100,13 +88,6 @@ class TestCommitted:
         for name in ("docs/new.md", "studies/another.yaml", "README.md", "data/raw/own.csv", "eckart/x.pyc"):
             (repository / name).write_text("edited\n")
         check_committed(toy())
-
-    @pytest.mark.parametrize("name", ["params.yaml", "tasks/new.py", "studies/toy.yaml"])
-    def test_code_that_would_not_be_used_is_refused(self, repository: Path, name: str) -> None:
-        (repository / name).parent.mkdir(exist_ok=True)
-        (repository / name).write_text("edited\n")
-        with pytest.raises(WorkspaceError, match=rf"^[^\n]*\n  {name}$"):
-            check_committed(toy())
 
     def test_staged_deleted_and_renamed_files_are_all_named(self, repository: Path) -> None:
         call(repository, "git", "mv", "eckart/svd.py", "eckart/renamed.py")
@@ -188,11 +169,6 @@ class TestWorkspaces:
                 folder = prepare(toy(), 0)
         assert not (folder / "hooked").exists()
         assert call(repository, "git", "branch", "--show-current") == "main\n"
-
-    def test_git_and_dvc_of_the_main_workspace_do_not_see_it(self, repository: Path) -> None:
-        prepare(toy(), 0)
-        for tool in ("git", "dvc"):
-            assert call(repository, tool, "check-ignore", "workspaces").strip() == "workspaces"
 
 
 class TestRunning:
@@ -294,15 +270,6 @@ class TestCarry:
         carry(source, target)
         assert not target.exists()
 
-    def test_copies_where_links_are_refused(self, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(*_: object) -> None:
-            raise OSError("another file system")
-
-        monkeypatch.setattr(worktrees.os, "link", refuse)
-        source, target = folders
-        carry(source, target)
-        assert self.content(target) == self.content(source)
-
     def test_links_to_folders_are_carried_and_never_cleared(self, folders: tuple[Path, Path], tmp_path: Path) -> None:
         source, target = folders
         elsewhere = tmp_path / "elsewhere"
@@ -357,9 +324,6 @@ class TestCommand:
         assert "task two, seed 0: " in done.output
         assert re.search(r"dense +– +80.0 +– +80.0 +–", done.output)
         assert not Path("docs/toy.md").exists()
-
-    def test_a_table_is_markdown(self) -> None:
-        assert "ends with .md" in CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "toy.csv"]).output
 
 
 STUDY = """\

@@ -82,16 +82,6 @@ def test_memory_that_is_used_up_is_said_with_the_stage(
         run("extract", work)
 
 
-def test_an_absent_params_file_names_the_stage(here: Path) -> None:
-    assert exit_message("extract").startswith("extract: params.yaml ")
-
-
-@pytest.mark.parametrize("stage", ["search", "factorize", "finetune", "evaluate"])
-def test_a_stage_of_a_candidate_is_called_by_its_name(here: Path, stage: str) -> None:
-    write_params(here, tiny_params(threads={"candidate": 0}))
-    assert exit_message(stage, "kfac", "0.5").startswith(f"{stage}@kfac-0.5: ")
-
-
 @pytest.mark.parametrize("stage", ["search", "factorize", "finetune"])
 def test_a_recipe_that_there_is_not_is_a_mistake(here: Path, stage: str) -> None:
     tiny_workspace(here)
@@ -112,10 +102,6 @@ def test_a_stage_takes_the_threads_of_its_kind(
     assert asked[0] == {"extract": 3, "search": 5}[stage]
 
 
-def test_a_candidate_and_its_stages_are_named_by_recipe_and_keep() -> None:
-    assert stage_name("finetune", candidate_name("kfac", "0.33")) == "finetune@kfac-0.33"
-
-
 @pytest.mark.parametrize("keep", ["1", "0.33", "1e-05"])
 def test_a_name_says_what_it_was_made_of(keep: str) -> None:
     candidate = candidate_name("kfac_2", keep)
@@ -127,11 +113,6 @@ def test_a_name_says_what_it_was_made_of(keep: str) -> None:
 def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:
     with pytest.raises(StageError, match=r"^the cause$"), explained():
         raise ValueError("the cause")
-
-
-def test_explained_leaves_a_bug_a_bug() -> None:
-    with pytest.raises(KeyError), explained():
-        raise KeyError("target")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
@@ -153,12 +134,6 @@ def test_an_output_is_what_was_written_and_the_folders_above_it_are_made(here: P
     assert (here / "models/ranks/svd-0.5/ranks.json").read_text() == "{}"
 
 
-def test_an_output_is_not_there_before_it_is_complete(here: Path) -> None:
-    with output(here / "result") as folder:
-        (folder / "part").write_text("1")
-        assert not (here / "result").exists()
-
-
 @pytest.mark.parametrize("error", [StageError, ValueError, KeyboardInterrupt, SystemExit])
 def test_nothing_half_made_is_left_at_the_path(here: Path, error: type[BaseException]) -> None:
     with pytest.raises(error):
@@ -171,13 +146,6 @@ def test_an_old_output_stays_whole_if_its_successor_fails(here: Path) -> None:
     with pytest.raises(StageError):
         fill(here / "result", "new", StageError("half-way"))
     assert [path.name for path in (here / "result").iterdir()] == ["old"]
-
-
-def test_an_output_replaces_an_old_one_wholly(here: Path) -> None:
-    fill(here / "result", "old")
-    (here / "result" / "folder").mkdir()
-    fill(here / "result", "new")
-    assert [path.name for path in (here / "result").iterdir()] == ["new"]
 
 
 def test_what_a_failed_attempt_left_is_not_in_the_next(here: Path) -> None:
