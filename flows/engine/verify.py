@@ -81,10 +81,10 @@ def verify() -> Findings:
         TransportFailed: the remote cannot be used.
     """
     damaged: list[str] = []
-    all_entries = entries(damaged)
-    records = _records({entry.record for entry in all_entries if entry.record})
+    entries = [*_of_lock(damaged), *_of_runs(damaged)]
+    records = _records({entry.record for entry in entries if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
-    for entry in all_entries:
+    for entry in entries:
         if not (record := records.get(entry.record or "")):
             findings.unrecorded.append(entry)
         elif differing := entry.differences(record):
@@ -93,11 +93,6 @@ def verify() -> Findings:
             findings.agree.append(entry)
     findings.doubtful.extend(_doubtful([*findings.agree, *findings.unrecorded]))
     return findings
-
-
-def entries(damaged: list[str]) -> list[Entry]:
-    """Return the entries of dvc.lock and of the run cache, here and in the remote; add damaged files to `damaged`."""
-    return [*_of_lock(damaged), *_of_runs(damaged)]
 
 
 def _of_lock(damaged: list[str]) -> Iterator[Entry]:

@@ -78,9 +78,8 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
         draft = Path(temporary)
         shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:
-            (draft / part).mkdir(parents=True)
-            for present in (folder / part).glob("*"):
-                (draft / part / present.name).symlink_to(present.absolute())
+            worktrees.carry(folder / part, draft / part)
+            (draft / part).mkdir(parents=True, exist_ok=True)
         try:
             filled = _fill_in(draft, folder, wishes, again)
         except EckartError as error:  # it may name copies that are gone by now
@@ -90,7 +89,7 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
         for part in CARRIED:
             (folder / part).mkdir(parents=True, exist_ok=True)
             for new in (draft / part).iterdir():
-                if not new.is_symlink():
+                if not (folder / part / new.name).exists():
                     shutil.move(new, folder / part)
         shutil.move(draft / PARAMS, folder / PARAMS)
     ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]

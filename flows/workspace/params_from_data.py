@@ -1,4 +1,4 @@
-"""What params.yaml of a new workspace says of a model and of data: read off the files, for a person to look over."""
+"""Derive the params.yaml of a new workspace from a model and data, for a person to look over."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
-_SAMPLE = 1000  # rows whose tokens are counted
-_SHARE = 0.95  # of the rows that are to be read in full
+_SAMPLE = 1000  # examples whose tokens are counted
+_SHARE = 0.95  # of the examples that are to be read in full
 
 
 def of_data(
@@ -42,14 +42,15 @@ def of_data(
             extract would refuse the rows.
     """
     datasets.disable_progress_bars()
-    rows = _rows(Path(source)).to_pandas()
+    files = _files(Path(source))
+    rows = read_file(files["train"]).to_pandas()
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
     config, tokenizer = read_base(base)
     changes: dict[str, Any] = {
         "data": {
             "source": source,
-            "splits": {split: split for split in _splits(Path(source))},
+            "splits": {split: split for split in files},
             "columns": columns,
             "task": kind,
             "metric": task_class(kind).metrics[0],
@@ -71,37 +72,33 @@ def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
     return split_and_convert(parse(content, Data, PARAMS, "data"))[1]
 
 
-def _splits(source: Path) -> list[str]:
-    names = {file.stem for file in source.iterdir() if file.suffix in FORMATS} if source.is_dir() else {"train"}
-    return [split for split in ("train", "validation", "test") if split in names]
+def _files(source: Path) -> dict[str, Path]:
+    """Return split → file of a folder whose files are named by split; a file alone is `train`.
 
-
-def _rows(source: Path) -> Any:
+    Raises:
+        StageError: there is no file named train.
+    """
     if not source.is_dir():
-        return read_file(source)
-    files = [file for file in source.iterdir() if file.stem == "train" and file.suffix in FORMATS]
-    if not files:
+        return {"train": source}
+    named = {file.stem: file for file in source.iterdir() if file.suffix in FORMATS}
+    if "train" not in named:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"
         )
-    return read_file(files[0])
+    return {split: named[split] for split in ("train", "validation", "test") if split in named}
 
 
-def _columns(rows: pd.DataFrame, *wanted: str | None) -> dict[str, str | None]:
-    """Role → column."""
-    found = {
-        role: name or (role if role in rows else None)
-        for role, name in zip(("text", "text_pair", "label"), wanted, strict=True)
-    }
-    has = ", ".join(map(str, rows))
-    for role, name in found.items():
-        if name is not None and name not in rows:
+def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
+    """Return role → column."""
+    roles = zip(("text", "text_pair", "label"), names, strict=True)
+    columns = {role: name or (role if role in rows else None) for role, name in roles}
+    for role, name in columns.items():
+        if (name is None and role == "text") or (name is not None and name not in rows):
             raise StageError(
-                f"there is no column {name} for {role}: write --{role.replace('_', '-')} with one of {has}"
+                f"there is no column {name or role} for {role}: write --{role.replace('_', '-')} with one of "
+                f"{', '.join(map(str, rows))}"
             )
-    if found["text"] is None:
-        raise StageError(f"there is no column text: write --text with one of {has}")
-    return found
+    return columns
 
 
 def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
@@ -121,7 +118,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Config and tokenizer of a base model, named as model.base has it.
+    """Load config and tokenizer of a base model, named as model.base has it.
 
     Raises:
         StageError: there is none, or it cannot be read.
@@ -142,13 +139,13 @@ def _length(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Tokens that hold nearly all rows, a multiple of 8, and no more than the model takes."""
+    """Return the tokens that hold nearly all examples, a multiple of 8, and no more than the model takes."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)
     if task_class(kind).running_text:
         return most
-    some = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
-    texts = [list(some[name]) for name in (columns["text"], columns["text_pair"]) if name]
+    sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
+    texts = [list(sample[name]) for name in (columns["text"], columns["text_pair"]) if name]
     try:
         encoded = tokenizer(*texts, is_split_into_words=task_class(kind).text_is_words)["input_ids"]
     except (TypeError, ValueError) as error:

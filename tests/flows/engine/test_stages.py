@@ -473,23 +473,15 @@ def test_an_entry_of_any_parameters_is_whole(workspace: Path) -> None:
 KNOWN = {"seconds": 1.5, "outs": [[{"md5": "0" * 32}, {"size": 3}]]}
 
 
-def test_what_another_version_computed_is_known_by_the_fields_that_this_one_has(tmp_path: Path) -> None:
-    (tmp_path / "computed").mkdir()
-    (tmp_path / "computed/one.json").write_text(json.dumps(KNOWN | {"host": "elsewhere"}))
-    found = stage_results.known(tmp_path, "one")
-    assert found == stage_results.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
-    stage_results.keep(tmp_path, "two", found)
-    assert stage_results.known(tmp_path, "two") == found
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "null", "{}", '{"seconds": 1}', '{"outs": []}', b"\xff", None]
-    + [json.dumps(KNOWN | {"outs": outs}) for outs in (None, 3, [3], [[{}, {}]], [[{"md5": 3}, {}]], [["a", {}]])],
-)
-def test_what_cannot_be_read_is_not_known(tmp_path: Path, content: str | bytes | None) -> None:
+@pytest.mark.parametrize("content", ["", "[]", b"\xff", None, json.dumps(KNOWN | {"outs": [[{}, {}]]})])
+def test_results_that_cannot_be_read_are_not_known_and_new_fields_are_ignored(
+    tmp_path: Path, content: str | bytes | None
+) -> None:
     file = tmp_path / "computed/one.json"
     file.parent.mkdir()
+    file.write_text(json.dumps(KNOWN | {"host": "elsewhere"}))
+    assert stage_results.known(tmp_path, "one") == stage_results.Computed(1.5, [({"md5": "0" * 32}, {"size": 3})])
+    file.unlink()
     if content is None:
         file.mkdir()
     else:
