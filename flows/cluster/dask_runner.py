@@ -38,11 +38,7 @@ class ClusterError(EckartError):
 
 
 def require() -> None:
-    """Check that Dask is installed.
-
-    Raises:
-        ClusterError: it is not.
-    """
+    """Check that Dask is installed."""
     if not find_spec("distributed"):
         raise ClusterError("the task runner dask needs more packages: pip install '.[cluster]'")
 
@@ -53,9 +49,6 @@ def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -
 
     Args:
         timeout: seconds that a stage may take.
-
-    Raises:
-        ClusterError, TransportFailed: they cannot be used.
     """
     require()
     dvc_transport.check_remote()
@@ -87,7 +80,6 @@ class Workers:
         """Run a stage on a worker and bring its outputs here; run it here if no other workspace has its inputs.
 
         Raises:
-            ClusterError: no worker could run it.
             EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
         """
         if _gathers(planned, self._planned):

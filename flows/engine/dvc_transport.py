@@ -79,12 +79,7 @@ def order(planned: Planned) -> Order:
 
 
 def accept(order: Order) -> Planned:
-    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here.
-
-    Raises:
-        TransportFailed: the remote does not have it.
-        NotTheSame: code, parameters or data of this workspace differ.
-    """
+    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here."""
     with _transport(f"pulling what {order.stage} reads") as repo:
         stages = _stages(repo)
         if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
@@ -111,11 +106,7 @@ def accept(order: Order) -> Planned:
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:
-    """Push what stages wrote to the remote, and return their entries in dvc.lock.
-
-    Raises:
-        TransportFailed: it cannot be pushed.
-    """
+    """Push what stages wrote to the remote, and return their entries in dvc.lock."""
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
@@ -126,13 +117,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
 
 
 def fetch(order: Order, entry: Entry) -> None:
-    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it.
-
-    Raises:
-        TransportFailed: the remote does not have it.
-        StageChanged: the stage, or what it reads here, is not what was ordered any more.
-        NotTheSame: the worker made it from something else.
-    """
+    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it."""
     with _transport(f"pulling what {order.stage} wrote") as repo:
         stage = _stages(repo)[order.stage]
         stage.save_deps()
@@ -146,11 +131,7 @@ def fetch(order: Order, entry: Entry) -> None:
 
 
 def check_remote() -> None:
-    """Check that the workspace has a DVC remote, which carries bytes between workspaces.
-
-    Raises:
-        TransportFailed: there is none.
-    """
+    """Check that the workspace has a DVC remote, which carries bytes between workspaces."""
     with repository() as repo:
         if not repo.config["core"].get("remote"):
             raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
@@ -163,9 +144,6 @@ def push() -> set[str]:
         Digests that the run cache names and that neither the cache nor the remote has.
 
     `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
     """
     with _transport("pushing") as repo:
         _refuse_damaged()
@@ -196,9 +174,6 @@ def pull() -> Pulled:
     It runs no stage but `resolve`, and leaves the other entries of dvc.lock as they are. Of each stage it brings what
     somebody made from its present parameters, code and data; where nobody did, what dvc.lock records. What a person
     edited stays.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
     """
     _refuse_damaged()
     resolve_parameters()
@@ -211,11 +186,7 @@ def pull() -> Pulled:
 
 
 def run_entries() -> list[tuple[str, str]]:
-    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
+    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once."""
     with _transport("reading the run cache") as repo:
         here = Path(repo.stage_cache.cache_dir)
         texts = {

@@ -25,11 +25,7 @@ class StillRuns(EckartError):
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended.
-
-    Raises:
-        StillRuns: some still run, and do not end within seconds.
-    """
+    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended."""
     if left := _outlast(root, stage, lambda process: None):
         numbers = " ".join(map(str, left))
         raise StillRuns(

@@ -24,11 +24,7 @@ class OptionsError(EckartError):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run, passed from the command line or a deployment to the executor.
-
-    Raises:
-        OptionsError: they contradict each other.
-    """
+    """The options of a run, passed from the command line or a deployment to the executor."""
 
     workers: int | None = None
     """Stages side by side; by default as many as the cores have room for."""

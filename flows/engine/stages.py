@@ -94,9 +94,6 @@ def plan() -> list[Planned]:
 
     The stage `resolve` has run then. All stages are compared with the workspace here, in one go: reading dvc.lock anew
     for each would take a minute.
-
-    Raises:
-        WorkspaceUnusable: it is no workspace, or cannot be written.
     """
     check_workspace()
     resolve_parameters()
@@ -121,11 +118,7 @@ def plan() -> list[Planned]:
 
 
 def resolve_parameters() -> None:
-    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes.
-
-    Raises:
-        WorkspaceUnusable: it fails, since params.yaml has mistakes, say.
-    """
+    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes."""
     with repository() as repo, bookkeeping(repo):
         lock_file.heal(repo)
         try:
@@ -167,11 +160,7 @@ def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator
 
 
 def _refuse_links(repo: Repo) -> None:
-    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work.
-
-    Raises:
-        WorkspaceUnusable: there are some.
-    """
+    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work."""
     root = Path(repo.root_dir)
     folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
     links = sorted(folder for folder in folders if folder.is_symlink())
@@ -193,7 +182,6 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
-        StillRuns: processes of an earlier run of the stage still write.
     """
     if planned.cached:
         return planned.cached
@@ -355,11 +343,7 @@ def _definition(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """Check that the working directory is a workspace in which stages can run.
-
-    Raises:
-        WorkspaceUnusable: it is no workspace, or cannot be written.
-    """
+    """Check that the working directory is a workspace in which stages can run."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         raise WorkspaceUnusable(
             f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace; "
@@ -421,11 +405,7 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does.
-
-    Raises:
-        WorkspaceUnusable: it is not here.
-    """
+    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does."""
     if stage.deps or stage.frozen:  # an import: DVC asks its source, and only when told to
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:

@@ -75,11 +75,7 @@ class Findings:
 
 
 def verify() -> Findings:
-    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
+    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record."""
     damaged: list[str] = []
     entries = [*_of_lock(damaged), *_of_runs(damaged)]
     records = _records({entry.record for entry in entries if entry.record})

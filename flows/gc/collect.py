@@ -29,11 +29,6 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
     Args:
         runs: finished runs of each study to keep.
         commits: commits that changed dvc.lock to keep the objects of; None for all.
-
-    Raises:
-        CannotCollect: a study runs, or it is unknown what must be kept.
-        WorkspaceUnusable, WorkspaceError: this is no workspace, or git fails.
-        RegistryError: MLflow fails.
     """
     stages.check_workspace()
     worktrees.check_root()
@@ -47,14 +42,14 @@ def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
         others = [folder for folder in _worktrees() if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
-        tracked = stack.enter_context(mlflow_records.look(runs))
-        digests = tracked.digests.union(
+        in_mlflow, tracked = stack.enter_context(mlflow_records.look(runs))
+        digests = in_mlflow.union(
             referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
         )
         yield [
             _workspaces([folder for folder in others if folder.parent == WORKSPACES.resolve()], scratch),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
-            *tracked.kinds,
+            *tracked,
         ]
 
 

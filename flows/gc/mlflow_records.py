@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,14 @@ _DELETED = "deleted"  # MLflow's word for runs in its trash
 _MODEL = "models:/"  # start of a version's source; the id of the model follows
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """The contents of MLflow and its registry."""
-
-    digests: set[str]
-    """Objects of DVC's cache that registered versions and the kept runs name."""
-    kinds: list[Kind]
-
-
 @contextmanager
-def look(recent: int) -> Iterator[Tracked]:
-    """Yield the contents of MLflow, while nobody can promote. All runs and models of a server of the user's stay.
+def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
+    """Yield the objects of DVC's cache that MLflow names, and kinds of runs and models, while nobody can promote.
+
+    All runs and models of a server of the user's stay.
 
     Args:
         recent: finished runs of each study to keep, besides those that made a registered version.
-
-    Raises:
-        RegistryError: MLflow fails.
-        CannotCollect: a registered version has no files, or a damaged database may name some.
     """
     model = validation.typed_section("promotion").model
     database.set_aside_damaged()
@@ -59,13 +47,13 @@ def look(recent: int) -> Iterator[Tracked]:
         )
     own = database.is_local() and not os.environ.get("MLFLOW_REGISTRY_URI")
     if own and not database.FILE.exists() and not last_champion.last(model):
-        yield Tracked(set(), [_registered(0)])
+        yield set(), [_registered(0)]
         return
     with versions.connected(model) as registry:
         yield _tracked(registry.client, recent, local=database.is_local())
 
 
-def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
+def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], list[Kind]]:
     registered = list(_all(client.search_model_versions))
     experiments = [
         experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
@@ -84,7 +72,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
     stay |= {str(run) for lineage in lineages.values() for run in lineage.get("candidates", {}).values()}
     stay |= {str(runs[run].data.tags.get(MLFLOW_PARENT_RUN_ID)) for run in stay & runs.keys()}
     own = _kinds(client, experiments, runs, stay, registered) if local else []
-    return Tracked(digests, [_registered(len(registered)), *own])
+    return digests, [_registered(len(registered)), *own]
 
 
 def _registered(count: int) -> Kind:

@@ -36,9 +36,6 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
         repository: USER/NAME.
         private: make a new repository private.
         dry_run: only return the files.
-
-    Raises:
-        CannotPublish: there is no such candidate, its stages are not up to date, or the hub refuses.
     """
     try:
         validate_repo_id(repository)

@@ -68,9 +68,7 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
     Args:
         again: whether it is one. Its study and promotion stay, and all else that the wishes do not decide.
 
-    Raises:
-        InitError: it is a workspace and is not to be amended, or is none and is to be; a file is missing or cannot be
-            read, another one is in its place, or the study would refuse it. Nothing is written.
+    An InitError leaves everything as it was.
     """
     _check(folder, wishes, again)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
@@ -209,11 +207,7 @@ def _amending(
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
-    """Copy `source` into a folder of the draft, unless the workspace has it there, and return its path there.
-
-    Raises:
-        InitError: another file of that name lies there.
-    """
+    """Copy `source` into a folder of the draft, unless the workspace has it there, and return its path there."""
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)

@@ -73,11 +73,7 @@ def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _files(source: Path) -> dict[str, Path]:
-    """Return split → file of a folder whose files are named by split; a file alone is `train`.
-
-    Raises:
-        StageError: there is no file named train.
-    """
+    """Return split → file of a folder whose files are named by split; a file alone is `train`."""
     if not source.is_dir():
         return {"train": source}
     named = {file.stem: file for file in source.iterdir() if file.suffix in FORMATS}
@@ -118,11 +114,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Load config and tokenizer of a base model, named as model.base has it.
-
-    Raises:
-        StageError: there is none, or it cannot be read.
-    """
+    """Load config and tokenizer of a base model, named as model.base has it."""
     with ExitStack() as stack:
         source, extra = located(base, stack)
         try:

@@ -88,12 +88,7 @@ class Reproduction:
 
 
 def record(name: str, revision: str = "HEAD") -> LockedStage:
-    """Return what dvc.lock of a revision records of a candidate (`kfac-0.33`) or of any other stage (`teacher`).
-
-    Raises:
-        CannotReproduce: there is no such revision, no dvc.lock in it, or no such stage in that.
-        WorkspaceError: the working directory is not the root of a git repository.
-    """
+    """Return what dvc.lock of a revision records of a candidate (`kfac-0.33`) or of any other stage (`teacher`)."""
     commit, entries = _locked(revision)
     for stage in (stage_name("finetune", name), name):
         if stage in entries:
@@ -139,11 +134,6 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
 
     Args:
         again: run the stage and all that it depends on again, even if the recorded files are there.
-
-    Raises:
-        CannotReproduce: the stage could not be run again; its output, or the message, says why.
-        WorkspaceError: the worktree cannot be made, or is in use.
-        StillRuns: processes of an earlier call still write there.
     """
     folder, cache = wanted.folder, stages.cache_dir()
     with worktrees.held(folder), stage_processes.terminable():

@@ -117,11 +117,7 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of a seed, or update it to the present commit; its outputs stay.
-
-    Raises:
-        WorkspaceError: git or DVC refuse, or the folder is something else.
-    """
+    """Make the workspace of a seed, or update it to the present commit; its outputs stay."""
     folder = folder_of(study, seed)
     worktrees.follow(folder)
     of_task = f", task {study.task}," if study.task else ""

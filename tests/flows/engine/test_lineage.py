@@ -5,7 +5,6 @@ An entry is what dvc.lock, or the run cache, says that some outputs were made fr
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from flows.cli import app
 from flows.engine import dvc_transport, verify
 from flows.gc import collect
 from flows.workspace import reproduce
-from tasks.artifacts import stage_inputs
 from tests.flows.gc.test_gc import PROMOTION
 from tests.flows.toy import Study, call, commit, ran
 from tests.flows.workspace.test_reproduce import PARAMS as STUDY
@@ -216,18 +214,3 @@ class TestVerify:
         found = verify.verify()
         assert found.damaged == [str(entry.with_name("0" * 64).resolve())]
         assert found.agree
-
-    def test_without_a_record_what_shares_its_outputs_is_doubtful(self, root: Path) -> None:
-        """As entries were before stages recorded anything."""
-        lock = root / "dvc.lock"
-        content = YAML(typ="safe").load(lock.read_text())
-        entry = content["stages"]["finetune@svd-0.5"]
-        entry["outs"] = [out for out in entry["outs"] if not out["path"].startswith(str(stage_inputs.FOLDER))]
-        content["stages"]["finetune@svd-0.25"] = json.loads(json.dumps(entry)) | {
-            "params": {"params.yaml": {"seed": 9}}
-        }
-        with lock.open("w") as file:
-            YAML().dump(content, file)
-        found = verify.verify()
-        assert len(found.unrecorded) == 2
-        assert found.doubtful == found.unrecorded

@@ -219,16 +219,6 @@ class TestTwins:
         assert ran(candidates) == [str(Path(second.writes[0]).relative_to(candidates))]
         assert "corrupt" not in (Path(second.writes[0]) / "is").read_text()
 
-    def test_a_twin_that_read_something_else_or_failed_is_none(self, candidates: Path) -> None:
-        first, second = sorted(
-            (planned(f"search@{name}-0.5") for name in ("one", "two")), key=lambda one: bool(one.twin)
-        )
-        assert second.twin == first.name
-        assert engine.run(second, execute(candidates)).status == "Executed"
-        engine.run(first, execute(candidates))
-        (candidates / "raw.txt").write_text("other\n")
-        assert engine.run(second, execute(candidates)).status == "Executed"
-
 
 def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:
     (workspace / "dvc.yaml").write_text(PIPELINE.replace("cat out/*", "cat out/* missing"))

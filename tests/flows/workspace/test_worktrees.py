@@ -184,12 +184,6 @@ class TestRunning:
             assert "'run', '--workers=2', '--timeout=9'" in said
             assert "sqlite:///mine.db" in said
 
-    def test_a_workspace_that_cannot_be_made_is_a_failed_seed(self, repository: Path) -> None:
-        (repository / "workspaces/toy-seed0").mkdir(parents=True)
-        _, failed = other_studies.run_all(toy(0, 2), Options())
-        assert list(failed) == [0]
-        assert "`git worktree repair workspaces/toy-seed0`" in failed[0]
-
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with worktrees.held(repository / "workspaces/toy-seed0"):
             _, failed = other_studies.run_all(toy(0), Options())
@@ -274,21 +268,6 @@ class TestCommand:
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
         monkeypatch.setattr(other_studies, "run", lambda _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
-
-    def test_a_failed_seed_is_named_and_no_table_is_written(self) -> None:
-        done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
-        assert done.exit_code == 1
-        assert "1 of 2" in done.output
-        assert "seed 1: " in done.output
-        assert "84.0" in done.output  # of the seed that finished
-        assert not Path("docs/toy.md").exists()
-
-    def test_edited_code_stops_it_before_anything_runs(self) -> None:
-        Path("eckart/svd.py").write_text("edited\n")
-        done = CliRunner().invoke(app, ["study", "studies/toy.yaml"])
-        assert done.exit_code == 1
-        assert "eckart/svd.py" in done.output
-        assert "seed 0" not in done.output
 
     def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
