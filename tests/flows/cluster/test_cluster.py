@@ -41,6 +41,7 @@ from tests.flows.toy import (
     call,
     commit,
     ran,
+    spoil,
     tiny_repository,
     toy_workspace,
 )
@@ -217,9 +218,7 @@ class TestBetweenWorkspaces:
             (there / "source.txt").unlink()
         root = {"cache": there / ".dvc/cache", "remote": tmp_path / "remote"}[where]
         spoiled = cached_objects.object_path(root, cached_objects.measured(here / "source.txt")[""])
-        spoiled.chmod(0o644)
-        spoiled.write_text("rax\n")
-        spoiled.chmod(0o444)  # which DVC takes for whole
+        spoil(spoiled)
         if where == "cache":
             dvc_transport.accept(order)
             assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()

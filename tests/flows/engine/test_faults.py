@@ -27,7 +27,7 @@ from ruamel.yaml import YAML
 from flows.engine import cached_objects
 from tests.flows.forked import Command
 from tests.flows.servers import mlflow_server, prefect_server, until
-from tests.flows.toy import BARE, Flows, Study, call
+from tests.flows.toy import BARE, Flows, Study, call, spoil
 from tests.workspace import tiny_params, write_params
 
 KILLED = ("teacher", "finetune", "compare")
@@ -211,10 +211,7 @@ class TestAfterAFinishedRun:
         (out,) = (one for one in lock["factorize@svd-0.5"]["outs"] if one["path"].startswith("models/"))
         files = cached_objects.files(workspace / ".dvc/cache", out["md5"])
         weights = cached_objects.object_path(workspace / ".dvc/cache", files["model.safetensors"])
-        whole = weights.read_bytes()
-        weights.chmod(0o644)
-        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        weights.chmod(0o444)
+        whole = spoil(weights)
         shutil.rmtree(workspace / "models/factorized")
         assert "12 cached, 1 executed" in flows(workspace, "run").output
         assert files["model.safetensors"] in " ".join(one.getMessage() for one in caplog.records)

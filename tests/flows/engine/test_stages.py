@@ -22,7 +22,7 @@ from tasks.artifacts.errors import EckartError
 from tasks.runtime import code_digests
 from tests.flows import forked
 from tests.flows.servers import until
-from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, stale, toy_workspace
+from tests.flows.toy import ENVIRONMENT, PARAMS, PIPELINE, call, ran, spoil, stale, toy_workspace
 from tests.workspace import REPOSITORY
 
 ALL = ["source", "total", "work@a", "work@b"]
@@ -211,13 +211,11 @@ class TestTwins:
         written = second.cached.outs.values() if second.cached else ()
         listing = cached_objects.files(engine.cache_dir(), next(iter(written)))
         damaged = cached_objects.object_path(engine.cache_dir(), listing["is"])
-        damaged.chmod(0o644)
-        damaged.write_text("corrupt")
-        damaged.chmod(0o444)
+        whole = spoil(damaged)
         ran(candidates)
         assert engine.run(replace(second, cached=None), execute(candidates)).status == "Executed"
         assert ran(candidates) == [str(Path(second.writes[0]).relative_to(candidates))]
-        assert "corrupt" not in (Path(second.writes[0]) / "is").read_text()
+        assert (Path(second.writes[0]) / "is").read_bytes() == whole
 
 
 def test_a_failed_stage_records_nothing_and_the_rerun_resumes(workspace: Path) -> None:
@@ -367,10 +365,7 @@ def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, 
     outs = [Path(path) for one in engine.plan() for path in one.writes]
     before = {path: cached_objects.measured(path) for path in outs}
     for path in objects(workspace):
-        whole = path.read_bytes()
-        path.chmod(0o644)
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        path.chmod(0o444)
+        whole = spoil(path)
         for out in outs:
             shutil.rmtree(out) if out.is_dir() else out.unlink()
         statuses = run_all(workspace)
@@ -387,9 +382,7 @@ def test_a_corrupt_object_that_the_run_cache_alone_names_is_made_again(workspace
     (first,) = [path for path in objects(workspace) if path.read_bytes() == whole]
     params.write_text(PARAMS.replace("b: 2", "b: 3"))
     run_all(workspace)
-    first.chmod(0o644)
-    first.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    first.chmod(0o444)
+    spoil(first)
     shutil.rmtree(workspace / ".dvc/cache/computed")
     params.write_text(PARAMS)
     assert run_all(workspace)["work@b"] == "Executed"

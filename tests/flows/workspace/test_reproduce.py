@@ -17,7 +17,7 @@ from flows.workspace.reproduce import CannotReproduce, Reproduction, record
 from tasks.artifacts.task_spec import REFERENCE
 from tests.flows.forked import Command, gone
 from tests.flows.servers import until
-from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran
+from tests.flows.toy import BARE, MLFLOW, Study, call, commit, ran, spoil
 from tests.workspace import digests
 
 ROOT = Path(__file__).parents[3]
@@ -123,15 +123,6 @@ def own_files(root: Path) -> dict[str, str]:
     others = (".git/", ".dvc/", "workspaces/", "data/.gitignore", "models/.gitignore")
     found = digests(root).items()
     return {name: each for name, each in found if not name.startswith(others) and "__pycache__" not in name}
-
-
-def spoil(root: Path, digest: str) -> Path:
-    """Change the bytes of a cache object and leave it read-only, so that DVC takes it for whole."""
-    path = cached_objects.object_path(root / ".dvc/cache", digest)
-    path.chmod(0o644)
-    path.write_text("spoilt")
-    path.chmod(0o444)
-    return path
 
 
 def forget(root: Path, parts: tuple[str, ...] = ("files", "runs")) -> None:
@@ -283,14 +274,15 @@ class TestReproduce:
         reproduce()  # DVC has looked at it before
         if pushed:
             dvc_transport.push()
-        path = spoil(main, cached_objects.measured(main / MODEL)[""])
+        path = cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / MODEL)[""])
+        spoil(path)
         found = reproduce()
         assert found.same
         assert ran(found.folder) == ([] if pushed else ["finetune@a-0.5"])
         assert path.read_bytes() == (main / MODEL).read_bytes()
 
     def test_a_corrupt_object_of_an_upstream_stage_is_not_used(self, main: Path) -> None:
-        spoil(main, cached_objects.measured(main / "data/splits/train")[""])
+        spoil(cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / "data/splits/train")[""]))
         cached_objects.object_path(main / ".dvc/cache", cached_objects.measured(main / MODEL)[""]).unlink()
         found = reproduce()
         assert found.same
