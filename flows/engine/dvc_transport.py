@@ -11,7 +11,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -88,9 +87,9 @@ def accept(order: Order) -> Planned:
         for name, entry in order.upstream.items():
             before = stages[name]
             StageLoader.fill_from_lock(before, entry)
-            for out, dep in product(before.outs, stage.deps):
-                if Path(dep.fs_path).is_relative_to(out.fs_path):
-                    _pull(repo, out, dep.fs_path)
+            for out in before.outs:
+                if any(Path(dep.fs_path).is_relative_to(out.fs_path) for dep in stage.deps):
+                    _pull(repo, out)
         _pull_inputs(repo, stage)
         if absent := [str(dep) for dep in stage.deps if not dep.exists]:
             raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
@@ -127,7 +126,7 @@ def fetch(order: Order, entry: Entry) -> None:
         if other := _differences(stage, order):
             raise NotTheSame(f"the worker made {order.stage} from another {', '.join(other)} than was ordered")
         for out in stage.outs:
-            _pull(repo, out, out.fs_path)
+            _pull(repo, out)
 
 
 def check_remote() -> None:
@@ -204,8 +203,16 @@ def run_entries() -> list[tuple[str, str]]:
 
 def fetch_outputs(digests: Collection[str]) -> bool:
     """Fetch what the cache lacks of these outputs from the remote, and return whether the cache then has all of it."""
-    with repository() as repo:
-        cache_dir = Path(repo.cache.local_cache_dir)
+    try:
+        with _transport("pulling") as repo:
+            return _fetch(repo, digests)
+    except TransportFailed as error:
+        log.warning("%s", error)
+        return False
+
+
+def _fetch(repo: Repo, digests: Collection[str]) -> bool:
+    cache_dir = Path(repo.cache.local_cache_dir)
     asked: set[str] = set()
     while True:  # the list of a folder's files comes first, then the files
         cached_objects.discard_corrupt(cache_dir, digests)
@@ -213,12 +220,7 @@ def fetch_outputs(digests: Collection[str]) -> bool:
         if not lacking or lacking == asked:
             return not lacking
         asked = lacking
-        try:
-            with _transport("pulling") as repo:
-                repo.cloud.pull({HashInfo("md5", digest) for digest in lacking})
-        except TransportFailed as error:
-            log.warning("%s", error)
-            return False
+        repo.cloud.pull({HashInfo("md5", digest) for digest in lacking})
 
 
 def share_settings(folder: Path) -> None:
@@ -256,7 +258,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
             return False
         for out in stage.outs:
             with suppress(ConfirmRemoveError):  # somebody edited it
-                _pull(repo, out, out.fs_path, force=False)
+                _pull(repo, out, force=False)
     except ConfirmRemoveError:
         return True
     except (CollectCacheError, TransportFailed):
@@ -279,33 +281,15 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
     return not stage.changed()
 
 
-def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
-    """Put an output, or the part of it at the path `part`, into the workspace, after a check of its digests.
+def _pull(repo: Repo, out: Output, force: bool = True) -> None:
+    """Put an output into the workspace, after a check of its digests.
 
     Args:
         force: whether to replace files that are in no cache.
     """
-    cache_dir = Path(repo.cache.local_cache_dir)
-    for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
-        for objects in out.get_used_objs(filter_info=part).values():
-            repo.cloud.pull(objects)  # it warns of what the remote lacks
-        wanted = _wanted(cache_dir, out, part)
-        if not (corrupt := cached_objects.discard_corrupt(cache_dir, wanted)):
-            break
-    else:
-        raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
-    if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
-        raise TransportFailed("the DVC remote does not have it")
-    out.checkout(filter_info=part, force=force)
-
-
-def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
-    """Return the digest of an output, or those of its files at the path `part` if its list of files is in the cache."""
-    digest = str(out.hash_info.value)
-    files = cached_objects.files(cache_dir, digest)
-    if out.fs_path == part or files is None:
-        return [digest]
-    return [file_digest for name, file_digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+    if not _fetch(repo, [str(out.hash_info.value)]):
+        raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
+    out.checkout(force=force)
 
 
 def _refuse_damaged() -> None:

@@ -111,7 +111,7 @@ class TestBetweenWorkspaces:
         (here / "out/a").unlink()
         assert run(plan()["work@a"]) == replace(outcome, status="Restored")
 
-    def test_only_what_is_read_and_missing_is_pulled(self, pair: tuple[Path, Path], enter: Enter) -> None:
+    def test_what_is_read_is_pulled_in_place_of_other_files(self, pair: tuple[Path, Path], enter: Enter) -> None:
         here, there = pair
         for root in pair:
             (root / "dvc.yaml").write_text(FOLDERS)
@@ -119,8 +119,7 @@ class TestBetweenWorkspaces:
         dvc_transport.publish(["many"])
         order = dvc_transport.order(plan()["one"])
         enter(there)
-        dvc_transport.accept(order)
-        assert [path.name for path in (there / "many").iterdir()] == ["one"]
+        (there / "many").mkdir()
         (there / "many/one").write_text("stale\n")
         run(dvc_transport.accept(order))
         assert (there / "one.txt").read_bytes() == (here / "raw.txt").read_bytes()
@@ -205,7 +204,7 @@ class TestBetweenWorkspaces:
             dvc_transport.accept(order)
 
     @pytest.mark.parametrize("where", ["cache", "remote"])
-    def test_a_corrupt_object_is_fetched_again_or_named(
+    def test_a_corrupt_object_is_fetched_again_or_its_output_named(
         self, pair: tuple[Path, Path], enter: Enter, tmp_path: Path, where: str
     ) -> None:
         here, there = pair
@@ -223,7 +222,7 @@ class TestBetweenWorkspaces:
             dvc_transport.accept(order)
             assert (there / "source.txt").read_bytes() == (here / "source.txt").read_bytes()
         else:
-            with pytest.raises(TransportFailed, match=spoiled.name):
+            with pytest.raises(TransportFailed, match=r"source\.txt"):
                 dvc_transport.accept(order)
             assert not (there / "source.txt").exists()
 
