@@ -45,11 +45,7 @@ def require() -> None:
 
 @contextmanager
 def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -> Iterator[Workers]:
-    """Yield the workers of the Dask scheduler at this address, to run the stages on.
-
-    Args:
-        timeout: seconds that a stage may take.
-    """
+    """Yield the workers of the Dask scheduler at this address, to run the stages on, for `timeout` seconds each."""
     require()
     dvc_transport.check_remote()
     from distributed import Client

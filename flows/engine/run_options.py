@@ -40,11 +40,7 @@ class Options:
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages at a time: as asked for, or as the cores have room for; one if they share a GPU.
-
-        Args:
-            threads: of a stage.
-        """
+        """Return the number of stages at a time: as asked for, as the cores allow, or one if they share a GPU."""
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
         from flows.engine import torch_questions  # a slow import

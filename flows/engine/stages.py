@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -114,7 +114,11 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    return [replace(stage, twin=twin) for stage, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+    first: dict[int, str] = {}  # kind → the stage whose result the others take
+    for name in sorted(planned, key=lambda name: not planned[name].cached):
+        first.setdefault(kinds[name], name)
+    twins = {name: first[kinds[name]] for name in planned}
+    return [replace(stage, twin=twins[name] if twins[name] != name else None) for name, stage in planned.items()]
 
 
 def resolve_parameters() -> None:
@@ -148,15 +152,6 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
         twin=None,
         cached=None,
     )
-
-
-def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """Yield for each stage the first one of its kind, whose result it takes; None for the first itself."""
-    first: dict[int, str] = {}
-    for name in sorted(planned, key=lambda name: not planned[name].cached):
-        first.setdefault(kinds[name], name)
-    for name in planned:
-        yield first[kinds[name]] if first[kinds[name]] != name else None
 
 
 def _refuse_links(repo: Repo) -> None:
@@ -228,10 +223,7 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Run a command of a stage in the working directory; the machine is its own if it must have it.
-
-    Returns:
-        The seconds that it took, once it had its turn.
+    """Run a stage's command in the working directory once it has its turn, and return the seconds that it took.
 
     Raises:
         CommandFailed: with the last line printed, which says the cause.

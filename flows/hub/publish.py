@@ -30,13 +30,7 @@ class Published:
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
-    """Upload a candidate as one commit, and make the repository if there is none.
-
-    Args:
-        repository: USER/NAME.
-        private: make a new repository private.
-        dry_run: only return the files.
-    """
+    """Upload a candidate as one commit to USER/NAME, and make the repository if there is none."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

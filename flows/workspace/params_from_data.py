@@ -33,9 +33,8 @@ def of_data(
 
     Args:
         source: the file, or a folder of files named by split, in the workspace that is the working directory.
-        base: as model.base has it.
         text, text_pair, label: columns; None where they have these names, or there are none.
-        task: None: what the label looks like.
+        task: by default what the label looks like.
 
     Raises:
         StageError: a file or the model cannot be read, a column is missing, the task cannot be told, or the stage

@@ -45,11 +45,7 @@ def check_committed(study: StudyFile) -> None:
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run the study's trials, if it has any, and then one seed after the other.
-
-    Returns:
-        The study as it ran, and failed seed → cause.
-    """
+    """Run a study's trials, if it has any, and its seeds; return it as it ran, and failed seed → cause."""
     try:
         study = _choose(study, study.trials, options) if study.trials else study
     except WorkspaceError as error:

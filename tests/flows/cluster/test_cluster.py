@@ -67,12 +67,12 @@ def stages(root: Path) -> dict[str, Any]:
     return content
 
 
-def run(one: Planned) -> engine.Outcome:
-    return engine.run(one, lambda command: stage_processes.run(command, Path.cwd(), print, {}))
+def run(stage: Planned) -> engine.Outcome:
+    return engine.run(stage, lambda command: stage_processes.run(command, Path.cwd(), print, {}))
 
 
 def plan() -> dict[str, Planned]:
-    return {one.name: one for one in engine.plan()}
+    return {stage.name: stage for stage in engine.plan()}
 
 
 @pytest.fixture
@@ -248,13 +248,13 @@ def test_what_measures_waits_for_all_that_needs_no_measurement_and_for_the_other
     needs: dict[str, set[str]] = {}
     follows: dict[str, set[str]] = {}
 
-    def submit(one: Planned, wait_for: list[Any]) -> Mock:
-        needs[one.name] = {wait.stage for wait in wait_for if not isinstance(wait, allow_failure)}
-        follows[one.name] = {wait.value.stage for wait in wait_for if isinstance(wait, allow_failure)}
-        return Mock(stage=one.name)
+    def submit(stage: Planned, wait_for: list[Any]) -> Mock:
+        needs[stage.name] = {wait.stage for wait in wait_for if not isinstance(wait, allow_failure)}
+        follows[stage.name] = {wait.value.stage for wait in wait_for if isinstance(wait, allow_failure)}
+        return Mock(stage=stage.name)
 
     _run_all(plan, submit)
-    assert needs == {one.name: set(one.upstream) for one in plan}
+    assert needs == {stage.name: set(stage.upstream) for stage in plan}
     assert follows["time@a"] == {"a", "b"}
     assert follows["time@b"] == {"a", "b", "time@a"}
     assert not follows["a"] | follows["b"] | follows["table"]

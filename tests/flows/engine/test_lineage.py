@@ -193,8 +193,8 @@ class TestVerify:
         assert places[1].place.startswith(str(root.parent / "storage"))
         done = CliRunner().invoke(app, ["verify"])
         assert done.exit_code == 1
-        for one in places:
-            assert one.place in done.output
+        for entry in places:
+            assert entry.place in done.output
 
     def test_parameters_that_were_not_resolved_are_a_false_entry(self, root: Path) -> None:
         params = root / "params.yaml"

@@ -69,9 +69,9 @@ def test_damaged_ones_cost_nothing(
             file.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
         site_cache.heal.cache_clear()  # it is another process
         caplog.clear()
-        assert {bool(one.cached) for one in engine.plan()} == {True}
-        assert [one.levelno for one in caplog.records] == [logging.WARNING]
+        assert {bool(stage.cached) for stage in engine.plan()} == {True}
+        assert [stage.levelno for stage in caplog.records] == [logging.WARNING]
         site_cache.heal.cache_clear()
         caplog.clear()
-        assert {bool(one.cached) for one in engine.plan()} == {True}
+        assert {bool(stage.cached) for stage in engine.plan()} == {True}
         assert not caplog.records

@@ -34,13 +34,13 @@ def execute(root: Path):
 
 def run_all(root: Path) -> dict[str, str]:
     """Every stage in turn: name → status."""
-    return {one.name: engine.run(one, execute(root)).status for one in engine.plan()}
+    return {stage.name: engine.run(stage, execute(root)).status for stage in engine.plan()}
 
 
 def planned(name: str, **changes: bool) -> engine.Planned:
     """One stage of the plan."""
-    (one,) = [one for one in engine.plan() if one.name == name]
-    return replace(one, **changes)
+    (stage,) = [stage for stage in engine.plan() if stage.name == name]
+    return replace(stage, **changes)
 
 
 def entries(root: Path) -> dict[str, object]:
@@ -57,10 +57,10 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plan_is_the_graph_of_dvc(workspace: Path) -> None:
-    stages = {one.name: one for one in engine.plan()}
+    stages = {stage.name: stage for stage in engine.plan()}
     assert set(stages["total"].upstream) == {"work@a", "work@b"}
     assert stages["work@a"].upstream == ("source",)
-    assert [name for name, one in stages.items() if one.alone] == ["total"]
+    assert [name for name, stage in stages.items() if stage.alone] == ["total"]
     assert list(stages).index("source") < list(stages).index("work@a") < list(stages).index("total")
 
 
@@ -164,7 +164,7 @@ class TestTwins:
     def test_what_is_common_runs_once_and_is_what_dvc_repro_makes(self, candidates: Path, tmp_path: Path) -> None:
         statuses = run_all(candidates)
         assert Counter(statuses.values()) == {"Executed": 6, "Restored": 2}
-        assert all(one.cached and one.cached.seconds for one in engine.plan())  # of a twin what the other took
+        assert all(stage.cached and stage.cached.seconds for stage in engine.plan())  # of a twin what the other took
         made = ran(candidates)
         assert sum(name.startswith("ranks/") for name in made) == 2
         assert sum(name.startswith("tuned/") for name in made) == 4
@@ -205,7 +205,7 @@ class TestTwins:
 
     def test_a_corrupt_twin_is_none_and_leaves_nothing(self, candidates: Path) -> None:
         run_all(candidates)
-        second = next(one for one in engine.plan() if one.twin)
+        second = next(stage for stage in engine.plan() if stage.twin)
         shutil.rmtree(candidates / ".dvc/cache/runs")
         shutil.rmtree(Path(second.writes[0]))
         written = second.cached.outs.values() if second.cached else ()
@@ -253,7 +253,7 @@ def test_a_stage_that_refuses_edited_code_has_changed_and_not_failed(
 
 
 def test_outcome_tells_what_dvc_lock_tells(workspace: Path) -> None:
-    outcomes = {one.name: engine.run(one, execute(workspace)) for one in engine.plan()}
+    outcomes = {stage.name: engine.run(stage, execute(workspace)) for stage in engine.plan()}
     again = engine.run(planned("work@b"), execute(workspace))
     assert again.seconds == outcomes["work@b"].seconds > 0
     assert again.key == outcomes["work@b"].key != outcomes["work@a"].key
@@ -306,12 +306,12 @@ def test_a_stage_alone_waits_for_all_others_and_they_for_it(workspace: Path) -> 
     engine.run(planned("source"), execute(workspace))
     said: list[tuple[str, str]] = []
 
-    def watched(one: engine.Planned) -> engine.Outcome:
+    def watched(stage: engine.Planned) -> engine.Outcome:
         def execute(command: str) -> float:
             bracketed = f"echo begins; {command}; sleep 0.2; echo ends"
-            return engine.execute_here(one, bracketed, lambda line: said.append((one.name, line)), None)
+            return engine.execute_here(stage, bracketed, lambda line: said.append((stage.name, line)), None)
 
-        return engine.run(one, execute)
+        return engine.run(stage, execute)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(watched, [planned("work@a", alone=True), planned("work@b")]))
@@ -362,7 +362,7 @@ def test_a_corrupt_object_of_the_cache_is_found_and_made_again(workspace: Path, 
     (workspace / "dvc.yaml").write_text(pipeline)
     run_all(workspace)
     ran(workspace)
-    outs = [Path(path) for one in engine.plan() for path in one.writes]
+    outs = [Path(path) for stage in engine.plan() for path in stage.writes]
     before = {path: cached_objects.measured(path) for path in outs}
     for path in objects(workspace):
         whole = spoil(path)
@@ -521,7 +521,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, one) for name, every in BROKEN.items() for one in every])
+@pytest.mark.parametrize(("name", "content"), [(name, stage) for name, every in BROKEN.items() for stage in every])
 def test_what_dvc_cannot_read_is_said_in_words(workspace: Path, name: str, content: str | None) -> None:
     """None stands for a folder in the place of the file."""
     file = workspace / name
@@ -538,7 +538,7 @@ def test_what_dvc_cannot_read_is_said_in_words(workspace: Path, name: str, conte
 
 def test_what_changed_since_the_run_began_is_not_run(workspace: Path) -> None:
     """Neither with the old parameters nor with the new ones; the stages that it does not concern go on."""
-    stages = {one.name: one for one in engine.plan()}
+    stages = {stage.name: stage for stage in engine.plan()}
     engine.run(stages["source"], execute(workspace))
     (workspace / "params.yaml").write_text(PARAMS.replace("a: 1", "a: 3"))
     with pytest.raises(engine.StageChanged, match=r"params\.yaml .*dvc\.yaml .*work@a\b"):

@@ -56,8 +56,8 @@ def run(night: int, told: bool = False) -> list[stages.Outcome]:
     if told:
         tracking.start({})
     outcomes = []
-    for one in planned:
-        outcomes.append(stages.run(one, lambda command: stage_processes.run(command, Path.cwd(), print, {})))
+    for stage in planned:
+        outcomes.append(stages.run(stage, lambda command: stage_processes.run(command, Path.cwd(), print, {})))
         if told:
             tracking.record(outcomes[-1])
     if told:
@@ -67,7 +67,7 @@ def run(night: int, told: bool = False) -> list[stages.Outcome]:
 
 
 def statuses(outcomes: list[stages.Outcome]) -> dict[str, str]:
-    return {one.stage: one.status for one in outcomes}
+    return {outcome.stage: outcome.status for outcome in outcomes}
 
 
 def collected(runs: int = 1, commits: int | None = None) -> dict[str, int]:
@@ -81,19 +81,19 @@ def collected(runs: int = 1, commits: int | None = None) -> dict[str, int]:
 def lacking(outcomes: list[stages.Outcome]) -> list[str]:
     """The outputs that the cache does not have with all their files."""
     cache = Path(".dvc/cache").resolve()
-    outs = [item for one in outcomes for item in one.outs.items()]
+    outs = [item for outcome in outcomes for item in outcome.outs.items()]
     return sorted(path for path, digest in outs if cached_objects.missing(cache, digest))
 
 
 def register(night: list[stages.Outcome], run_known: bool) -> str:
     """Make candidate a of a night a version, as a promotion does."""
-    own = [one for one in night if one.stage.endswith("@a-0.5")]
+    own = [outcome for outcome in night if outcome.stage.endswith("@a-0.5")]
     files = Path("models/finetuned/a-0.5")
     with versions.connected("m") as registry:
         made, experiment = registry.origin("toy", mirror.key_of(own))
         assert made
         # Of a run that is known the rest is found by it.
-        inputs = {} if run_known else {path: md5 for one in night for path, md5 in one.deps.items()}
+        inputs = {} if run_known else {path: md5 for outcome in night for path, md5 in outcome.deps.items()}
         tags = {"eckart.candidate": "a-0.5", "dvc.inputs": json.dumps(inputs), **mirror.trace(own)}
         content = own[0].outs[str(files)]
         return str(registry.add(files, "a", content, experiment, made if run_known else None, tags).version)
@@ -198,7 +198,7 @@ def test_champions_stay_and_can_be_made_again(main: Path, database: Path) -> Non
     assert collected()["runs in MLflow"] == 0
     assert lacking(nights[5]) == []
     assert MODEL.rpartition("/")[0] in lacking(nights[3])
-    assert lacking([one for one in nights[1] if one.stage == "finetune@a-0.5"]) == []
+    assert lacking([outcome for outcome in nights[1] if outcome.stage == "finetune@a-0.5"]) == []
     assert statuses(run(2)) == {"extract": "Restored", "finetune@a-0.5": "Restored", "finetune@b-0.5": "Executed"}
     commit(main)
     found = reproduce.reproduce(reproduce.record("a-0.5"))

@@ -60,8 +60,8 @@ CURVE = "reports/finetune/a-0.5.jsonl"
 def run(root: Path) -> dict[str, str]:
     """Bring every stage up to date, as the flow does, in the working directory: name → status."""
     statuses = {}
-    for one in engine.plan():
-        statuses[one.name] = engine.run(one, lambda command: stage_processes.run(command, root, print, {})).status
+    for stage in engine.plan():
+        statuses[stage.name] = engine.run(stage, lambda command: stage_processes.run(command, root, print, {})).status
     return statuses
 
 
@@ -386,7 +386,7 @@ class TestReproduce:
         folder = record("a-0.5").folder
         command = Command(main, BARE, "reproduce", "a-0.5", "--again")
         until(lambda: (folder / "ran.log").exists() or command.poll() is not None)
-        left = [one.pid for one in psutil.process_iter() if works_in(folder, one)]
+        left = [stage.pid for stage in psutil.process_iter() if works_in(folder, stage)]
         assert left
         command.kill()
         command.end()

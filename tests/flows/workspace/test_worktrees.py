@@ -200,7 +200,7 @@ class TestRunning:
         ran, failed = other_studies.run_all(study, Options())
         assert not failed
         assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
-        assert [one.chosen for one in ran.tried] == [False, True, False]
+        assert [variant.chosen for variant in ran.tried] == [False, True, False]
         for seed in (0, 2):
             assert read(folder_of(study, seed) / "params.yaml")["recipes"] == {"svd": {"rate": 2}}
 
