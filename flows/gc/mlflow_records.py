@@ -64,10 +64,10 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
     latest = _latest(_studies(runs.values()), recent)
     lineages = {run: _lineage(client, run) for run in latest}
     children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
-    digests = referenced_digests.in_text(json.dumps(list(lineages.values())))
-    digests |= referenced_digests.in_text(json.dumps([dict(run.data.tags) for run in children]))
+    naming = [*lineages.values(), *(dict(tagged.data.tags) for tagged in children)]
     for version in registered:
-        digests |= referenced_digests.in_text(json.dumps(dict(version.tags))) | _digests_of(client, runs, version)
+        naming += [dict(version.tags), _stages_of(client, runs, version)]
+    digests = referenced_digests.in_text(json.dumps(naming))
     stay = latest | {run.info.run_id for run in children} | {str(version.run_id) for version in registered}
     stay |= {str(run) for lineage in lineages.values() for run in lineage.get("candidates", {}).values()}
     stay |= {str(runs[run].data.tags.get(MLFLOW_PARENT_RUN_ID)) for run in stay & runs.keys()}
@@ -122,17 +122,13 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     return content
 
 
-def _digests_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> set[str]:
-    """Return the digests of all outputs that led to a version: of its candidate's stages and of the shared ones."""
+def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
+    """Return the recorded stages that led to a version: its candidate's and the shared ones."""
     run = runs.get(version.run_id or "")
-    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID) if run else None
-    if not parent or parent not in runs:
-        return set()
-    stages = _lineage(client, parent).get("stages", {})
+    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID, "") if run else ""
+    stages = _lineage(client, parent).get("stages", {}) if parent in runs else {}
     own = {"", version.tags.get("eckart.candidate", "")}
-    return referenced_digests.in_text(
-        json.dumps({name: stage for name, stage in stages.items() if candidate_of(name) in own})
-    )
+    return {name: stage for name, stage in stages.items() if candidate_of(name) in own}
 
 
 def _kinds(
