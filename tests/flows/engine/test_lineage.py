@@ -119,16 +119,15 @@ def test_pull_leaves_an_edited_output_and_says_so(main: Path) -> None:
     assert entries(main) == before
 
 
-def test_a_run_restores_nothing_for_an_edit(main: Path, edited: str) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_restores_nothing_for_an_edit_even_if_the_lock_file_is_damaged(
+    main: Path, edited: str, damaged: bool
+) -> None:
     edit(main, edited)
+    if damaged:
+        (main / "dvc.lock").write_text((main / "dvc.lock").read_text()[:10])
     for name in ("data/splits", "models", "reports"):
         shutil.rmtree(main / name)
-    assert_made_anew(main)
-
-
-def test_nor_does_one_whose_lock_file_was_damaged(main: Path, edited: str) -> None:
-    edit(main, edited)
-    (main / "dvc.lock").write_text((main / "dvc.lock").read_text()[:10])
     assert_made_anew(main)
 
 

@@ -72,15 +72,6 @@ def test_engine_writes_the_lock_file_that_dvc_repro_writes(workspace: Path, tmp_
         assert entries(workspace)[stage] == entries(other)[stage]
 
 
-AWKWARD = """\
-items: [a, b]
-gain:
-  a: {long: "WORDS", nil: null, empty: [], "on": "off", tiny: 1.0e-5, lines: "a: b # c\\n\\nd"}
-  b: {one: [1, 2], other: [1, 2]}
-"""
-AWKWARD = AWKWARD.replace("WORDS", "many words " * 20)
-
-
 def test_each_finds_the_work_of_the_other_cached(workspace: Path) -> None:
     assert set(run_all(workspace).values()) == {"Executed"}
     assert ran(workspace) == ALL
@@ -444,15 +435,6 @@ def test_an_entry_of_the_run_cache_is_believed_whole_or_not_at_all(workspace: Pa
         shutil.rmtree(workspace / ".dvc/cache/computed", ignore_errors=True)
 
 
-def test_an_entry_of_any_parameters_is_whole(workspace: Path) -> None:
-    """Its digest is taken of what was written, and again of what is read."""
-    (workspace / "params.yaml").write_text(AWKWARD)
-    run_all(workspace)
-    shutil.rmtree(workspace / ".dvc/cache/computed")
-    (workspace / "dvc.lock").unlink()
-    assert set(run_all(workspace).values()) == {"Restored"}
-
-
 KNOWN = {"seconds": 1.5, "outs": [[{"md5": "0" * 32}, {"size": 3}]]}
 
 
@@ -497,17 +479,6 @@ class TestLinks:
         assert (workspace / "out/a").is_symlink()
         shutil.rmtree(workspace / "out")
         assert Counter(run_all(workspace).values()) == {"Cached": 2, "Restored": 2}
-        assert stale(workspace) == []
-
-    def test_what_dvc_takes_is_taken(self, workspace: Path, tmp_path: Path) -> None:
-        """A link within the workspace, a cache that is a link, and a link to what is read."""
-        (workspace / "elsewhere").mkdir()
-        (workspace / "out").symlink_to("elsewhere")
-        (workspace / "raw.txt").rename(tmp_path / "raw.txt")
-        (workspace / "raw.txt").symlink_to(tmp_path / "raw.txt")
-        (tmp_path / "cache").mkdir()
-        (workspace / ".dvc/cache").symlink_to(tmp_path / "cache")
-        assert set(run_all(workspace).values()) == {"Executed"}
         assert stale(workspace) == []
 
 

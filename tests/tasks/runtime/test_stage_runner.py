@@ -13,7 +13,7 @@ import torch
 from ruamel.yaml import YAML
 
 from tasks.artifacts.names import candidate_name, candidate_of, recipe_and_keep, stage_name
-from tasks.runtime.stage_runner import StageError, explained, output, run
+from tasks.runtime.stage_runner import StageError, output, run
 from tests.workspace import REPOSITORY, run_stage, tiny_params, tiny_workspace, write_params
 
 
@@ -108,11 +108,6 @@ def test_a_name_says_what_it_was_made_of(keep: str) -> None:
     assert recipe_and_keep(candidate) == ("kfac_2", keep)
     assert candidate_of(stage_name("finetune", candidate)) == candidate
     assert candidate_of("teacher") == ""
-
-
-def test_explained_turns_a_value_error_into_a_mistake_of_the_input() -> None:
-    with pytest.raises(StageError, match=r"^the cause$"), explained():
-        raise ValueError("the cause")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
