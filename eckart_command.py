@@ -23,7 +23,8 @@ def main() -> None:
         sys.exit(
             "eckart: the pipeline needs more packages: run pip install 'eckart[pipeline]', or `make test` in a clone"
         )
-    home = _home()
+    folders = (Path.cwd(), _HERE / "eckart_pipeline", _HERE)  # a clone, or what is installed
+    home = next(folder for folder in folders if (folder / "flows/engine/stages.py").is_file())
     sys.path.insert(0, str(home))
     if home != Path.cwd():
         # For processes that this one starts. PYTHONSAFEPATH: a user's own folder `tasks` must not be taken for ours.
@@ -34,12 +35,6 @@ def main() -> None:
         module = f"tasks.{sys.argv[2]}"
         sys.argv[1:3] = []
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _home() -> Path:
-    """Return the folder of `tasks` and `flows`: the working directory if it is a clone, else the installed one."""
-    here, installed = Path.cwd(), _HERE / "eckart_pipeline"
-    return next(folder for folder in (here, installed, _HERE) if (folder / "flows/engine/stages.py").is_file())
 
 
 if __name__ == "__main__":

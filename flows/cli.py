@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -58,9 +59,7 @@ TaskRunner = Annotated[
     Literal["threads", "dask"],
     typer.Option(help="where stages run: threads = on this machine, dask = on the workers of a cluster"),
 ]
-Scheduler = Annotated[
-    str | None, typer.Option(help="address of a Dask scheduler; default: start workers on this machine for this run")
-]
+Scheduler = Annotated[str | None, typer.Option(help="address of the Dask scheduler, for the task runner dask")]
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -104,15 +103,16 @@ def init(
 
     if base and ":" not in base and not Path(base).exists():
         print(f"There is no folder {base} here; looking for it on the Hugging Face hub.", flush=True)
-    laid = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
-    for line in new_workspace.in_words(laid, again):
-        print(f"  {line}")
-    if laid.head:
-        print(laid.head)
+    filled = new_workspace.init(folder, new_workspace.Wishes(base, data, text, text_pair, label, task), again)
+    for path, value in filled.changes.items():
+        before = f"{json.dumps(filled.before.get(path))} → " if again else ""
+        print(f"  {path}: {before}{json.dumps(value)}")
+    if filled.head:
+        print(filled.head)
     if again:
-        print("The rest of params.yaml is as it was." if laid.changes else "params.yaml is as it was.")
+        print("The rest of params.yaml is as it was." if filled.changes else "params.yaml is as it was.")
         return
-    rest = "the rest of params.yaml is the default study's" if laid.changes else "params.yaml has the default study"
+    rest = "the rest of params.yaml is the default study's" if filled.changes else "params.yaml has the default study"
     if (root := worktrees.root_of(folder)) != folder.resolve():
         print(f"It is a folder of the git repository {root}: study, reproduce and gc need a repository of its own.")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
@@ -335,7 +335,7 @@ def _run_tasks(
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: folder for seed, folder in other_studies.folders_of(study).items() if seed not in causes}
+        finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             results[study.task], pairs[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
@@ -532,9 +532,7 @@ def reproduce_candidate(
 
 
 @app.command()
-def verify(
-    again: Annotated[int, typer.Option(min=0, help="number of stages of the last commit to run again and compare")] = 0,
-) -> None:
+def verify() -> None:
     """Find entries of dvc.lock and of the run cache, here and in the remote, that no run has written."""
     from flows.engine import stages
     from flows.engine import verify as module  # a slow import, not for --help
@@ -542,22 +540,11 @@ def verify(
     stages.check_workspace()
     findings = module.verify()
     _print_findings(findings)
-    differing = failed = 0
-    for recorded, made in module.sample(again, findings) if again else ():
-        if isinstance(made, str):
-            failed += 1
-            print(f"{recorded.stage} could not be run again: {made}", flush=True)
-        elif made.same:
-            print(f"{recorded.stage} was run again: the same bytes.", flush=True)
-        else:
-            differing += 1
-            reasons = "; ".join(made.reasons)
-            print(f"{recorded.stage} was run again, and has OTHER BYTES. Likely reasons: {reasons}", flush=True)
-    if findings.false or findings.damaged or differing or failed:
+    if findings.false or findings.damaged:
         raise EckartError(
-            f"{len(findings.false)} entries are false, {len(findings.damaged)} are damaged, {differing} stages differ, "
-            f"{failed} could not be run again. Remove files of the run cache that are false or damaged; for an entry "
-            "of dvc.lock: dvc repro --force --single-item STAGE; for all of it: git checkout dvc.lock"
+            f"{len(findings.false)} entries are false, {len(findings.damaged)} are damaged. Remove files of the run "
+            "cache that are false or damaged; for an entry of dvc.lock: dvc repro --force --single-item STAGE; for all "
+            "of it: git checkout dvc.lock"
         )
 
 
@@ -583,13 +570,12 @@ def gc(
         int | None,
         typer.Option(min=1, help="commits that changed dvc.lock to keep, besides tags and branches; default: all"),
     ] = None,
-    days: Annotated[float, typer.Option(min=0, help="days to keep Prefect's records of runs")] = 30,
 ) -> None:
     """List what fills the disk and is no longer used, and remove it with --yes."""
     settings.use_local_server()
     from flows.gc import collect  # slow imports, not for --help
 
-    with collect.kinds(runs, commits, days) as kinds:
+    with collect.kinds(runs, commits) as kinds:
         _print_kinds(kinds)
         for kind in kinds if yes else ():
             kind.remove()

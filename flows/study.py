@@ -126,7 +126,7 @@ def study(
         stages.check_workspace()  # before anything is written
         with crashed_runs.noted(str(flow_run.id)):
             damage = database.set_aside_damaged()
-            outcomes = _run(Options.told(workers, timeout, task_runner))
+            outcomes = _run(Options.of_flow(workers, timeout, task_runner))
             name, promotion = _promoted(outcomes) if promote else ("Completed", "")
     except Exception as error:  # returned as a state, which Prefect raises to the caller
         if not isinstance(error, EckartError | OSError):
@@ -244,8 +244,8 @@ def _executor(
     planned: Sequence[Planned], options: Options, side_by_side: int
 ) -> Iterator[tuple[Execute, threading.Semaphore]]:
     """Yield the function that runs stages, and the slots that limit how many run at a time; Dask limits itself."""
-    if options.task_runner == "dask" and any(not stage.cached for stage in planned):
-        with dask_runner.workers(planned, options.scheduler, side_by_side, options.timeout) as workers:
+    if options.scheduler and any(not stage.cached for stage in planned):
+        with dask_runner.workers(planned, options.scheduler, options.timeout) as workers:
             yield workers.execute, threading.Semaphore(_THREADS)
     else:
         yield partial(stages.execute_here, timeout=options.timeout), threading.Semaphore(side_by_side)

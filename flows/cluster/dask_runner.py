@@ -8,13 +8,9 @@ runs here.
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,10 +21,8 @@ from flows.cluster import dask_worker
 from flows.engine import dvc_transport, stages
 from flows.engine.dvc_transport import Entry, Order
 from flows.engine.stages import Outcome, Planned
-from flows.workspace import worktrees
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.task_spec import REFERENCE
-from tasks.config.schema import PARAMS
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -44,40 +38,33 @@ class ClusterError(EckartError):
 
 
 def require() -> None:
-    """Check that Dask is installed.
-
-    Raises:
-        ClusterError: it is not.
-    """
+    """Check that Dask is installed."""
     if not find_spec("distributed"):
         raise ClusterError("the task runner dask needs more packages: pip install '.[cluster]'")
 
 
 @contextmanager
-def workers(planned: Sequence[Planned], scheduler: str | None, count: int, timeout: float | None) -> Iterator[Workers]:
-    """Yield Dask's workers, to run the stages on.
-
-    Args:
-        scheduler: address of a Dask scheduler; with None, `count` workers on this machine serve this run alone.
-        timeout: seconds that a stage may take.
-
-    Raises:
-        ClusterError, WorkspaceError, TransportFailed: workers cannot be used.
-    """
+def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -> Iterator[Workers]:
+    """Yield the workers of the Dask scheduler at this address, to run the stages on, for `timeout` seconds each."""
     require()
     dvc_transport.check_remote()
-    with _elsewhere(scheduler) if scheduler else _local(count) as (client, check):
-        yield Workers(planned, client, check, timeout)
+    from distributed import Client
+
+    try:
+        client = Client(scheduler, set_as_default=False)
+    except OSError as error:
+        raise ClusterError(f"no Dask scheduler answers at {scheduler}: start one with `dask scheduler`") from error
+    with client:
+        yield Workers(planned, client, timeout)
 
 
 class Workers:
     """Runs stages on Dask's workers. Its methods are called from many threads, one for each stage."""
 
-    def __init__(
-        self, planned: Sequence[Planned], client: Client, check: Callable[[], None], timeout: float | None
-    ) -> None:
+    def __init__(self, planned: Sequence[Planned], client: Client, timeout: float | None) -> None:
         self._planned = {stage.name: stage for stage in planned}
-        self._client, self._check, self._timeout = client, check, timeout
+        self._client, self._timeout = client, timeout
+        self._warned = threading.Event()
         self._published: set[str] = set()
         """Stages whose results the remote has."""
         self._publishing = threading.Lock()
@@ -89,7 +76,6 @@ class Workers:
         """Run a stage on a worker and bring its outputs here; run it here if no other workspace has its inputs.
 
         Raises:
-            ClusterError: no worker could run it.
             EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
         """
         if _gathers(planned, self._planned):
@@ -132,7 +118,9 @@ class Workers:
             except Empty:
                 if future.done():  # as it is when the client was closed
                     return None
-                self._check()
+                if not self._warned.is_set() and not self._client.nthreads():
+                    self._warned.set()
+                    log.warning("no worker: in a clone on another machine, `eckart worker ADDRESS` starts one")
 
     def _hear(self, event: tuple[float, tuple[str, str, dict[str, str]]]) -> None:
         _, (key, line, curves) = event
@@ -159,88 +147,3 @@ def _gathers(stage: Planned, planned: Mapping[str, Planned]) -> bool:
     written = [Path(path) for name in stage.upstream for path in planned[name].writes]
     folders = any(path != Path(read) and path.is_relative_to(read) for read in stage.reads for path in written)
     return folders or Path.cwd() / REFERENCE in map(Path, stage.reads)
-
-
-@contextmanager
-def _elsewhere(scheduler: str) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """Yield a client of a scheduler, and a function that warns, once, if the scheduler has no worker."""
-    from distributed import Client
-
-    try:
-        client = Client(scheduler, set_as_default=False)
-    except OSError as error:
-        raise ClusterError(f"no Dask scheduler answers at {scheduler}: start one with `dask scheduler`") from error
-    said = threading.Event()
-
-    def check() -> None:
-        if not said.is_set() and not client.nthreads():
-            said.set()
-            log.warning("no worker: in a clone on another machine, `eckart worker %s`", scheduler)
-
-    with client:
-        yield client, check
-
-
-@contextmanager
-def _local(count: int) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """Yield a client of new workers on this machine, and a function that raises ClusterError when all have ended.
-
-    Each runs one stage at a time. They are encrypted, so that no other user of this machine can send them code.
-    """
-    import dask
-    from distributed import Client, LocalCluster
-    from distributed.security import Security
-
-    logging.getLogger("distributed").setLevel(logging.WARNING)
-    worktrees.check_code()
-    security = Security.temporary()
-    keys = {"key": security.tls_worker_key, "cert": security.tls_worker_cert}
-    tls = {"ca-file": security.tls_ca_file, "worker": keys}
-    config = {"distributed": {"comm": {"require-encryption": True, "tls": tls}}}
-    environment = {"DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(config)}
-    with (
-        dask.config.set({"distributed.scheduler.http.routes": []}),
-        LocalCluster(
-            n_workers=0,
-            host="127.0.0.1",
-            dashboard_address="127.0.0.1:0",  # Dask listens in any case; there it answers nothing
-            scheduler_kwargs={"dashboard": False},
-            security=security,
-        ) as scheduler,
-        ExitStack() as stack,
-    ):
-        address = scheduler.scheduler_address
-        processes = [stack.enter_context(_worker(number, address, environment)) for number in range(count)]
-
-        def check() -> None:
-            if all(process.poll() is not None for process in processes):
-                raise ClusterError("all workers have ended; they said why above")
-
-        with Client(address, security=security, set_as_default=False) as client:
-            yield client, check
-
-
-@contextmanager
-def _worker(number: int, scheduler: str, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    folder = worktrees.WORKSPACES / f"worker-{number}"
-    with worktrees.held(folder) as lock:
-        _prepare(folder)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "worker", scheduler],
-            cwd=folder,
-            env={**os.environ, **environment},
-            pass_fds=[lock.fileno()],  # held for as long as the worker lives, should this process be killed
-            start_new_session=True,  # Ctrl-C is for this process, which ends its workers
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _prepare(folder: Path) -> None:
-    """Make a worker's workspace: this commit, these parameters and raw data, and a cache of its own."""
-    worktrees.follow(folder)
-    dvc_transport.own_cache(folder)
-    shutil.copy(PARAMS, folder / PARAMS)

@@ -49,11 +49,7 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages, `side_by_side` at a time, until the scheduler at this address or this process ends.
-
-    Raises:
-        WorkspaceUnusable: the working directory is no workspace, or cannot be written.
-    """
+    """Run stages, `side_by_side` at a time, until the scheduler at this address or this process ends."""
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
     asyncio.run(_work_and_end(scheduler, side_by_side))

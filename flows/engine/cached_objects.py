@@ -28,10 +28,6 @@ def corrupted(cache_dir: Path, digest: str) -> list[Path]:
 
     Missing objects are not reported. Where a folder's list of files is corrupt only the list is named, since what it
     lists cannot be trusted.
-
-    Args:
-        cache_dir: as `dvc cache dir` names it.
-        digest: of the output, as in dvc.lock; that of a folder ends with `.dir`.
     """
     path = object_path(cache_dir, digest)
     if path.is_file() and not _whole(path, digest):

@@ -7,10 +7,10 @@ cloud.push/pull, stage_cache and Config.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -40,6 +40,8 @@ from flows.engine.stages import (
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 from tasks.runtime.code_digests import CodeChanged, check_stage
+
+log = logging.getLogger(__name__)
 
 
 class TransportFailed(EckartError):
@@ -76,12 +78,7 @@ def order(planned: Planned) -> Order:
 
 
 def accept(order: Order) -> Planned:
-    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here.
-
-    Raises:
-        TransportFailed: the remote does not have it.
-        NotTheSame: code, parameters or data of this workspace differ.
-    """
+    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here."""
     with _transport(f"pulling what {order.stage} reads") as repo:
         stages = _stages(repo)
         if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
@@ -90,9 +87,9 @@ def accept(order: Order) -> Planned:
         for name, entry in order.upstream.items():
             before = stages[name]
             StageLoader.fill_from_lock(before, entry)
-            for out, dep in product(before.outs, stage.deps):
-                if Path(dep.fs_path).is_relative_to(out.fs_path):
-                    _pull(repo, out, dep.fs_path)
+            for out in before.outs:
+                if any(Path(dep.fs_path).is_relative_to(out.fs_path) for dep in stage.deps):
+                    _pull(repo, out)
         _pull_inputs(repo, stage)
         if absent := [str(dep) for dep in stage.deps if not dep.exists]:
             raise NotTheSame(f"{_here()} lacks {', '.join(absent)}: hand it to DVC (`dvc add`, `dvc push`) or copy it")
@@ -108,11 +105,7 @@ def accept(order: Order) -> Planned:
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:
-    """Push what stages wrote to the remote, and return their entries in dvc.lock.
-
-    Raises:
-        TransportFailed: it cannot be pushed.
-    """
+    """Push what stages wrote to the remote, and return their entries in dvc.lock."""
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
@@ -123,13 +116,7 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
 
 
 def fetch(order: Order, entry: Entry) -> None:
-    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it.
-
-    Raises:
-        TransportFailed: the remote does not have it.
-        StageChanged: the stage, or what it reads here, is not what was ordered any more.
-        NotTheSame: the worker made it from something else.
-    """
+    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it."""
     with _transport(f"pulling what {order.stage} wrote") as repo:
         stage = _stages(repo)[order.stage]
         stage.save_deps()
@@ -139,15 +126,11 @@ def fetch(order: Order, entry: Entry) -> None:
         if other := _differences(stage, order):
             raise NotTheSame(f"the worker made {order.stage} from another {', '.join(other)} than was ordered")
         for out in stage.outs:
-            _pull(repo, out, out.fs_path)
+            _pull(repo, out)
 
 
 def check_remote() -> None:
-    """Check that the workspace has a DVC remote, which carries bytes between workspaces.
-
-    Raises:
-        TransportFailed: there is none.
-    """
+    """Check that the workspace has a DVC remote, which carries bytes between workspaces."""
     with repository() as repo:
         if not repo.config["core"].get("remote"):
             raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
@@ -160,9 +143,6 @@ def push() -> set[str]:
         Digests that the run cache names and that neither the cache nor the remote has.
 
     `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
     """
     with _transport("pushing") as repo:
         _refuse_damaged()
@@ -193,9 +173,6 @@ def pull() -> Pulled:
     It runs no stage but `resolve`, and leaves the other entries of dvc.lock as they are. Of each stage it brings what
     somebody made from its present parameters, code and data; where nobody did, what dvc.lock records. What a person
     edited stays.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
     """
     _refuse_damaged()
     resolve_parameters()
@@ -208,11 +185,7 @@ def pull() -> Pulled:
 
 
 def run_entries() -> list[tuple[str, str]]:
-    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
+    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once."""
     with _transport("reading the run cache") as repo:
         here = Path(repo.stage_cache.cache_dir)
         texts = {
@@ -228,14 +201,26 @@ def run_entries() -> list[tuple[str, str]]:
         return list(texts.values())
 
 
-def fetch_objects(digests: Iterable[str]) -> None:
-    """Copy objects from the remote to the cache; those that the remote lacks are not copied.
+def fetch_outputs(digests: Collection[str]) -> bool:
+    """Fetch what the cache lacks of these outputs from the remote, and return whether the cache then has all of it."""
+    try:
+        with _transport("pulling") as repo:
+            return _fetch(repo, digests)
+    except TransportFailed as error:
+        log.warning("%s", error)
+        return False
 
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
-    with _transport("pulling") as repo:
-        repo.cloud.pull({HashInfo("md5", digest) for digest in digests})
+
+def _fetch(repo: Repo, digests: Collection[str]) -> bool:
+    cache_dir = Path(repo.cache.local_cache_dir)
+    asked: set[str] = set()
+    while True:  # the list of a folder's files comes first, then the files
+        cached_objects.discard_corrupt(cache_dir, digests)
+        lacking = {missing for digest in digests for missing in cached_objects.missing(cache_dir, digest)}
+        if not lacking or lacking == asked:
+            return not lacking
+        asked = lacking
+        repo.cloud.pull({HashInfo("md5", digest) for digest in lacking})
 
 
 def share_settings(folder: Path) -> None:
@@ -250,12 +235,6 @@ def share_settings(folder: Path) -> None:
     with own.edit("local") as local:
         local.clear()
         local.update(settings)
-
-
-def own_cache(folder: Path) -> None:
-    """Give the workspace `folder` a cache of its own."""
-    with Config(str(folder / ".dvc")).edit("local") as local:
-        local["cache"]["dir"] = str(folder / ".dvc/cache")
 
 
 def _upstream_first(repo: Repo) -> list[Stage]:
@@ -279,7 +258,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
             return False
         for out in stage.outs:
             with suppress(ConfirmRemoveError):  # somebody edited it
-                _pull(repo, out, out.fs_path, force=False)
+                _pull(repo, out, force=False)
     except ConfirmRemoveError:
         return True
     except (CollectCacheError, TransportFailed):
@@ -302,33 +281,15 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
     return not stage.changed()
 
 
-def _pull(repo: Repo, out: Output, part: str, force: bool = True) -> None:
-    """Put an output, or the part of it at the path `part`, into the workspace, after a check of its digests.
+def _pull(repo: Repo, out: Output, force: bool = True) -> None:
+    """Put an output into the workspace, after a check of its digests.
 
     Args:
         force: whether to replace files that are in no cache.
     """
-    cache_dir = Path(repo.cache.local_cache_dir)
-    for _ in range(2):  # what the cache had may be corrupt, and the remote's whole
-        for objects in out.get_used_objs(filter_info=part).values():
-            repo.cloud.pull(objects)  # it warns of what the remote lacks
-        wanted = _wanted(cache_dir, out, part)
-        if not (corrupt := cached_objects.discard_corrupt(cache_dir, wanted)):
-            break
-    else:
-        raise TransportFailed(f"object {corrupt[0].name} of the DVC remote is corrupt: remove it there and run again")
-    if any(cached_objects.missing(cache_dir, digest) for digest in wanted):
-        raise TransportFailed("the DVC remote does not have it")
-    out.checkout(filter_info=part, force=force)
-
-
-def _wanted(cache_dir: Path, out: Output, part: str) -> list[str]:
-    """Return the digest of an output, or those of its files at the path `part` if its list of files is in the cache."""
-    digest = str(out.hash_info.value)
-    files = cached_objects.files(cache_dir, digest)
-    if out.fs_path == part or files is None:
-        return [digest]
-    return [file_digest for name, file_digest in files.items() if Path(out.fs_path, name).is_relative_to(part)]
+    if not _fetch(repo, [str(out.hash_info.value)]):
+        raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
+    out.checkout(force=force)
 
 
 def _refuse_damaged() -> None:

@@ -12,10 +12,9 @@ _PATIENCE = 600.0  # seconds
 
 @contextmanager
 def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
-    """Call `tell`, in a thread, with the seconds of silence when they reach `patience` and each time they double.
+    """Yield a function to call whenever the stage prints.
 
-    Yields:
-        A function to call whenever the stage prints.
+    `tell` is called with the seconds of silence, in a thread, when they reach `patience` and each time they double.
     """
     heard: SimpleQueue[bool] = SimpleQueue()
     thread = threading.Thread(target=_listen, args=(heard, tell, patience), daemon=True)

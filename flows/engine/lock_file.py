@@ -1,15 +1,9 @@
-"""dvc.lock: writes the entry of one stage, and sets a damaged file aside.
-
-DVC parses and dumps the whole file for each stage that ends: 0.2 s where there are 17 stages, and more with each one.
-Here only the lines of one entry are replaced, by DVC's own dump of it, in 0.006 s. A file of another layout is left to
-DVC.
-"""
+"""Detect a dvc.lock that was cut off, and set it aside."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +12,6 @@ from dvc.repo import Repo
 from dvc.rwlock import RWLOCK_FILE
 from dvc.rwlock import SCHEMA as RWLOCK_SCHEMA
 from dvc.schema import COMPILED_LOCKFILE_SCHEMA
-from dvc.stage import PipelineStage
-from dvc.stage.serialize import to_lockfile
-from dvc.utils.serialize import dumps_yaml
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
@@ -28,26 +19,6 @@ from voluptuous import Invalid
 log = logging.getLogger(__name__)
 
 _LOCK = Path("dvc.lock")
-_HEAD = "schema: '2.0'\nstages:\n"
-_ENTRIES = re.compile(r"(?:  .*\n|\n)*")
-_ANCHOR = re.compile(r"[&*]id\d{3}")  # of what stands twice: numbered throughout the file
-
-
-def write(stage: PipelineStage) -> None:
-    """Write the entry of a stage into dvc.lock, which is complete at every moment."""
-    file = Path(stage.dvcfile.path).with_suffix(".lock")
-    before = file.read_text("utf-8") if file.exists() else _HEAD
-    entry = dumps_yaml({"stages": to_lockfile(stage)}).removeprefix("stages:\n")
-    name = re.escape(entry.partition("\n")[0])
-    lines = re.compile(rf"^{name}\n(?:    .*\n|\n)*", re.MULTILINE)
-    usual = before.startswith(_HEAD) and _ENTRIES.fullmatch(before, len(_HEAD)) and lines.fullmatch(entry)
-    if not usual or _ANCHOR.search(before + entry):
-        stage.dump(update_pipeline=False)
-        return
-    after, replaced = lines.subn(lambda _: entry, before)
-    fresh = file.with_name(f"{file.name}.new")  # beside it: .dvc/tmp may be on another disk
-    fresh.write_text(after if replaced else before + entry, "utf-8")
-    fresh.replace(file)
 
 
 def heal(repo: Repo) -> None:

@@ -42,11 +42,7 @@ class WorkspaceUnusable(EckartError):
 
 @contextmanager
 def repository() -> Iterator[Repo]:
-    """Yield the workspace as DVC sees it. DVC logs warnings only, since the flow reports what happens to a stage.
-
-    Raises:
-        WorkspaceUnusable: DVC cannot read or write what it has to.
-    """
+    """Yield the workspace as DVC sees it. DVC logs warnings only, since the flow reports what happens to a stage."""
     logging.getLogger("dvc").setLevel(logging.WARNING)
     where = f"{Path.cwd()} (.dvc/config, .dvc/config.local, .dvcignore)"
     try:

@@ -15,11 +15,7 @@ COMPARISON = Path("reports/comparison.txt")
 
 
 def plan() -> list[Planned]:
-    """Return the stages of the study, and refuse a dvc.yaml that was cut off, which would be a smaller study.
-
-    Raises:
-        WorkspaceUnusable: nothing writes a comparison, or as `stages.plan`.
-    """
+    """Return the stages of the study, and refuse a dvc.yaml that was cut off, which would be a smaller study."""
     planned = stages.plan()
     if not any(Path(path).match(str(COMPARISON)) for stage in planned for path in stage.writes):
         raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON}: `git checkout dvc.yaml`")
@@ -27,12 +23,7 @@ def plan() -> list[Planned]:
 
 
 def outcomes() -> list[Outcome] | None:
-    """Return the outcomes of all stages after MLflow has them; None if a stage has to run.
-
-    Raises:
-        ParamsError: params.yaml has mistakes.
-        WorkspaceUnusable: the working directory is no workspace, or cannot be written.
-    """
+    """Return the outcomes of all stages after MLflow has them; None if a stage has to run."""
     planned = plan()
     cached = [stage.cached for stage in planned if stage.cached]
     if len(cached) < len(planned):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +25,7 @@ class StillRuns(EckartError):
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended.
-
-    Raises:
-        StillRuns: some still run, and do not end within seconds.
-    """
+    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended."""
     if left := _outlast(root, stage, lambda process: None):
         numbers = " ".join(map(str, left))
         raise StillRuns(
@@ -61,13 +57,8 @@ def _running(root: Path, stage: str | None) -> Iterator[psutil.Process]:
     for pid in psutil.pids():
         with suppress(psutil.Error):  # ended, or another user's
             process = psutil.Process(pid)
-            # the shell that called us may have these variables, too
-            if _is_of(process.environ(), root, stage) and process not in (me, *me.parents()):
+            environment = process.environ()
+            where, name = environment.get("DVC_ROOT"), environment.get("DVC_STAGE")
+            ours = where and name and stage in (None, name) and os.path.realpath(where) == os.path.realpath(root)
+            if ours and process not in (me, *me.parents()):  # the shell that called us may have these variables, too
                 yield process
-
-
-def _is_of(environment: Mapping[str, str], root: Path, stage: str | None) -> bool:
-    where, which = environment.get("DVC_ROOT"), environment.get("DVC_STAGE")
-    if not where or not which or stage not in (None, which):
-        return False
-    return os.path.realpath(where) == os.path.realpath(root)

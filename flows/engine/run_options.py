@@ -24,11 +24,7 @@ class OptionsError(EckartError):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run, passed from the command line or a deployment to the executor.
-
-    Raises:
-        OptionsError: they contradict each other.
-    """
+    """The options of a run, passed from the command line or a deployment to the executor."""
 
     workers: int | None = None
     """Stages side by side; by default as many as the cores have room for."""
@@ -37,18 +33,14 @@ class Options:
     task_runner: Literal["threads", "dask"] = "threads"
     """Where stages run: in threads of this workspace, or on Dask's workers, each with a workspace of its own."""
     scheduler: str | None = None
-    """Address of Dask's; by default workers are started on this machine, for one run alone."""
+    """Address of Dask's."""
 
     def __post_init__(self) -> None:
-        if self.scheduler and self.task_runner != "dask":
-            raise OptionsError(f"scheduler {self.scheduler} is for the task runner dask: write both, or neither")
+        if bool(self.scheduler) != (self.task_runner == "dask"):
+            raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages at a time: as asked for, or as the cores have room for; one if they share a GPU.
-
-        Args:
-            threads: of a stage.
-        """
+        """Return the number of stages at a time: as asked for, as the cores allow, or one if they share a GPU."""
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
         from flows.engine import torch_questions  # a slow import
@@ -56,7 +48,7 @@ class Options:
         return 1 if torch_questions.gpus() else max(1, cores() // threads)
 
     @classmethod
-    def told(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
+    def of_flow(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
         """Return the options of a flow, from its parameters and the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)

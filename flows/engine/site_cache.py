@@ -13,7 +13,6 @@ import shutil
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
@@ -21,48 +20,31 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 VARIABLE = "DVC_SITE_CACHE_DIR"
+FOLDER = Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOPEN)
 
 
 def choose() -> None:
-    """Set the environment's variable to a usable folder, for this process and all that it starts."""
-    users = os.environ.get(VARIABLE)
-    if users and _is_writable(Path(users)):
+    """Set the environment's variable, unless the user has, to a usable folder, for this process and all it starts."""
+    if VARIABLE in os.environ:
         return
-    folders = _own()
-    first = folder = next(folders)
-    while not _is_ours(folder):
-        folder = next(folders)
-    if users or folder != first:
-        log.warning("%s cannot be used for DVC's databases: they are in %s", users or first, folder)
+    folder = FOLDER  # not in the home, which may be on a network, where databases are slow or fail
+    if not _is_ours(folder):
+        folder = Path(tempfile.mkdtemp(prefix="eckart-dvc-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        log.warning("%s cannot be used for DVC's databases: they are in %s", FOLDER, folder)
     os.environ[VARIABLE] = str(folder)
 
 
-def _own() -> Iterator[Path]:
-    """Yield folders of this user, the best first; a home may be on a network, where databases are slow or fail."""
-    yield Path(f"/var/tmp/eckart-dvc-{os.getuid()}")
-    yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eckart/dvc"
-    last = Path(tempfile.mkdtemp(prefix="eckart-dvc-"))
-    atexit.register(shutil.rmtree, last, ignore_errors=True)
-    yield last
-
-
 def _is_ours(folder: Path) -> bool:
-    """Whether only this user can write the folder; makes it if it is missing."""
+    """Whether this user, and nobody else, can write the folder; makes it if it is missing."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
     except OSError:
         return False
     ours = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and ours and _is_writable(folder)
-
-
-def _is_writable(folder: Path) -> bool:
-    """Whether DVC can write its databases below the folder."""
-    repositories = folder / "repo"
-    existing = next(path for path in (repositories, *repositories.parents) if os.path.lexists(path))
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return stat.S_ISDIR(status.st_mode) and ours and os.access(folder, os.W_OK | os.X_OK)
 
 
 @cache  # once a process: DVC opens them for each stage

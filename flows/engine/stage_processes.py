@@ -64,10 +64,7 @@ class CommandFailed(EckartError):
 def run(
     command: str, root: Path, log: Callable[[str], None], env: Mapping[str, str], timeout: float | None = None
 ) -> float:
-    """Run a stage's command in `root`, handing each line it prints to `log`.
-
-    Returns:
-        The seconds that it took.
+    """Run a stage's command in `root`, handing each line it prints to `log`, and return the seconds that it took.
 
     Raises:
         CommandFailed: with the last line printed, which says the cause.

@@ -39,11 +39,7 @@ _SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
-    """Store the result of the computation with this digest, unless the disk is full.
-
-    Args:
-        cache_dir: as `dvc cache dir` names it.
-    """
+    """Store the result of the computation with this digest, unless the disk is full."""
     path = _path(cache_dir, computation)
     with suppress(OSError):  # the stage has succeeded all the same
         path.parent.mkdir(parents=True, exist_ok=True)

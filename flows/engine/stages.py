@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -94,9 +94,6 @@ def plan() -> list[Planned]:
 
     The stage `resolve` has run then. All stages are compared with the workspace here, in one go: reading dvc.lock anew
     for each would take a minute.
-
-    Raises:
-        WorkspaceUnusable: it is no workspace, or cannot be written.
     """
     check_workspace()
     resolve_parameters()
@@ -117,15 +114,15 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    return [replace(stage, twin=twin) for stage, twin in zip(planned.values(), _twins(planned, kinds), strict=True)]
+    first: dict[int, str] = {}  # kind → the stage whose result the others take
+    for name in sorted(planned, key=lambda name: not planned[name].cached):
+        first.setdefault(kinds[name], name)
+    twins = {name: first[kinds[name]] for name in planned}
+    return [replace(stage, twin=twins[name] if twins[name] != name else None) for name, stage in planned.items()]
 
 
 def resolve_parameters() -> None:
-    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes.
-
-    Raises:
-        WorkspaceUnusable: it fails, since params.yaml has mistakes, say.
-    """
+    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes."""
     with repository() as repo, bookkeeping(repo):
         lock_file.heal(repo)
         try:
@@ -157,21 +154,8 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
     )
 
 
-def _twins(planned: Mapping[str, Planned], kinds: Mapping[str, int]) -> Iterator[str | None]:
-    """Yield for each stage the first one of its kind, whose result it takes; None for the first itself."""
-    first: dict[int, str] = {}
-    for name in sorted(planned, key=lambda name: not planned[name].cached):
-        first.setdefault(kinds[name], name)
-    for name in planned:
-        yield first[kinds[name]] if first[kinds[name]] != name else None
-
-
 def _refuse_links(repo: Repo) -> None:
-    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work.
-
-    Raises:
-        WorkspaceUnusable: there are some.
-    """
+    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work."""
     root = Path(repo.root_dir)
     folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
     links = sorted(folder for folder in folders if folder.is_symlink())
@@ -193,7 +177,6 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
 
     Raises:
         StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
-        StillRuns: processes of an earlier run of the stage still write.
     """
     if planned.cached:
         return planned.cached
@@ -212,7 +195,7 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
                 stage.save()
                 _discard_corrupt(stage)
                 stage.commit()
-                lock_file.write(stage)
+                stage.dump(update_pipeline=False)
             if status == "Executed":
                 outs = [(out.hash_info.to_dict(), out.meta.to_dict()) for out in stage.outs]
                 seconds = done.seconds if isinstance(done, Outcome) else done
@@ -240,10 +223,7 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Run a command of a stage in the working directory; the machine is its own if it must have it.
-
-    Returns:
-        The seconds that it took, once it had its turn.
+    """Run a stage's command in the working directory once it has its turn, and return the seconds that it took.
 
     Raises:
         CommandFailed: with the last line printed, which says the cause.
@@ -355,11 +335,7 @@ def _definition(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """Check that the working directory is a workspace in which stages can run.
-
-    Raises:
-        WorkspaceUnusable: it is no workspace, or cannot be written.
-    """
+    """Check that the working directory is a workspace in which stages can run."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         raise WorkspaceUnusable(
             f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace; "
@@ -389,11 +365,11 @@ def _reads(stage: PipelineStage) -> Reads:
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
     """Return path → digest of the stage's inputs as saved last; for a parameter file, the values as JSON."""
-    return {str(dep): _as_text(dep.hash_info.value) for dep in stage.deps}
-
-
-def _as_text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
+    values = {str(dep): dep.hash_info.value for dep in stage.deps}
+    return {
+        path: json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
+        for path, value in values.items()
+    }
 
 
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
@@ -421,11 +397,7 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does.
-
-    Raises:
-        WorkspaceUnusable: it is not here.
-    """
+    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does."""
     if stage.deps or stage.frozen:  # an import: DVC asks its source, and only when told to
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:

@@ -10,11 +10,7 @@ from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
-    """Check params.yaml and return its typed sections, as `validation.check` does.
-
-    Raises:
-        ParamsError: params.yaml has mistakes; the message lists all, each with its path and what to write instead.
-    """
+    """Check params.yaml and return its typed sections, as `validation.check` does."""
     if not validation.found_good(schema.read()):
         lines: list[str] = []
         try:

@@ -7,7 +7,6 @@ was run with (tasks/artifacts/stage_inputs.py), with the digest of its code: whe
 from __future__ import annotations
 
 import json
-import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,11 @@ from ruamel.yaml.error import YAMLError
 from voluptuous import Invalid
 
 from flows.engine import cached_objects, dvc_transport, stages
-from flows.workspace import reproduce
-from flows.workspace.reproduce import LockedStage, Reproduction
 from flows.workspace.worktrees import LOCK
 from tasks.artifacts import stage_inputs
-from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import stage_name
 from tasks.artifacts.stage_inputs import Inputs
 from tasks.config.schema import PARAMS
-from tasks.runtime.code_folders import PIPELINE
 
 _MISSING = "nothing"
 
@@ -80,16 +75,12 @@ class Findings:
 
 
 def verify() -> Findings:
-    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record.
-
-    Raises:
-        TransportFailed: the remote cannot be used.
-    """
+    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record."""
     damaged: list[str] = []
-    all_entries = entries(damaged)
-    records = _records({entry.record for entry in all_entries if entry.record})
+    entries = [*_of_lock(damaged), *_of_runs(damaged)]
+    records = _records({entry.record for entry in entries if entry.record})
     findings = Findings([], defaultdict(list), [], [], damaged)
-    for entry in all_entries:
+    for entry in entries:
         if not (record := records.get(entry.record or "")):
             findings.unrecorded.append(entry)
         elif differing := entry.differences(record):
@@ -98,29 +89,6 @@ def verify() -> Findings:
             findings.agree.append(entry)
     findings.doubtful.extend(_doubtful([*findings.agree, *findings.unrecorded]))
     return findings
-
-
-def entries(damaged: list[str]) -> list[Entry]:
-    """Return the entries of dvc.lock and of the run cache, here and in the remote; add damaged files to `damaged`."""
-    return [*_of_lock(damaged), *_of_runs(damaged)]
-
-
-def sample(count: int, findings: Findings) -> Iterator[tuple[LockedStage, Reproduction | str]]:
-    """Run some stages of the last commit again, each from its recorded inputs, and yield how the results compare.
-
-    Stages are drawn at random, those without a confirmed record more often: a nightly call goes through all in time.
-    """
-    doubtful = {entry.stage for entry in findings.doubtful}
-    vouched = {entry.stage for entry in findings.agree if entry.place == str(LOCK)} - doubtful
-    pipeline = YAML(typ="safe").load(PIPELINE.read_text())["stages"]
-    timed = {name for name, described in pipeline.items() if (described.get("meta") or {}).get("alone")}
-    names = [name for name in reproduce.recorded() if name.partition("@")[0] not in timed]  # times are never the same
-    for name in sorted(names, key=lambda name: random.random() * (2 if name in vouched else 1))[:count]:
-        wanted = reproduce.record(name)
-        try:
-            yield wanted, reproduce.reproduce(wanted, alone=True)
-        except EckartError as error:
-            yield wanted, str(error)
 
 
 def _of_lock(damaged: list[str]) -> Iterator[Entry]:
@@ -152,9 +120,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 def _records(digests: set[str]) -> dict[str, Inputs]:
     """Return digest → record, from the cache or else from the remote; without those that cannot be read."""
     cache_dir = stages.cache_dir()
-    cached_objects.discard_corrupt(cache_dir, digests)
-    if lacking := {digest for digest in digests if cached_objects.missing(cache_dir, digest)}:
-        dvc_transport.fetch_objects(lacking)
+    dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}
     for digest in digests:
         path = cached_objects.object_path(cache_dir, digest)

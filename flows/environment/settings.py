@@ -39,6 +39,8 @@ _DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # has no guard and no key: prefect_server.py starts ours
     # A temporary server must store the last states before the run ends. Below 1 it would spin.
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",  # else a year of nights fills the disk
+    "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "2592000",  # 30 days, in seconds
     # A tracking server that is gone must not delay the study for minutes.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",

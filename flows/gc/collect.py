@@ -7,7 +7,6 @@ nobody committed. No remote is touched.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,28 +16,19 @@ from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
 from flows.engine import cached_objects, locks, stages
-from flows.gc import dvc_cache, mlflow_records, prefect_records, referenced_digests
+from flows.gc import dvc_cache, mlflow_records, referenced_digests
 from flows.gc.kind import CannotCollect, Kind, size_of
 from flows.workspace import worktrees
 from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
-_SCRATCH = re.compile(r"reproduce-[0-9a-f]{10}|worker-\d+")
-"""Workspaces without content of their own, which are made again when needed."""
-
 
 @contextmanager
-def kinds(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
+def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
     """Yield what fills the disk, by kind. In the block no stage runs in a workspace that shares this cache.
 
     Args:
         runs: finished runs of each study to keep.
         commits: commits that changed dvc.lock to keep the objects of; None for all.
-        days: age after which flow runs in Prefect go.
-
-    Raises:
-        CannotCollect: a study runs, or it is unknown what must be kept.
-        WorkspaceUnusable, WorkspaceError: this is no workspace, or git fails.
-        RegistryError, ServerError: MLflow or Prefect fails.
     """
     stages.check_workspace()
     worktrees.check_root()
@@ -52,15 +42,14 @@ def kinds(runs: int, commits: int | None, days: float) -> Iterator[list[Kind]]:
         others = [folder for folder in _worktrees() if folder not in scratch]
         for folder in (Path.cwd(), *others):
             stack.enter_context(_no_stage_runs(folder))
-        tracked = stack.enter_context(mlflow_records.look(runs))
-        digests = tracked.digests.union(
+        in_mlflow, tracked = stack.enter_context(mlflow_records.look(runs))
+        digests = in_mlflow.union(
             referenced_digests.in_history(commits), *map(referenced_digests.in_workspace, (Path.cwd(), *others))
         )
         yield [
             _workspaces([folder for folder in others if folder.parent == WORKSPACES.resolve()], scratch),
             *dvc_cache.kinds(cache_dir, referenced_digests.with_files(cache_dir, digests)),
-            *tracked.kinds,
-            *prefect_records.kinds(days),
+            *tracked,
         ]
 
 
@@ -72,7 +61,8 @@ def _worktrees() -> list[Path]:
 
 
 def _scratch() -> list[Path]:
-    return [folder.resolve() for folder in WORKSPACES.glob("*") if folder.is_dir() and _SCRATCH.fullmatch(folder.name)]
+    """Return the workspaces of `eckart reproduce`, which are made again when needed."""
+    return [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:

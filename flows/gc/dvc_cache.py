@@ -4,70 +4,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from flows.engine import cached_objects
 from flows.gc import referenced_digests
 from flows.gc.kind import Kind, size_of
 
 _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
-_ASIDE = "going"  # a folder in the cache
 
 
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
     """Return the kinds of files in the cache.
 
     Args:
-        cache_dir: as `dvc cache dir` names it.
         kept: digests of files and folders to keep, and of the folders' files.
     """
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
-    times = list(cache_dir.glob("computed/*.json"))
-    aside = cache_dir / _ASIDE
     return [
-        _kind("objects of DVC's cache", objects, lambda path: _digest(path) in kept, _remove),
-        _kind("entries of the run cache", runs, lambda path: _outs(path) <= kept, partial(_remove_runs, aside)),
+        _kind("objects of DVC's cache", objects, lambda path: _digest(path) in kept),
+        _kind("entries of the run cache", runs, lambda path: _outs(path) <= kept),
         _kind(
             "times of stages",
-            times,
+            cache_dir.glob("computed/*.json"),
             lambda path: referenced_digests.in_text(path.read_text(errors="replace")) <= kept,
-            _remove,
         ),
     ]
 
 
-def _kind(
-    name: str, paths: Iterable[Path], stays: Callable[[Path], bool], remove: Callable[[Sequence[Path]], None]
-) -> Kind:
+def _kind(name: str, paths: Iterable[Path], stays: Callable[[Path], bool]) -> Kind:
     stay: list[Path] = []
     go: list[Path] = []
     for path in paths:
         (stay if stays(path) else go).append(path)
-    return Kind(name, size_of(stay), size_of(go), partial(remove, go))
+    return Kind(name, size_of(stay), size_of(go), partial(_remove, go))
 
 
 def _remove(paths: Sequence[Path]) -> None:
     # Lists of files first: a list without its files would look like a loss.
     for path in sorted(paths, key=lambda path: path.suffix != ".dir"):
         path.unlink(missing_ok=True)
-
-
-def _remove_runs(aside: Path, entries: Sequence[Path]) -> None:
-    """Remove entries of the run cache. The last of a stage goes at once with its folder: DVC fails on an empty one."""
-    cached_objects.remove(aside)  # left by a killed process
-    going = set(entries)
-    for folder in {path.parent for path in entries}:
-        if going.issuperset(folder.iterdir()):
-            aside.mkdir(exist_ok=True)
-            folder.rename(aside / folder.name)
-        else:
-            _remove([path for path in going if path.parent == folder])
-    cached_objects.remove(aside)
+        with suppress(OSError):  # it is not empty; DVC fails on an empty folder of the run cache
+            path.parent.rmdir()
 
 
 def _digest(path: Path) -> str:

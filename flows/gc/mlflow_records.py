@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,14 @@ _DELETED = "deleted"  # MLflow's word for runs in its trash
 _MODEL = "models:/"  # start of a version's source; the id of the model follows
 
 
-@dataclass(frozen=True)
-class Tracked:
-    """The contents of MLflow and its registry."""
-
-    digests: set[str]
-    """Objects of DVC's cache that registered versions and the kept runs name."""
-    kinds: list[Kind]
-
-
 @contextmanager
-def look(recent: int) -> Iterator[Tracked]:
-    """Yield the contents of MLflow, while nobody can promote. All runs and models of a server of the user's stay.
+def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
+    """Yield the objects of DVC's cache that MLflow names, and kinds of runs and models, while nobody can promote.
+
+    All runs and models of a server of the user's stay.
 
     Args:
         recent: finished runs of each study to keep, besides those that made a registered version.
-
-    Raises:
-        RegistryError: MLflow fails.
-        CannotCollect: a registered version has no files, or a damaged database may name some.
     """
     model = validation.typed_section("promotion").model
     database.set_aside_damaged()
@@ -59,13 +47,13 @@ def look(recent: int) -> Iterator[Tracked]:
         )
     own = database.is_local() and not os.environ.get("MLFLOW_REGISTRY_URI")
     if own and not database.FILE.exists() and not last_champion.last(model):
-        yield Tracked(set(), [_registered(0)])
+        yield set(), [_registered(0)]
         return
     with versions.connected(model) as registry:
         yield _tracked(registry.client, recent, local=database.is_local())
 
 
-def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
+def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], list[Kind]]:
     registered = list(_all(client.search_model_versions))
     experiments = [
         experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
@@ -76,15 +64,15 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> Tracked:
     latest = _latest(_studies(runs.values()), recent)
     lineages = {run: _lineage(client, run) for run in latest}
     children = [run for run in runs.values() if run.data.tags.get(MLFLOW_PARENT_RUN_ID) in latest]
-    digests = referenced_digests.in_text(json.dumps(list(lineages.values())))
-    digests |= referenced_digests.in_text(json.dumps([dict(run.data.tags) for run in children]))
+    naming = [*lineages.values(), *(dict(tagged.data.tags) for tagged in children)]
     for version in registered:
-        digests |= referenced_digests.in_text(json.dumps(dict(version.tags))) | _digests_of(client, runs, version)
+        naming += [dict(version.tags), _stages_of(client, runs, version)]
+    digests = referenced_digests.in_text(json.dumps(naming))
     stay = latest | {run.info.run_id for run in children} | {str(version.run_id) for version in registered}
     stay |= {str(run) for lineage in lineages.values() for run in lineage.get("candidates", {}).values()}
     stay |= {str(runs[run].data.tags.get(MLFLOW_PARENT_RUN_ID)) for run in stay & runs.keys()}
     own = _kinds(client, experiments, runs, stay, registered) if local else []
-    return Tracked(digests, [_registered(len(registered)), *own])
+    return digests, [_registered(len(registered)), *own]
 
 
 def _registered(count: int) -> Kind:
@@ -134,17 +122,13 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
     return content
 
 
-def _digests_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> set[str]:
-    """Return the digests of all outputs that led to a version: of its candidate's stages and of the shared ones."""
+def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
+    """Return the recorded stages that led to a version: its candidate's and the shared ones."""
     run = runs.get(version.run_id or "")
-    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID) if run else None
-    if not parent or parent not in runs:
-        return set()
-    stages = _lineage(client, parent).get("stages", {})
+    parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID, "") if run else ""
+    stages = _lineage(client, parent).get("stages", {}) if parent in runs else {}
     own = {"", version.tags.get("eckart.candidate", "")}
-    return referenced_digests.in_text(
-        json.dumps({name: stage for name, stage in stages.items() if candidate_of(name) in own})
-    )
+    return {name: stage for name, stage in stages.items() if candidate_of(name) in own}
 
 
 def _kinds(

@@ -33,8 +33,7 @@ def in_workspace(folder: Path) -> set[str]:
 def in_history(commits: int | None) -> set[str]:
     """Return the digests in dvc.lock and .dvc files of all commits of all branches, tags and worktrees.
 
-    Args:
-        commits: only this many latest commits that changed these files, besides all tags and tips of branches.
+    With `commits`, of so many latest commits that changed these files, and of all tags and tips of branches.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")

@@ -41,9 +41,6 @@ def pin() -> list[Pin]:
 
     Returns:
         Each revision that was null or a commit, even if it is the newest already.
-
-    Raises:
-        CannotPin: the hub cannot be asked, or has no such repository.
     """
     stages.check_workspace()
     model, data, api = typed_section("model"), typed_section("data"), HfApi()

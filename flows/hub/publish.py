@@ -30,16 +30,7 @@ class Published:
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
-    """Upload a candidate as one commit, and make the repository if there is none.
-
-    Args:
-        repository: USER/NAME.
-        private: make a new repository private.
-        dry_run: only return the files.
-
-    Raises:
-        CannotPublish: there is no such candidate, its stages are not up to date, or the hub refuses.
-    """
+    """Upload a candidate as one commit to USER/NAME, and make the repository if there is none."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

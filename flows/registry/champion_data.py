@@ -17,7 +17,6 @@ from flows.engine import cached_objects, dvc_transport, stages
 from flows.environment.redaction import shown
 from flows.registry import last_champion
 from flows.tracking import database
-from tasks.artifacts.errors import EckartError
 from tasks.artifacts.task_spec import REFERENCE, SPLITS
 from tasks.artifacts.task_spec import REFERENCE_PARTS as PARTS
 
@@ -36,7 +35,7 @@ def refresh(study: str, model: str) -> None:
         log.warning("the champion's data cannot be looked up (%s): %s stays as it is", shown(str(error)), REFERENCE)
         return
     cache = stages.cache_dir()
-    if not _are_cached(cache, digests):
+    if not dvc_transport.fetch_outputs(digests.values()):
         log.warning("neither the cache nor the remote has the champion's training examples: nothing is compared")
         digests = {}
     for part in PARTS:
@@ -63,18 +62,6 @@ def _digests(study: str, model: str) -> dict[str, str]:
     inputs: Mapping[str, str] = json.loads(champion.tags.get("dvc.inputs", "{}"))
     parts = {part: inputs.get(str(SPLITS / part)) for part in PARTS}
     return {part: digest for part, digest in parts.items() if digest}
-
-
-def _are_cached(cache: Path, digests: Mapping[str, str]) -> bool:
-    """Whether the cache has all digests, after fetching the missing ones from the remote."""
-    cached_objects.discard_corrupt(cache, digests.values())
-    absent = [digest for digest in digests.values() if cached_objects.missing(cache, digest)]
-    if absent:
-        try:
-            dvc_transport.fetch_objects(absent)
-        except EckartError as error:
-            log.warning("%s", error)
-    return not any(cached_objects.missing(cache, digest) for digest in absent)
 
 
 def _put(cache: Path, digest: str, target: Path) -> None:

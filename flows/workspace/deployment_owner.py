@@ -38,11 +38,7 @@ def tag() -> str:
 
 
 def check() -> None:
-    """Raise if the present run is of a deployment of another folder; a deployment without a tag may run anywhere.
-
-    Raises:
-        OtherWorkspace: the deployment belongs to another folder.
-    """
+    """Raise if the present run is of a deployment of another folder; a deployment without a tag may run anywhere."""
     if not deployment.id:
         return
     present = _read(lambda client: client.read_deployment(deployment.id))
@@ -51,11 +47,7 @@ def check() -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise if a deployment of this name belongs to another folder, or has no tag.
-
-    Raises:
-        OtherWorkspace: the name is taken.
-    """
+    """Raise if a deployment of this name belongs to another folder, or has no tag."""
     present = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
     if present and not _is_own(owner := _owner(present)):
         raise OtherWorkspace(

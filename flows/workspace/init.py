@@ -1,18 +1,18 @@
-"""`eckart init`: a workspace for the pipeline anywhere, in which a person's own model and data may be named at once."""
+"""`eckart init`: make a workspace for the pipeline anywhere, with a model and data of one's own if they are named."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import chdir
 from dataclasses import dataclass, replace
-from filecmp import cmp
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from flows.engine import cached_objects
 from flows.workspace import installation, worktrees
 from flows.workspace.worktrees import CARRIED
 from tasks.artifacts.errors import EckartError
@@ -49,10 +49,11 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Laid:
-    """The changes that `init` made to params.yaml, which in a new workspace begins as the default study.
+class Filled:
+    """The values that `init` wrote into params.yaml, which in a new workspace begins as the default study.
 
-    before: what stood there, by the same keys.
+    changes: dotted name → value.
+    before: the values that they replace.
     head: what becomes of the base model's head, in words.
     """
 
@@ -61,39 +62,44 @@ class Laid:
     head: str
 
 
-def init(folder: Path, wishes: Wishes, again: bool = False) -> Laid:
-    """Make `folder` a workspace, or amend the one that it is; what is in it already stays.
+def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
+    """Make `folder` a workspace, or amend the one that it is; its files stay.
 
     Args:
-        again: whether it is one. What params.yaml says stays, too, but for what the wishes decide.
+        again: whether it is one. Its study and promotion stay, and all else that the wishes do not decide.
 
-    Raises:
-        InitError: it is a workspace and is not to be amended, or is none and is to be, a file is missing, or another
-            one is in its place; nothing is written.
-        EckartError: the files cannot be read, or the study would refuse them; all is as it was.
+    An InitError leaves everything as it was.
     """
     _check(folder, wishes, again)
-    made = _Made(folder)
-    try:
-        made.keep(PARAMS)
-        made.write(PARAMS, (installation.HOME / PARAMS).read_text())
-        for path, text in installation.derived().items():
-            made.write(path, text)
-        made.write(Path(".dvcignore"), (installation.HOME / ".dvcignore").read_text())
-        made.write(REFERENCE / ".gitkeep", "")
-        ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]
-        made.append(Path(".gitignore"), ignored)
-        laid = _named(folder, wishes, made, again)
-        yaml_edit.update(laid.changes, folder / PARAMS)
-        _set_up(folder, made)
+    parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:  # beside it: files are moved from there
+        draft = Path(temporary)
+        shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:
-            _hand_to_dvc(part, made)
-    except BaseException as error:
-        made.remove()
-        if isinstance(error, EckartError):  # of copies that are gone by now
+            worktrees.carry(folder / part, draft / part)
+            (draft / part).mkdir(parents=True, exist_ok=True)
+        try:
+            filled = _fill_in(draft, folder, wishes, again)
+        except EckartError as error:  # it may name copies that are gone by now
             raise InitError(_by_own_names(str(error), wishes)) from error
-        raise
-    return laid
+        folder.mkdir(parents=True, exist_ok=True)
+        _set_up(folder)
+        for part in CARRIED:
+            (folder / part).mkdir(parents=True, exist_ok=True)
+            for new in (draft / part).iterdir():
+                if not (folder / part / new.name).exists():
+                    shutil.move(new, folder / part)
+        shutil.move(draft / PARAMS, folder / PARAMS)
+    ignored = (installation.HOME / ".gitignore").read_text().partition("\n\n")[2]
+    _append(folder / ".gitignore", ignored)
+    dvcignore = (installation.HOME / ".dvcignore").read_text()
+    for path, text in {**installation.derived(), Path(".dvcignore"): dvcignore, REFERENCE / ".gitkeep": ""}.items():
+        if not (folder / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    for part in CARRIED:
+        _hand_to_dvc(folder, part)
+    return filled
 
 
 def _by_own_names(message: str, wishes: Wishes) -> str:
@@ -102,52 +108,16 @@ def _by_own_names(message: str, wishes: Wishes) -> str:
     return message
 
 
-class _Made:
-    """The new files of a folder, so that they can be removed again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._new: list[Path] = []
-        self._before: dict[Path, str] = {}
-
-    def note(self, path: Path) -> Path:
-        """Note that `path`, of the folder, is about to be made; what of the way to it is missing is made."""
-        whole = self.folder / path
-        missing = [parent for parent in (whole, *whole.parents) if not parent.exists()]
-        self._new += missing[-1:]
-        whole.parent.mkdir(parents=True, exist_ok=True)
-        return whole
-
-    def write(self, path: Path, text: str) -> None:
-        if not (self.folder / path).exists():
-            self.note(path).write_text(text)
-
-    def keep(self, path: Path) -> None:
-        """Note a file that is about to change, if it is there."""
-        if (whole := self.folder / path).exists():
-            self._before[whole] = whole.read_text()
-
-    def append(self, path: Path, text: str) -> None:
-        whole = self.folder / path
-        if not whole.exists():
-            self.write(path, text)
-        elif text not in (before := whole.read_text()):
-            self.keep(path)
-            whole.write_text(f"{before.rstrip()}\n\n{text}" if before.strip() else text)
-
-    def remove(self) -> None:
-        for path, text in self._before.items():
-            path.write_text(text)
-        for path in self._new:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+def _append(file: Path, text: str) -> None:
+    before = file.read_text() if file.exists() else ""
+    if text not in before:
+        file.write_text(f"{before.rstrip()}\n\n{text}" if before.strip() else text)
 
 
 def _check(folder: Path, wishes: Wishes, again: bool) -> None:
-    parts = (PARAMS, *installation.derived(), Path(".dvc"))
-    for path in parts:
+    if folder.exists() and not folder.is_dir():
+        raise InitError(f"{folder} is a file: name a folder")
+    for path in (PARAMS, *installation.derived(), Path(".dvc")):
         if not again and (folder / path).exists():
             raise InitError(
                 f"{folder} has {path} already: if it is a workspace, `eckart init {folder} --again` with what is to be "
@@ -155,58 +125,57 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
             )
         if again and not (folder / path).exists():
             raise InitError(f"{folder} has no {path}: it is no workspace that could be amended; leave out --again")
-    if folder.exists() and not folder.is_dir():
-        raise InitError(f"{folder} is a file: name a folder")
     if wishes.data and not wishes.data.exists():
         raise InitError(f"--data {wishes.data} does not exist")
     if wishes.base and not Path(wishes.base).exists() and wishes.base.startswith((".", "/", "~")):
         raise InitError(f"--base {wishes.base} does not exist")
-    if not (wishes.data or again) and (wishes.text or wishes.text_pair or wishes.label or wishes.task):
-        raise InitError("--text, --text-pair, --label and --task are about --data: name that, too")
 
 
-def _named(folder: Path, wishes: Wishes, made: _Made, again: bool) -> Laid:
-    """Bring the files to their places, and return what params.yaml is to say."""
-    present, default = sections(read(folder / PARAMS)), sections(read(installation.HOME / PARAMS))
-    name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
-    changes: dict[str, Any] = {}
-    head = ""
+def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
+    """Copy the files that are named into a draft of the workspace, and write what they decide into its params.yaml."""
+    present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = wishes.base
     if base and Path(base).exists():
-        base = str(_brought(Path(base), BASE, made))
-    source = str(_brought(wishes.data, RAW, made)) if wishes.data else _own_data(present)
+        base = str(_bring(Path(base), BASE, draft, folder))
+    source = str(_bring(wishes.data, RAW, draft, folder)) if wishes.data else _own_data(present)
+    changes: dict[str, Any] = {}
+    head = ""
     if base or source:
         from flows.workspace import params_from_data  # torch, and transformers
     if base:
         changes["model"] = {"base": base}
-        with chdir(folder):
+        with chdir(draft):
             params_from_data.read_base(base)
     if source:
-        told = _completed(wishes, present)
-        with chdir(folder):
-            found = params_from_data.of_data(
-                source, base or present["model"]["base"], told.text, told.text_pair, told.label, told.task
+        data = _completed(wishes, present)
+        with chdir(draft):
+            decided, head = params_from_data.of_data(
+                source, base or present["model"]["base"], data.text, data.text_pair, data.label, data.task
             )
-        changes |= found.changes
-        head = found.head
+        changes |= decided
     elif wishes.text or wishes.text_pair or wishes.label or wishes.task:
         raise InitError("--text, --text-pair, --label and --task are about data of your own: name them, --data")
-    if changes:
-        changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
-        changes["promotion"] = {"model": name}
     if again:
         changes = _amending(changes, wishes, present, default)
-    return Laid(changes, _as_before(changes, present), head)
+    elif changes:
+        name = re.sub(r"[^\w-]+", "-", folder.resolve().name).strip("-") or "study"
+        changes["study"] = {"name": name, "recipes": [_RECIPE], "control": _RECIPE, **changes.get("study", {})}
+        changes["promotion"] = {"model": name}
+    before = _flat(present)
+    new = {path: value for path, value in _flat(changes).items() if not (again and value == before.get(path))}
+    if new:
+        yaml_edit.update(changes, draft / PARAMS)
+    return Filled(new, before, head)
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:
-    """The data that an earlier `init`, or its user, has named, if they are the workspace's own."""
+    """Return the source of the data that an earlier `init`, or the user, has named, if it is in the workspace."""
     source = str(params["data"]["source"])
     return source if Path(source).is_relative_to(RAW) else None
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """The wishes, and what params.yaml says of the workspace's own data where there is none."""
+    """Return the wishes with what params.yaml says of the workspace's own data where they say nothing."""
     if not _own_data(params):
         return wishes
     data = params["data"]
@@ -216,141 +185,70 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 
 
 def _amending(
-    changes: dict[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return those changes that the wishes decide, or that concern what nobody has changed yet."""
-    data = changes.get("data", {})
-    if not wishes.data:
-        data = {key: value for key, value in data.items() if key not in ("source", "splits", "sizes")}
-    if data.get("task") == present["data"]["task"]:
-        data.pop("metric", None)
-    if not (wishes.base or wishes.data or wishes.text or wishes.text_pair):
-        data.pop("max_length", None)
-    kept = {
-        section: {
-            key: value
-            for key, value in changes.get(section, {}).items()
-            if present[section][key] == default[section][key]
-        }
-        for section in ("study", "promotion")
-    }
-    teacher = _epochs(changes, wishes, present, default)
-    others = {section: value for section, value in changes.items() if section != "teacher"}
-    return _differing({**others, "data": data, **teacher, **kept}, present)
-
-
-def _epochs(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the teacher's epochs where the wishes concern its head: 0 where the head knows the labels.
-
-    A number that is neither of these is the user's.
-    """
-    mine, usual = present["teacher"]["epochs"], default["teacher"]["epochs"]
-    if not (wishes.base or wishes.data or wishes.label or wishes.task) or mine not in (0, usual):
-        return {}
-    return {"teacher": changes.get("teacher", {"epochs": usual})}
-
-
-def _differing(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes that change something."""
-    found = {}
-    for key, value in changes.items():
-        before = present.get(key)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            if inner := _differing(value, before):
-                found[key] = inner
-        elif value != before:
-            found[key] = value
-    return found
+    """Return the changes that the wishes decide."""
+    columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
+    decided = {"source", "splits", "sizes"} if wishes.data else set()
+    if wishes.data or columns:
+        decided |= {"columns", "task"}
+    if wishes.data or wishes.base or wishes.text or wishes.text_pair:
+        decided.add("max_length")
+    data = changes.get("data", {})
+    if data.get("task") != present["data"]["task"]:
+        decided.add("metric")
+    amending = {"data": {name: value for name, value in data.items() if name in decided}}
+    if "model" in changes:
+        amending["model"] = changes["model"]
+    usual = default["teacher"]["epochs"]
+    if present["teacher"]["epochs"] in (0, usual):  # else it is the user's own number
+        amending["teacher"] = changes.get("teacher", {"epochs": usual})
+    return amending
 
 
-def _as_before(changes: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that the changes replace."""
-    return {
-        key: _as_before(value, present[key])
-        if isinstance(value, Mapping) and isinstance(present.get(key), Mapping)
-        else present.get(key)
-        for key, value in changes.items()
-    }
-
-
-def _brought(source: Path, place: Path, made: _Made) -> Path:
-    """`source` copied to where DVC sees it change, as the workspace names it; what lies there already is named.
-
-    Raises:
-        InitError: another file of that name lies there.
-    """
-    root = (made.folder / place).resolve()
+def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
+    """Copy `source` into a folder of the draft, unless the workspace has it there, and return its path there."""
+    root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
     path = place / source.resolve().name
-    if (made.folder / path).exists():
-        if not _same(source, made.folder / path):
-            raise InitError(f"{made.folder / path} is there already, and is not {source}: rename one of them")
-        return path
-    target = made.note(path)
-    if source.is_dir():
-        shutil.copytree(source, target)
+    if (folder / path).exists():
+        if cached_objects.measured(source) != cached_objects.measured(folder / path):
+            raise InitError(f"{folder / path} is there already, and is not {source}: rename one of them")
+    elif source.is_dir():
+        shutil.copytree(source, draft / path)
     else:
-        shutil.copy2(source, target)
+        shutil.copy2(source, draft / path)
     return path
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two files, or all files of two folders, have the same content."""
-    if not (one.is_dir() and other.is_dir()):
-        return one.is_file() and other.is_file() and cmp(one, other, shallow=False)
-    names = [
-        sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file()) for folder in (one, other)
-    ]
-    return names[0] == names[1] and all(cmp(one / name, other / name, shallow=False) for name in names[0])
-
-
-def _hand_to_dvc(part: Path, made: _Made) -> None:
+def _hand_to_dvc(folder: Path, part: Path) -> None:
     """Track a folder by DVC, so that a commit names the bytes that a study read and others can pull them."""
-    folder = made.folder
-    if not (folder / part).exists():
-        made.write(part / ".gitkeep", "")
+    keep = folder / part / ".gitkeep"
+    if not any((folder / part).iterdir()):
+        keep.touch()
         return
     tracked = worktrees.git(folder, "ls-files", "--", str(part)).split()
-    if tracked in ([], [str(part / ".gitkeep")]):
+    if [path for path in (folder / part).iterdir() if path != keep] and tracked in ([], [str(part / ".gitkeep")]):
         if tracked:  # it was empty until now
             worktrees.git(folder, "rm", "--quiet", "--cached", "--", *tracked)
-        made.keep(part.with_name(f"{part.name}.dvc"))
-        made.note(part.with_name(f"{part.name}.dvc"))
-        made.append(part.with_name(".gitignore"), f"/{part.name}\n")
+        _append(folder / part.with_name(".gitignore"), f"/{part.name}\n")
         worktrees.dvc(folder, "add", "--quiet", str(part))
 
 
-def _set_up(folder: Path, made: _Made) -> None:
-    """git and DVC, where they are not set up."""
-    if not _in_git(folder):
-        made.note(Path(".git"))
+def _set_up(folder: Path) -> None:
+    """Set up git and DVC, where they are not."""
+    inside = ["git", "rev-parse", "--git-dir"]
+    if subprocess.run(inside, cwd=folder, env=worktrees.environment(), capture_output=True).returncode:
         worktrees.git(folder, "init", "--quiet")
-    if (folder / ".dvc").exists():
-        return
-    made.note(Path(".dvc"))
-    worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
-    (folder / ".dvc/config").write_text(_CONFIG)
-
-
-def _in_git(folder: Path) -> bool:
-    asked = subprocess.run(
-        ["git", "rev-parse", "--git-dir"], cwd=folder, env=worktrees.environment(), capture_output=True
-    )
-    return asked.returncode == 0
-
-
-def in_words(laid: Laid, again: bool) -> list[str]:
-    """Each change on a line, by its path in params.yaml; of what is amended, what stood there, too."""
-    now, before = _flat(laid.changes), _flat(laid.before)
-    return [f"{path}: {f'{json.dumps(before.get(path))} → ' if again else ''}{json.dumps(now[path])}" for path in now]
+    if not (folder / ".dvc").exists():
+        worktrees.dvc(folder, "init", "--quiet", *([] if (folder / ".git").exists() else ["--subdir"]))
+        (folder / ".dvc/config").write_text(_CONFIG)
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Dotted name → value."""
-    found: dict[str, Any] = {}
+    """Return dotted name → value."""
+    flat: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return found
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat

@@ -7,7 +7,6 @@ place of folders of code. A clone of the repository has no code.yaml.
 from __future__ import annotations
 
 import logging
-import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,7 +27,9 @@ def refresh() -> None:
     for path, text in derived().items():
         if path.read_text() != text:
             log.warning("%s follows the installed eckart %s: commit it", path, version("eckart"))
-            replace(path, text)
+            new = path.with_name(f"{path.name}.new")  # a process that reads meanwhile finds the old file or the new one
+            new.write_text(text)
+            new.replace(path)
 
 
 def derived() -> dict[Path, str]:
@@ -37,10 +38,3 @@ def derived() -> dict[Path, str]:
     pipeline = pipeline.replace("cmd: python -m tasks.", "cmd: eckart stage ")
     pipeline = pipeline.replace("[params.yaml, eckart, tasks]", f"[params.yaml, {CODE}]")
     return {PIPELINE: _NOTE + pipeline, CODE: f"{_NOTE}eckart: {version('eckart')}\ndigest: '{all_code()}'\n"}
-
-
-def replace(path: Path, text: str) -> None:
-    """Write `text` so that a process that reads meanwhile finds the old file or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    os.replace(new, path)

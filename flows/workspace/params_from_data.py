@@ -1,11 +1,11 @@
-"""What params.yaml of a new workspace says of a model and of data: read off the files, for a person to look over."""
+"""Derive the params.yaml of a new workspace from a model and data, for a person to look over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pandas as pd
@@ -20,43 +20,36 @@ from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
-_SAMPLE = 1000  # rows whose tokens are counted
-_SHARE = 0.95  # of the rows that are to be read in full
-
-
-class Found(NamedTuple):
-    """What files and a base model say."""
-
-    changes: dict[str, Any]
-    """The sections of params.yaml that they decide."""
-    head: str
-    """What becomes of the base model's head, in words; empty where there is nothing to say."""
+_SAMPLE = 1000  # examples whose tokens are counted
+_SHARE = 0.95  # of the examples that are to be read in full
 
 
 def of_data(
     source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskName | None
-) -> Found:
-    """What a file under data/raw and the base model decide of params.yaml.
+) -> tuple[dict[str, Any], str]:
+    """Return the sections of params.yaml that a file under data/raw and the base model decide, and a sentence.
+
+    The sentence says what becomes of the base model's head; it is empty where there is nothing to say.
 
     Args:
         source: the file, or a folder of files named by split, in the workspace that is the working directory.
-        base: as model.base has it.
         text, text_pair, label: columns; None where they have these names, or there are none.
-        task: None: what the label looks like.
+        task: by default what the label looks like.
 
     Raises:
         StageError: a file or the model cannot be read, a column is missing, the task cannot be told, or the stage
             extract would refuse the rows.
     """
     datasets.disable_progress_bars()
-    rows = _rows(Path(source)).to_pandas()
+    files = _files(Path(source))
+    rows = read_file(files["train"]).to_pandas()
     columns = _columns(rows, text, text_pair, label)
     kind = task or _task(rows, columns)
     config, tokenizer = read_base(base)
     changes: dict[str, Any] = {
         "data": {
             "source": source,
-            "splits": {split: split for split in _splits(Path(source))},
+            "splits": {split: split for split in files},
             "columns": columns,
             "task": kind,
             "metric": task_class(kind).metrics[0],
@@ -68,7 +61,7 @@ def of_data(
     labels = _labels(changes["data"])
     changes["data"]["max_length"] = _length(rows, columns, kind, config, tokenizer)
     knows = task_head.fit(config, kind, labels) == "known"
-    return Found(changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels))
+    return changes | ({"teacher": {"epochs": 0}} if knows else {}), task_head.in_words(config, kind, labels)
 
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -78,37 +71,29 @@ def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
     return split_and_convert(parse(content, Data, PARAMS, "data"))[1]
 
 
-def _splits(source: Path) -> list[str]:
-    names = {file.stem for file in source.iterdir() if file.suffix in FORMATS} if source.is_dir() else {"train"}
-    return [split for split in ("train", "validation", "test") if split in names]
-
-
-def _rows(source: Path) -> Any:
+def _files(source: Path) -> dict[str, Path]:
+    """Return split → file of a folder whose files are named by split; a file alone is `train`."""
     if not source.is_dir():
-        return read_file(source)
-    files = [file for file in source.iterdir() if file.stem == "train" and file.suffix in FORMATS]
-    if not files:
+        return {"train": source}
+    named = {file.stem: file for file in source.iterdir() if file.suffix in FORMATS}
+    if "train" not in named:
         raise StageError(
             f"{source} has no file named train: name one so, and those of other splits validation and test"
         )
-    return read_file(files[0])
+    return {split: named[split] for split in ("train", "validation", "test") if split in named}
 
 
-def _columns(rows: pd.DataFrame, *wanted: str | None) -> dict[str, str | None]:
-    """Role → column."""
-    found = {
-        role: name or (role if role in rows else None)
-        for role, name in zip(("text", "text_pair", "label"), wanted, strict=True)
-    }
-    has = ", ".join(map(str, rows))
-    for role, name in found.items():
-        if name is not None and name not in rows:
+def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
+    """Return role → column."""
+    roles = zip(("text", "text_pair", "label"), names, strict=True)
+    columns = {role: name or (role if role in rows else None) for role, name in roles}
+    for role, name in columns.items():
+        if (name is None and role == "text") or (name is not None and name not in rows):
             raise StageError(
-                f"there is no column {name} for {role}: write --{role.replace('_', '-')} with one of {has}"
+                f"there is no column {name or role} for {role}: write --{role.replace('_', '-')} with one of "
+                f"{', '.join(map(str, rows))}"
             )
-    if found["text"] is None:
-        raise StageError(f"there is no column text: write --text with one of {has}")
-    return found
+    return columns
 
 
 def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
@@ -128,11 +113,7 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Config and tokenizer of a base model, named as model.base has it.
-
-    Raises:
-        StageError: there is none, or it cannot be read.
-    """
+    """Load config and tokenizer of a base model, named as model.base has it."""
     with ExitStack() as stack:
         source, extra = located(base, stack)
         try:
@@ -149,13 +130,13 @@ def _length(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Tokens that hold nearly all rows, a multiple of 8, and no more than the model takes."""
+    """Return the tokens that hold nearly all examples, a multiple of 8, and no more than the model takes."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)
     if task_class(kind).running_text:
         return most
-    some = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
-    texts = [list(some[name]) for name in (columns["text"], columns["text_pair"]) if name]
+    sample = rows.sample(min(_SAMPLE, len(rows)), random_state=0)
+    texts = [list(sample[name]) for name in (columns["text"], columns["text_pair"]) if name]
     try:
         encoded = tokenizer(*texts, is_split_into_words=task_class(kind).text_is_words)["input_ids"]
     except (TypeError, ValueError) as error:

@@ -7,19 +7,19 @@ case the files themselves are hashed and compared with the record in git.
 
 from __future__ import annotations
 
-import logging
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from dvc.repo import Repo
 from dvc.repo.graph import collect_pipeline
 from dvc.stage import PipelineStage
+from packaging.utils import canonicalize_name
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -28,8 +28,6 @@ from flows.workspace import worktrees
 from flows.workspace.worktrees import CARRIED, LOCK, WORKSPACES, WorkspaceError
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.names import candidate_of, stage_name
-
-log = logging.getLogger(__name__)
 
 _REQUIREMENTS = "requirements.lock"
 
@@ -90,27 +88,13 @@ class Reproduction:
 
 
 def record(name: str, revision: str = "HEAD") -> LockedStage:
-    """Return what dvc.lock of a revision records of a candidate (`kfac-0.33`) or of any other stage (`teacher`).
-
-    Raises:
-        CannotReproduce: there is no such revision, no dvc.lock in it, or no such stage in that.
-        WorkspaceError: the working directory is not the root of a git repository.
-    """
+    """Return what dvc.lock of a revision records of a candidate (`kfac-0.33`) or of any other stage (`teacher`)."""
     commit, entries = _locked(revision)
     for stage in (stage_name("finetune", name), name):
         if stage in entries:
             return LockedStage(commit, stage, entries, _content(commit, _REQUIREMENTS))
     candidates = [candidate_of(stage) for stage in entries if stage.startswith(stage_name("finetune", ""))]
     raise CannotReproduce(f"dvc.lock of {revision} has no candidate {name}; it has {', '.join(candidates) or 'none'}")
-
-
-def recorded(revision: str = "HEAD") -> list[str]:
-    """Return the names of the stages that dvc.lock of a revision records.
-
-    Raises:
-        CannotReproduce: there is no such revision, or no dvc.lock in it.
-    """
-    return list(_locked(revision)[1])
 
 
 def _locked(revision: str) -> tuple[str, dict[str, Any]]:
@@ -145,28 +129,22 @@ def _digests(entry: Mapping[str, Any], part: str) -> dict[str, str]:
     return {item["path"]: item.get("md5", "") for item in entry.get(part, [])}
 
 
-def reproduce(wanted: LockedStage, again: bool = False, alone: bool = False) -> Reproduction:
+def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
     """Restore a stage's outputs in a worktree: from cache or remote, or else by running the stage again.
 
     Args:
         again: run the stage and all that it depends on again, even if the recorded files are there.
-        alone: run the stage again, but restore what it depends on if that is there.
-
-    Raises:
-        CannotReproduce: the stage could not be run again; its output, or the message, says why.
-        WorkspaceError: the worktree cannot be made, or is in use.
-        StillRuns: processes of an earlier call still write there.
     """
     folder, cache = wanted.folder, stages.cache_dir()
     with worktrees.held(folder), stage_processes.terminable():
         orphaned_processes.refuse(folder)
         worktrees.check_out(folder, wanted.commit)
-        from_cache = not (again or alone) and _fetch(cache, wanted.outs.values())
+        from_cache = not again and dvc_transport.fetch_outputs(wanted.outs.values())
         if from_cache:
             for out, digest in wanted.outs.items():
                 cached_objects.copy(cache, digest, folder / out)
         else:
-            _run_again(cache, wanted, again, alone)
+            _run_again(cache, wanted, again)
         files = compare(folder, cache, wanted.outs)
         same = all(file.same for file in files)
         if same and not from_cache:
@@ -183,49 +161,33 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
     compared: list[ComparedFile] = []
     for out, digest in outs.items():
         now = cached_objects.measured(folder / out)
-        if cached_objects.digest_of(now) == digest:
-            then: Mapping[str, str] | None = now
-        else:
-            then = cached_objects.files(cache, digest)
+        then = now if cached_objects.digest_of(now) == digest else cached_objects.files(cache, digest)
         if then is None:
             compared.append(ComparedFile(out, digest, cached_objects.digest_of(now) if now else None))
         else:
-            names = sorted({*then, *now})
-            compared += [ComparedFile(_join(out, name), then.get(name), now.get(name)) for name in names]
+            for name in sorted({*then, *now}):
+                path = f"{out}/{name}" if name else out
+                compared.append(ComparedFile(path, then.get(name), now.get(name)))
     return compared
 
 
-def _join(out: str, name: str) -> str:
-    return f"{out}/{name}" if name else out
-
-
-def _fetch(cache: Path, digests: Collection[str]) -> bool:
-    """Fetch what the cache lacks of some outputs from the remote, and return whether the cache then has all of it."""
-    asked: set[str] = set()
-    while True:  # the list of a folder's files comes first, then the files
-        cached_objects.discard_corrupt(cache, digests)
-        lacking = {missing for digest in digests for missing in cached_objects.missing(cache, digest)}
-        if not lacking or lacking == asked:
-            return not lacking
-        asked = lacking
-        try:
-            dvc_transport.fetch_objects(lacking)
-        except dvc_transport.TransportFailed as error:
-            log.warning("%s", error)
-            return False
-
-
-def _run_again(cache: Path, wanted: LockedStage, again: bool, alone: bool) -> None:
+def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
     """Run the stage, and before it all that it depends on (`again`), or only what is lost."""
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
-            _fetch(cache, _digests(wanted.entries[name], "outs").values())
+            dvc_transport.fetch_outputs(_digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
-    _repro(wanted, *(["--force"] if again else []))
-    if alone:  # the call above may have restored its outputs
-        _repro(wanted, "--force", "--single-item")
+    # Not committed to the cache: a result that differs would be restored later instead of the recorded one.
+    unset = [word for name in worktrees.PLACES for word in ("-u", name)]
+    repro = [sys.executable, "-m", "dvc", "repro", "--quiet", "--no-commit", *(["--force"] if again else [])]
+    command = shlex.join(["env", *unset, *repro, wanted.stage])
+    try:
+        with locks.machine():
+            stage_processes.run(command, wanted.folder, partial(print, flush=True), {})
+    except stage_processes.CommandFailed as error:
+        raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
 
 
 def _chain(wanted: LockedStage) -> list[str]:
@@ -240,17 +202,6 @@ def _chain(wanted: LockedStage) -> list[str]:
     return [name for name in names if name in wanted.entries]
 
 
-def _repro(wanted: LockedStage, *flags: str) -> None:
-    # Not committed to the cache: a result that differs would be restored later instead of the recorded one.
-    unset = [word for name in worktrees.PLACES for word in ("-u", name)]
-    repro = [sys.executable, "-m", "dvc", "repro", "--quiet", "--no-commit", *flags, wanted.stage]
-    try:
-        with locks.machine():
-            stage_processes.run(shlex.join(["env", *unset, *repro]), wanted.folder, partial(print, flush=True), {})
-    except stage_processes.CommandFailed as error:
-        raise CannotReproduce(f"{wanted.stage} could not be made again in {wanted.folder}: {error}") from error
-
-
 def _bring_inputs(folder: Path, cache: Path) -> None:
     """Put the user's own files into the worktree: as the revision has them in DVC, or else those of the main one."""
     for part in CARRIED:
@@ -260,7 +211,7 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
             (folder / part).mkdir(parents=True, exist_ok=True)
             continue
         digest = YAML(typ="safe").load(folder / tracked)["outs"][0]["md5"]
-        if not _fetch(cache, [digest]):
+        if not dvc_transport.fetch_outputs([digest]):
             raise CannotReproduce(f"{part} as {tracked} of that revision records it is in neither cache nor remote")
         cached_objects.copy(cache, digest, folder / part)
 
@@ -298,13 +249,8 @@ def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 def _packages(pinned: str) -> list[str]:
     """Return the packages that are not installed as `NAME==VERSION` lines say."""
-    pins = [line.split("==") for line in pinned.splitlines() if line.count("==") == 1]
-    installed = [(name.strip(), wanted.strip(), _installed(name.strip())) for name, wanted in pins]
-    return [f"{name} {there} for {wanted}" for name, wanted, there in installed if there != wanted]
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name).partition("+")[0]  # the build, such as +cpu, is not pinned
-    except PackageNotFoundError:
-        return "none"
+    # The build, such as +cpu, is not pinned.
+    there = {canonicalize_name(package.name): package.version.partition("+")[0] for package in distributions()}
+    pins = [map(str.strip, line.split("==")) for line in pinned.splitlines() if line.count("==") == 1]
+    versions = [(name, there.get(canonicalize_name(name)), wanted) for name, wanted in pins]
+    return [f"{name} {installed} for {wanted}" for name, installed, wanted in versions if installed != wanted]

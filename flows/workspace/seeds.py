@@ -6,11 +6,10 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
@@ -32,11 +31,6 @@ def folder_of(study: StudyFile, seed: int) -> Path:
     return WORKSPACES / f"{study.name}-seed{seed}"
 
 
-def folders_of(study: StudyFile) -> dict[int, Path]:
-    """Return seed → workspace, relative to the main one."""
-    return {seed: folder_of(study, seed) for seed in study.seeds}
-
-
 def check_committed(study: StudyFile) -> None:
     """Raise unless a workspace made from the commit runs the same code and study as the main one.
 
@@ -51,11 +45,7 @@ def check_committed(study: StudyFile) -> None:
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run the study's trials, if it has any, and then one seed after the other.
-
-    Returns:
-        The study as it ran, and failed seed → cause.
-    """
+    """Run a study's trials, if it has any, and its seeds; return it as it ran, and failed seed → cause."""
     try:
         study = _choose(study, study.trials, options) if study.trials else study
     except WorkspaceError as error:
@@ -123,25 +113,17 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of a seed, or update it to the present commit; its outputs stay.
-
-    Raises:
-        WorkspaceError: git or DVC refuse, or the folder is something else.
-    """
+    """Make the workspace of a seed, or update it to the present commit; its outputs stay."""
     folder = folder_of(study, seed)
     worktrees.follow(folder)
     of_task = f", task {study.task}," if study.task else ""
     comment = f"# Made from {PARAMS} and {study.path}{of_task} with seed {seed}; edits are overwritten.\n"
-    _write(study.content(seed), folder / PARAMS, comment)
-    return folder
-
-
-def _write(content: Mapping[str, Any], path: Path, comment: str) -> None:
     yaml = YAML()
     yaml.default_flow_style = False
-    with path.open("w") as file:
+    with (folder / PARAMS).open("w") as file:
         file.write(comment)
-        yaml.dump(dict(content), file)
+        yaml.dump(dict(study.content(seed)), file)
+    return folder
 
 
 def _tracking(experiment: str) -> str:

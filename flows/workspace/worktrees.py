@@ -35,15 +35,6 @@ class WorkspaceError(EckartError):
     """A workspace cannot be made or used. The message says what to do."""
 
 
-def check_code() -> None:
-    """Raise unless a workspace made from the commit has the code of this one, whatever its parameters.
-
-    Raises:
-        WorkspaceError: files are edited or new and not committed; the message names them.
-    """
-    refuse(edited(*(path for path in CODE if path != str(PARAMS))), "Workers run")
-
-
 def check_root() -> None:
     """Raise a WorkspaceError unless this is the root of a git repository."""
     if (root := root_of(Path())) == Path.cwd():
@@ -57,11 +48,7 @@ def check_root() -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the root of the git repository that contains `folder`.
-
-    Raises:
-        WorkspaceError: there is none.
-    """
+    """Return the root of the git repository that contains `folder`."""
     return Path(git(folder, "rev-parse", "--show-toplevel").rstrip("\n")).resolve()
 
 
@@ -96,11 +83,7 @@ def held(folder: Path) -> Iterator[IO[str]]:
 
 
 def follow(folder: Path) -> None:
-    """Update `folder` to the present commit and raw data, or make it; its outputs stay.
-
-    Raises:
-        WorkspaceError: git refuses, or the folder is something else.
-    """
+    """Update `folder` to the present commit and raw data, or make it; its outputs stay."""
     recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
     check_out(folder, "HEAD")
     if recorded is not None:  # dvc.lock belongs to the outputs there
@@ -110,11 +93,7 @@ def follow(folder: Path) -> None:
 
 
 def check_out(folder: Path, revision: str) -> None:
-    """Make `folder` a worktree at `revision` with the cache and the remotes of the main workspace.
-
-    Raises:
-        WorkspaceError: git refuses, or the folder is something else.
-    """
+    """Make `folder` a worktree at `revision` with the cache and the remotes of the main workspace."""
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
         _check_own(folder)

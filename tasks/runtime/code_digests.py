@@ -107,12 +107,7 @@ class StageCode:
 
 
 def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest for a stage of candidates.
-
-    Args:
-        pipeline: the stages of dvc.yaml.
-        parameters: the resolved ones.
-    """
+    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest for a stage of candidates."""
     code = StageCode(parameters)
     recipes = parameters["study"]["recipes"]
     return {

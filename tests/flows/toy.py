@@ -96,6 +96,15 @@ def call(root: Path, *command: str) -> str:
     return done.stdout
 
 
+def spoil(path: Path) -> bytes:
+    """Change a byte of an object of DVC's cache, which DVC takes for whole if it is read-only; return its bytes."""
+    whole = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    path.chmod(0o444)
+    return whole
+
+
 def commit(root: Path, message: str = "state") -> None:
     """Commit everything in `root`."""
     call(root, "git", "add", "-A")

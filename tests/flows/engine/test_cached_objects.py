@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flows.engine import cached_objects
-from tests.flows.toy import call
+from tests.flows.toy import call, spoil
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +31,18 @@ def digest(root: Path, out: str) -> str:
 
 
 @pytest.fixture
-def damage(filled: Path):
-    """Change an object's bytes but not its size, and leave it read-only, so that DVC takes it for whole."""
+def damage(filled: Path) -> Iterator[Callable[[str], Path]]:
+    """A function that changes an object's bytes, and returns its path."""
     changed: dict[Path, bytes] = {}
 
     def damage(name: str) -> Path:
         path = cached_objects.object_path(filled / ".dvc/cache", name)
-        changed[path] = path.read_bytes()
-        path.chmod(0o644)
-        path.write_bytes(bytes([changed[path][0] ^ 1]) + changed[path][1:])
-        path.chmod(0o444)
+        changed[path] = spoil(path)
         return path
 
     yield damage
     for path, content in changed.items():
-        path.chmod(0o644)
+        path.unlink()
         path.write_bytes(content)
         path.chmod(0o444)
 

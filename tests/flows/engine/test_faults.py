@@ -27,7 +27,7 @@ from ruamel.yaml import YAML
 from flows.engine import cached_objects
 from tests.flows.forked import Command
 from tests.flows.servers import mlflow_server, prefect_server, until
-from tests.flows.toy import BARE, Flows, Study, call
+from tests.flows.toy import BARE, Flows, Study, call, spoil
 from tests.workspace import tiny_params, write_params
 
 KILLED = ("teacher", "finetune", "compare")
@@ -151,12 +151,12 @@ def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
     assert ended == dict.fromkeys(KILLED, 1)
     assert begun == dict.fromkeys(KILLED, 2)
     assert call(workspace, "dvc", "status", "--json").strip() == "{}"
-    assert "RUNNING" not in {one.info.status for one in runs(workspace)}
-    finished = [one for one in runs(workspace) if one.info.status == "FINISHED"]
-    assert sorted(one.data.tags.get("eckart.candidate", "") for one in finished) == ["", "svd-0.5"]
-    killed = {one.data.tags["prefect.flow_run"] for one in runs(workspace) if one.info.status == "KILLED"}
+    assert "RUNNING" not in {run.info.status for run in runs(workspace)}
+    finished = [run for run in runs(workspace) if run.info.status == "FINISHED"]
+    assert sorted(run.data.tags.get("eckart.candidate", "") for run in finished) == ["", "svd-0.5"]
+    killed = {run.data.tags["prefect.flow_run"] for run in runs(workspace) if run.info.status == "KILLED"}
     with temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}), get_client(sync_client=True) as client:
-        pages = [client.read_flow_run(UUID(one)) for one in killed]
+        pages = [client.read_flow_run(UUID(run)) for run in killed]
     assert [page.state_type for page in pages] == [StateType.CRASHED] * 2
 
 
@@ -208,16 +208,13 @@ class TestAfterAFinishedRun:
         self, workspace: Path, flows: Flows, caplog: pytest.LogCaptureFixture
     ) -> None:
         lock = YAML(typ="safe").load((workspace / "dvc.lock").read_text())["stages"]
-        (out,) = (one for one in lock["factorize@svd-0.5"]["outs"] if one["path"].startswith("models/"))
+        (out,) = (out for out in lock["factorize@svd-0.5"]["outs"] if out["path"].startswith("models/"))
         files = cached_objects.files(workspace / ".dvc/cache", out["md5"])
         weights = cached_objects.object_path(workspace / ".dvc/cache", files["model.safetensors"])
-        whole = weights.read_bytes()
-        weights.chmod(0o644)
-        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        weights.chmod(0o444)
+        whole = spoil(weights)
         shutil.rmtree(workspace / "models/factorized")
         assert "12 cached, 1 executed" in flows(workspace, "run").output
-        assert files["model.safetensors"] in " ".join(one.getMessage() for one in caplog.records)
+        assert files["model.safetensors"] in " ".join(record.getMessage() for record in caplog.records)
         assert weights.read_bytes() == whole
 
     def test_a_workspace_that_cannot_be_written(self, workspace: Path, prefect: dict[str, str]) -> None:
@@ -256,4 +253,4 @@ class TestAfterAFinishedRun:
 
 def runs(folder: Path) -> list[Run]:
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    return list(client.search_runs([one.experiment_id for one in client.search_experiments()]))
+    return list(client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]))

@@ -15,12 +15,10 @@ from tests.flows.toy import toy_workspace
 
 
 @pytest.fixture
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where they may be, the best first."""
-    found = [tmp_path / name for name in ("first", "second", "third")]
-    monkeypatch.setattr(site_cache, "_own", lambda: iter(found))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(site_cache, "FOLDER", tmp_path / "folder")
     monkeypatch.delenv(site_cache.VARIABLE)
-    return found
+    return tmp_path / "folder"
 
 
 def chosen() -> Path:
@@ -28,36 +26,29 @@ def chosen() -> Path:
     return Path(os.environ[site_cache.VARIABLE])
 
 
-def test_they_are_in_a_folder_that_no_other_user_can_write(folders: list[Path]) -> None:
+def test_they_are_in_a_folder_that_no_other_user_can_write(folder: Path) -> None:
     before = os.umask(0)
     try:
-        assert chosen() == folders[0]
+        assert chosen() == folder
     finally:
         os.umask(before)
-    assert stat.S_IMODE(folders[0].stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_what_another_user_has_made_or_can_write_is_not_used(
-    folders: list[Path], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_another_user_has_made_or_can_write_is_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, link: bool
 ) -> None:
-    folders[0].mkdir()
-    folders[0].chmod(0o777)
-    folders[1].symlink_to(folders[0])
-    assert chosen() == folders[2]
-    assert chosen() == folders[2]  # as what this process starts finds it
-    assert len(caplog.records) == 1
-    assert str(folders[0]) in caplog.text
-
-
-def test_the_user_s_folder_is_used_if_it_can_be_written(
-    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(site_cache.VARIABLE, str(tmp_path / "new/folder"))
-    assert chosen() == tmp_path / "new/folder"
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(site_cache.VARIABLE, str(tmp_path / "file/folder"))
-    assert chosen() == folders[0]
-    assert str(tmp_path / "file/folder") in caplog.text
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    if link:
+        folder.symlink_to(tmp_path / "open")
+    else:
+        (tmp_path / "open").rename(folder)
+    other = chosen()
+    assert other != folder
+    assert chosen() == other  # as the processes that this one starts find it
+    assert [str(folder) in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("content", [b"garbage " * 999, b"half", None], ids=["garbage", "half", "folder"])
@@ -78,9 +69,9 @@ def test_damaged_ones_cost_nothing(
             file.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
         site_cache.heal.cache_clear()  # it is another process
         caplog.clear()
-        assert {bool(one.cached) for one in engine.plan()} == {True}
-        assert [one.levelno for one in caplog.records] == [logging.WARNING]
+        assert {bool(stage.cached) for stage in engine.plan()} == {True}
+        assert [stage.levelno for stage in caplog.records] == [logging.WARNING]
         site_cache.heal.cache_clear()
         caplog.clear()
-        assert {bool(one.cached) for one in engine.plan()} == {True}
+        assert {bool(stage.cached) for stage in engine.plan()} == {True}
         assert not caplog.records

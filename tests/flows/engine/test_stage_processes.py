@@ -101,7 +101,7 @@ def pids(root: Path) -> list[int]:
 
 
 def supervisor_of(pid: int) -> int:
-    return next(one.pid for one in psutil.Process(pid).parents() if supervisor.__file__ in one.cmdline())
+    return next(process.pid for process in psutil.Process(pid).parents() if supervisor.__file__ in process.cmdline())
 
 
 @pytest.mark.parametrize("command", HOW.values(), ids=HOW)
@@ -162,8 +162,8 @@ def test_a_killed_flow_ends_the_processes_of_a_distributed_training(root: Path) 
     """Torch's own launcher starts each in a session of its own."""
     flow = forked.start(train, root)
     ranks = [root / "rank-0", root / "rank-1"]
-    until(lambda: all(one.exists() and one.read_text() for one in ranks))
-    processes = [int(one.read_text()) for one in ranks]
+    until(lambda: all(file.exists() and file.read_text() for file in ranks))
+    processes = [int(file.read_text()) for file in ranks]
     assert all(map(alive, processes))
     flow.kill()
     flow.join()

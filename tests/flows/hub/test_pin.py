@@ -46,20 +46,23 @@ def revisions(file: Path) -> tuple[str | None, str | None]:
 def test_a_revision_that_is_null_or_a_commit_becomes_the_newest_and_all_else_stays(params: Path) -> None:
     yaml_edit.update({"data": {"revision": OLD}})
     before = params.read_text()
-    assert {(one.section, one.before, one.now) for one in pin()} == {("model", None, NEW), ("data", OLD, NEW)}
+    assert {(pinned.section, pinned.before, pinned.now) for pinned in pin()} == {
+        ("model", None, NEW),
+        ("data", OLD, NEW),
+    }
     assert revisions(params) == (NEW, NEW)
     after = params.read_text()
     yaml_edit.update({"model": {"revision": None}, "data": {"revision": OLD}})
     assert params.read_text().split() == before.split()  # comments stand elsewhere
     params.write_text(after)
-    assert all(one.before == one.now for one in pin())
+    assert all(pinned.before == pinned.now for pinned in pin())
     assert params.read_text() == after
 
 
 @pytest.mark.usefixtures("there")
 def test_a_name_without_an_owner_is_of_the_hub(params: Path) -> None:
     yaml_edit.update({"model": {"base": "base"}, "data": {"source": "movie-reviews"}})
-    assert [one.name for one in pin()] == ["base"]
+    assert [pinned.name for pinned in pin()] == ["base"]
     assert revisions(params) == (NEW, None)
 
 
