@@ -71,12 +71,6 @@ class Service:
                 raise NotThere(f"{self.name} does not answer:\n{said}")
             time.sleep(0.1)
 
-    def send(self, number: int) -> None:
-        """Send a signal to the process and all its children."""
-        if self.process:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-
     def stop(self) -> None:
         if not self.process:
             return
@@ -84,7 +78,8 @@ class Service:
             self.process.send_signal(self.stop_signal)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE)
-        self.send(signal.SIGKILL)  # to children that are left
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # children that are left
         self.process.wait()
 
 
@@ -172,8 +167,8 @@ def _unprivileged() -> pwd.struct_passwd:
 
 
 @contextmanager
-def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run moto's S3 server with these buckets, in memory, and yield it with the environment for boto3."""
+def object_store(folder: Path, *buckets: str) -> Iterator[dict[str, str]]:
+    """Run moto's S3 server with these buckets, in memory, and yield the environment for boto3."""
     port = free_port()
     store = Service(
         "the object store",
@@ -186,12 +181,12 @@ def object_store(folder: Path, *buckets: str) -> Iterator[tuple[Service, dict[st
         for bucket in buckets:
             urlopen(Request(f"http://{LOOPBACK}:{port}/{bucket}", method="PUT"), timeout=10).close()
         address = f"http://{LOOPBACK}:{port}"
-        yield store, {**KEYS, "AWS_ENDPOINT_URL": address, "MLFLOW_S3_ENDPOINT_URL": address}
+        yield {**KEYS, "AWS_ENDPOINT_URL": address, "MLFLOW_S3_ENDPOINT_URL": address}
 
 
 @contextmanager
-def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, str]]]:
-    """Run Prefect's server on a database (asyncpg), and yield it with the environment for clients."""
+def prefect(folder: Path, database: str) -> Iterator[dict[str, str]]:
+    """Run Prefect's server on a database (asyncpg), and yield the environment for its clients."""
     settings = {
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_API_DATABASE_CONNECTION_URL": database,
@@ -204,12 +199,12 @@ def prefect(folder: Path, database: str) -> Iterator[tuple[Service, dict[str, st
     with _running(server):
         address = f"http://{LOOPBACK}:{server.port}/api"
         server.wait_until(lambda: answers(f"{address}/health"))
-        yield server, {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": _KEY}
+        yield {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": _KEY}
 
 
 @contextmanager
-def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[tuple[Service, str]]:
-    """Run MLflow's server on a database and a place for artifacts, and yield it with its address."""
+def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str]) -> Iterator[str]:
+    """Run MLflow's server on a database and a place for artifacts, and yield its address."""
     settings = {
         **keys,
         "MLFLOW_HOST": LOOPBACK,
@@ -223,16 +218,16 @@ def mlflow(folder: Path, database: str, artifacts: str, keys: Mapping[str, str])
     with _running(server):
         address = f"http://{LOOPBACK}:{server.port}"
         server.wait_until(lambda: answers(f"{address}/health"))
-        yield server, address
+        yield address
 
 
 @contextmanager
-def dask(folder: Path) -> Iterator[tuple[Service, str]]:
-    """Run Dask's scheduler, and yield it with its address."""
+def dask(folder: Path) -> Iterator[str]:
+    """Run Dask's scheduler, and yield its address."""
     scheduler = _started("dask", folder, "DASK_PORT", {"DASK_HOST": LOOPBACK})
     with _running(scheduler):
         scheduler.wait_until(lambda: listens(scheduler.port))
-        yield scheduler, f"tcp://{LOOPBACK}:{scheduler.port}"
+        yield f"tcp://{LOOPBACK}:{scheduler.port}"
 
 
 def _started(word: str, folder: Path, its_port: str, settings: Mapping[str, str]) -> Service:
@@ -252,32 +247,19 @@ def _running(service: Service) -> Iterator[None]:
         service.stop()
 
 
-@dataclass(frozen=True)
-class Team:
-    """All services, and the environment for their clients."""
-
-    database: Postgres
-    store: Service
-    prefect: Service
-    mlflow: Service
-    scheduler: str
-    environment: dict[str, str]
-
-
 @contextmanager
-def team(folder: Path) -> Iterator[Team]:
-    """Run all services; `folder` gets their logs."""
+def team(folder: Path) -> Iterator[tuple[dict[str, str], str]]:
+    """Run all services, with their logs in `folder`; yield the environment for clients and Dask's address."""
     with ExitStack() as stack:
         database = stack.enter_context(postgres())
-        store, keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
+        keys = stack.enter_context(object_store(folder, "eckart", "mlflow"))
         database.create("prefect")
         runs = database.create("mlflow")
-        orchestrator, places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
-        tracking, address = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
-        _, scheduler = stack.enter_context(dask(folder))
+        places = stack.enter_context(prefect(folder, database.address("prefect", "postgresql+asyncpg")))
+        tracking = stack.enter_context(mlflow(folder, runs, "s3://mlflow", keys))
+        scheduler = stack.enter_context(dask(folder))
         # The registry is reached directly: locks in its database let promotions take turns.
-        registry = {"MLFLOW_TRACKING_URI": address, "MLFLOW_REGISTRY_URI": runs}
-        yield Team(database, store, orchestrator, tracking, scheduler, {**keys, **places, **registry})
+        yield {**keys, **places, "MLFLOW_TRACKING_URI": tracking, "MLFLOW_REGISTRY_URI": runs}, scheduler
 
 
 def free_port() -> int:
@@ -307,11 +289,11 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="eckart-team-") as folder,
         suppress(KeyboardInterrupt),
-        team(Path(folder)) as services,
+        team(Path(folder)) as (environment, scheduler),
     ):
-        for name, value in services.environment.items():
+        for name, value in environment.items():
             print(f"export {name}={value}")
-        print(f"# dvc remote modify storage url s3://eckart/dvc; eckart worker {services.scheduler}")
+        print(f"# dvc remote modify storage url s3://eckart/dvc; eckart worker {scheduler}")
         print("# Ctrl-C stops all.", flush=True)
         signal.pause()
 
