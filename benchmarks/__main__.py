@@ -83,8 +83,7 @@ def main() -> None:
     print(f"## In bfloat16\n\n{output_of('bfloat16', *names)}\n", flush=True)
     if writes:
         print(f"## Writing\n\n{output_of('generation', *names)}\n", flush=True)
-    print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}\n", flush=True)
-    print(f"## Statistics and decompositions on BERT-base's shapes\n\n{output_of('base_shapes')}")
+    print(f"## Seconds of each part\n\n{output_of('parts', 'drone', 'kfac', 'anchored')}")
 
 
 if __name__ == "__main__":

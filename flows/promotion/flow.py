@@ -204,17 +204,13 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
     name = candidate.name
     own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == name)
     read = [item for outcome in (outcomes["extract"], outcomes["teacher"], *own) for item in outcome.deps.items()]
-    measured = results.measured[name]
     return Recorded(
         name=name,
         content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
         test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=candidate.recovered,
-        validation=measured.metric,
         teacher=results.dense.score.metric,
-        parameters=measured.parameters,
-        keep=measured.keep,
-        speedup=measured.speedup,
+        validation=results.measured[name],
         outcomes=own,
         inputs={path: md5 for path, md5 in read if path.startswith(("data/", "models/"))},
     )
@@ -339,11 +335,11 @@ def _write_down(
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,
-        "validation": candidate.validation,
+        "validation": candidate.validation.metric,
         "teacher": candidate.teacher,
-        "target_parameters": candidate.parameters,
-        "keep": candidate.keep,
-        "speedup": candidate.speedup,
+        "target_parameters": candidate.validation.parameters,
+        "keep": candidate.validation.keep,
+        "speedup": candidate.validation.speedup,
     }
     tags = {
         versions.DECISION: decision,

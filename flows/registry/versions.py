@@ -25,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import shown
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
+from flows.registry.previous_version import NothingBefore
 from flows.registry.promotion_lock import turn
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database, mirror
@@ -55,10 +56,6 @@ class RegistryError(EckartError):
 
 class RegistryLost(RegistryError):
     """The registry has no champion, although the workspace has had one; the message says which and what to do."""
-
-
-class NothingBefore(EckartError):
-    """There is no version to go back to, or none to go back from."""
 
 
 @contextmanager
