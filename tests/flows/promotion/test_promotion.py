@@ -211,7 +211,7 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
     assert amid.is_failed()
     assert "benchmark: " in str(amid.message)
     assert late.name == amid.name
-    assert late.name not in notifications._TOLD + notifications._SUCCESSES
+    assert late.name not in notifications._REPORTED + notifications._SUCCESSES
 
 
 def decision(root: Path, number: str) -> str:

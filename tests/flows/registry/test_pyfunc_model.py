@@ -5,20 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import runpy
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.request import Request, urlopen
 
-import mlflow.models.model
 import pandas as pd
 import pytest
 import torch
@@ -37,7 +30,6 @@ from eckart.model import hf_format
 from eckart.model.layers import factorize_target
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import weight_of
-from flows.environment.settings import answers
 from flows.promotion.flow import _same
 from flows.promotion.gates import digest
 from flows.registry import smoke_test as asking
@@ -48,7 +40,6 @@ from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tests import tiny
-from tests.flows.servers import free_port
 from tests.tasks.nlp_tasks import test_question_answering as test_answers
 from tests.tasks.nlp_tasks import test_summarization, test_token_classification
 from tests.tasks.scoring import test_scores
@@ -116,11 +107,6 @@ class TestAnswers:
         with torch.no_grad():
             wanted = model(**tiny_tokenizer()(TEXTS[:1], return_tensors="pt")).logits
         assert found["value"].tolist() == pytest.approx([float(wanted)], abs=1e-6)
-
-    def test_no_rows_get_no_found(self, tmp_path: Path) -> None:
-        found = ask(loaded(write(tmp_path, compressed())), pd.DataFrame({"text": []}))
-        assert list(found) == ["label", "score"]
-        assert found.empty
 
 
 @dataclass(frozen=True)
@@ -344,14 +330,6 @@ class TestVersion:
         assert [row["score"] for row in found["answers"]] == pytest.approx(scores.tolist(), abs=1e-6)
         assert all("/code/" in file for file in found["code"])  # the version brings its own
 
-    def test_mlflow_s_server_answers_on_loopback(self, environment: dict[str, str], tmp_path: Path) -> None:
-        with server(environment, tmp_path) as address:
-            rows = {"dataframe_split": {"columns": ["text"], "data": [[text] for text in TEXTS]}}
-            found = post(f"{address}/invocations", rows)["predictions"]
-        scores, labels = probabilities(compressed(), TEXTS).max(-1)
-        assert [row["label"] for row in found] == [TASK.labels[label] for label in labels]
-        assert [row["score"] for row in found] == pytest.approx(scores.tolist(), abs=1e-6)
-
 
 def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of words, and of tags of which some are null; by what `mlflow models predict` calls, in this process."""
@@ -367,12 +345,6 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     found = asking.ask(str(tmp_path / "saved"), rows)
     assert found == ask(loaded(files, case.task), rows).to_dict("records")
     assert None in found[1]["tags"]
-
-
-def test_who_imports_it_sets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow.models.model, "__mlflow_model__", None)
-    runpy.run_module("flows.registry.pyfunc_model", run_name="flows.registry.pyfunc_model")
-    assert mlflow.models.model.__mlflow_model__ is None
 
 
 WITHOUT_PIPELINE = """
@@ -399,31 +371,3 @@ with torch.no_grad():
 code = [eckart.__file__, tasks.__file__]
 print(json.dumps({"answers": answers.to_dict("records"), "logits": logits.tolist(), "code": code}))
 """
-
-
-@contextmanager
-def server(environment: dict[str, str], folder: Path) -> Iterator[str]:
-    """The address of `mlflow models serve` of the champion, started in `folder`."""
-    port = str(free_port())
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/tiny@champion"]
-    process = subprocess.Popen(
-        [*command, "--env-manager", "local", "--host", "127.0.0.1", "--port", port],
-        cwd=folder,
-        env={**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"},
-        start_new_session=True,
-    )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        while not answers(f"{address}/ping"):
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.2)
-        yield address
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def post(address: str, content: Any) -> Any:
-    request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=600) as response:
-        return json.load(response)
