@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -189,45 +189,43 @@ class TestMeasure:
         assert said(gates[-1].words) == ["0.5", "0.5", "3", "0", f"{least:g}", "0"]
         assert gates[-1].standard_error == 0  # it is the same model
 
-    def test_a_champion_with_other_labels_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("model", "labels", "named"),
+        [
+            (bert, ("bad", "good"), r"\bbad, good\b.*\bnegative, positive\b.*promotion\.model\b"),
+            (
+                lambda: type(bert())(tiny_config(num_labels=1, problem_type="regression")),
+                ("LABEL_0",),
+                r"\bnumber\b.*\bnegative, positive\b",
+            ),
+            # whose labels and weights have the same names and shapes
+            (
+                lambda: BertForTokenClassification(bert().config),
+                LABELS,
+                r"BertForTokenClassification\b.*\bBertForSequenceClassification\b",
+            ),
+            (
+                lambda: type(bert())(tiny_config(max_position_embeddings=8)),
+                LABELS,
+                r"data\.max_length.*\b8\b",
+            ),
+            (None, (), "`promote`"),  # it has no such files: it was registered otherwise
+        ],
+    )
+    def test_a_champion_that_cannot_be_compared_with_is_named(
+        self,
+        model: Callable[[], PreTrainedModel] | None,
+        labels: tuple[str, ...],
+        named: str,
+        files: Path,
+        candidate: Recorded,
+        tmp_path: Path,
     ) -> None:
-        champion = Champion(written(tmp_path / "champion", bert(), ("bad", "good")), "version 3")
-        named = r"version 3\b.*\bbad, good\b.*\bnegative, positive\b.*promotion\.model\b"
-        with pytest.raises(Refused, match=named):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_of_another_task_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        model = type(bert())(tiny_config(num_labels=1, problem_type="regression"))
-        champion = Champion(written(tmp_path / "champion", model, ("LABEL_0",)), "version 3")
-        with pytest.raises(Refused, match=r"version 3\b.*\bnumber\b.*\bnegative, positive\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_with_another_head_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        """Whose labels and weights have the same names and shapes."""
-        model = BertForTokenClassification(bert().config)
-        champion = Champion(written(tmp_path / "champion", model), "version 3")
-        with pytest.raises(Refused, match=r"BertForTokenClassification\b.*\bBertForSequenceClassification\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_with_too_few_positions_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        champion = Champion(
-            written(tmp_path / "champion", type(bert())(tiny_config(max_position_embeddings=8))), "version 3"
-        )
-        with pytest.raises(Refused, match=r"version 3\b.*data\.max_length.*\b8\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_that_was_registered_otherwise_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        with pytest.raises(Refused, match=r"version 3\b.*`promote`"):
-            measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), TERMS)
+        folder = tmp_path / "champion"
+        if model:
+            written(folder, model(), labels)
+        with pytest.raises(Refused, match=rf"version 3\b.*{named}"):
+            measure(files, candidate, Champion(folder, "version 3"), TERMS)
 
 
 class TestLanguage:
