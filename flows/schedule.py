@@ -99,7 +99,13 @@ def _serve_until_lost(
             global_limit=_ONE_AT_A_TIME,  # wherever it is served
             limit=1,
             tags=[deployment_owner.tag()],
-            triggers=[_on_change(name)],
+            triggers=[
+                DeploymentEventTrigger(
+                    name=f"eckart {name}: new data, parameters or code",
+                    expect={CHANGED},
+                    match={"prefect.resource.id": f"eckart.{name}"},
+                )
+            ],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
@@ -134,14 +140,6 @@ def _announcement(name: str, due: Callable[[datetime], datetime], address: str) 
 def _is_not_waiting(record: logging.LogRecord) -> bool:
     """Drop what Prefect's runner logs at each poll while a run goes on and the next one waits."""
     return "skipped (at capacity)" not in record.getMessage()
-
-
-def _on_change(name: str) -> DeploymentEventTrigger:
-    return DeploymentEventTrigger(
-        name=f"eckart {name}: new data, parameters or code",
-        expect={CHANGED},
-        match={"prefect.resource.id": f"eckart.{name}"},
-    )
 
 
 def _schedule(cron: str, timezone: str) -> Schedule:

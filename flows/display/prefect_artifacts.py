@@ -96,8 +96,12 @@ def failure(study: str, causes: Mapping[str, str], lines: LastLines) -> None:
 
 def gates(model: str, decision: str, checked: Sequence[Gate]) -> None:
     """Show the gates of a promotion and the decision."""
-    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
-    _markdown(f"{decision}\n\n{_table(rows)}", f"promotion-{_slug(model)}")
+    _markdown(f"{decision}\n\n{gate_table(checked)}", f"promotion-{_slug(model)}")
+
+
+def gate_table(checked: Sequence[Gate]) -> str:
+    """Return the gates as a table in markdown."""
+    return _table(pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""]))
 
 
 def _changes(rows: Sequence[tuple[str, Any, Any]]) -> str:

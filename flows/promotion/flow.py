@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
@@ -160,8 +159,12 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
                 return conclusion
             passed = gate(models, terms, candidate, version, champion)
             _write_down(models, terms, candidate, version, passed, "All gates are passed.")
-            if make_champion(models, version, champion):
-                break
+            try:
+                if models.promote(version, champion):
+                    break
+            except SmokeFailed as error:
+                back = f"version {champion.version} is the champion again" if champion else "there is no champion"
+                raise Refused(f"{error}; {back}") from error
             get_run_logger().warning("someone else changed the champion meanwhile: going through the gates again")
     except Refused as refusal:
         _write_down(models, terms, candidate, version, refusal.gates or passed, f"Refused: {refusal}")
@@ -315,19 +318,6 @@ def _alike(answer: Any, wanted: Any) -> bool:
     return bool(answer == wanted)
 
 
-def make_champion(models: Registry, version: str, champion: ModelVersion | None) -> bool:
-    """Make the version the champion; return False, with nothing moved, if `champion` no longer is.
-
-    Raises:
-        Refused: it does not answer as the champion; the previous one is the champion again.
-    """
-    try:
-        return models.promote(version, champion)
-    except SmokeFailed as error:
-        back = f"version {champion.version} is the champion again" if champion else "there is no champion, as before"
-        raise Refused(f"{error}; {back}") from error
-
-
 def _write_down(
     models: Registry, terms: Terms, candidate: Recorded, version: str, checked: Sequence[Gate], decision: str
 ) -> None:
@@ -348,7 +338,6 @@ def _write_down(
         "eckart.gates": json.dumps([gate.plain for gate in checked]),
         "prefect.flow_run": str(flow_run.id),
     }
-    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
-    table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
+    table = prefect_artifacts.gate_table(checked)
     models.describe(version, f"**{candidate.name}**, {clock()}\n\n{decision}\n\n{table}")

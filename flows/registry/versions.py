@@ -179,7 +179,9 @@ class Registry:
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, the latest last."""
         versions = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted((one for one in versions if PROMOTED_AT in one.tags and ROLLED_BACK not in one.tags), key=_when)
+        return sorted(
+            (entry for entry in versions if PROMOTED_AT in entry.tags and ROLLED_BACK not in entry.tags), key=_when
+        )
 
     def _now(self) -> str:
         """Return the time; just after the last promotion if the clock was set back since."""
