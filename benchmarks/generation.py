@@ -80,7 +80,9 @@ def rows_of(
         for place, unit in enumerate(("{:.0f} ms", "{:.1f}")):
             others, own_seconds = ([pair[model][place] for pair in timed] for model in (0, 1))
             times = ratio(others, own_seconds)
-            shown = [1e3 * median(each) if place == 0 else rows / median(each) for each in (others, own_seconds)]
+            shown = [
+                1e3 * median(timings) if place == 0 else rows / median(timings) for timings in (others, own_seconds)
+            ]
             cells += [*map(unit.format, shown), f"{times.median:.2f} × ({times.low:.2f} to {times.high:.2f})"]
         yield f"| {' | '.join(cells)} |"
 

@@ -75,7 +75,7 @@ def main() -> None:
             share = median(shares[rows, tokens])
             left = operations_of_products(small, inputs) / operations_of_products(dense, inputs)
             pairs = [(seconds(dense, inputs), seconds(small, inputs)) for _ in range(2 + ROUNDS)][2:]
-            limit, times = 1 / (1 - share + share * left), median(one / other for one, other in pairs)
+            limit, times = 1 / (1 - share + share * left), median(entry / other for entry, other in pairs)
             print(
                 f"| {name} | {rows} × {tokens} | {1e3 * median(one for one, _ in pairs):.0f} | {100 * share:.0f} % "
                 f"| {100 * left:.0f} % | {limit:.2f} × | {times:.2f} × | {100 * times / limit:.0f} % |",

@@ -65,9 +65,9 @@ def seconds(recipe: str, keep: float, dense: PreTrainedModel, data: list[Batch])
             model, data, targets, weighting.statistics, calibration_loss(load_task(), importance.labels)
         )
     yield (gathered := time.perf_counter()) - began
-    found = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
+    result = ranks.ranks(targets, spectra([] if ranks.by_size else targets, model, weighting, statistics), keep)
     yield (decided := time.perf_counter()) - gathered
-    factorize_model(model, targets, found, weighting, statistics, in_order=order, batches=data)
+    factorize_model(model, targets, result, weighting, statistics, in_order=order, batches=data)
     yield time.perf_counter() - decided
 
 

@@ -52,16 +52,10 @@ def serve(
     Args:
         name: name of the deployment.
         cron: minute, hour, day of month, month and day of week.
-        timezone: time zone of `cron`.
-        options: how each run executes stages.
-        promote: promote the best candidate after each run.
         notify: Prefect's notification blocks that report the runs; see `notifications.set_up`.
 
     Raises:
-        NotificationError: Prefect's server has no such block.
-        OtherWorkspace: the deployment of this name belongs to another folder.
-        ScheduleError: `cron` is no schedule, or `timezone` no time zone.
-        ServerError: no Prefect server can be used.
+        EckartError: `cron` or `timezone` is invalid, no server or block can be used, or another folder has the name.
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}

@@ -105,19 +105,14 @@ def study(
     the process's working directory, and the scheduler's address is its environment variable ECKART_SCHEDULER.
 
     Args:
-        workers: stages to run side by side; by default as many as the cores allow.
-        timeout: seconds after which a stage is stopped.
         task_runner: run stages in this workspace (threads), or on Dask's workers with a workspace each (dask).
         promote: then make the best candidate the champion of the registry, if it passes the gates.
 
     Raises:
-        ParamsError: params.yaml has mistakes; nothing was run.
-        OptionsError: the arguments contradict each other; nothing was run.
-        OtherWorkspace: the run's deployment is of another folder; nothing was run.
-        ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
         StudyChanged: the inputs of some stages changed while the study ran; the others finished.
         RegistryError: the study finished, but the registry failed.
+        EckartError: any other cause; nothing was run.
     """
     settings.apply()  # a deployment's run starts here, without the command line
     try:

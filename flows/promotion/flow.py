@@ -84,8 +84,6 @@ def rollback() -> str:
     Raises:
         NothingBefore: there is none; the champion stays.
         SmokeFailed: it does not answer, or the champion of an earlier promotion did not and was taken back.
-        RegistryError: the registry failed.
-        ParamsError: params.yaml has mistakes.
     """
     with versions.connected(validation.typed_section("promotion").model) as models:
         models.settle()

@@ -146,17 +146,17 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == submitted[1:]
-    until(lambda: any(refused in one["body"] for one in told))
+    until(lambda: any(refused in item["body"] for item in told))
     page = f"{str(served.api_url).removesuffix('/').removesuffix('/api')}/runs/flow-run/{submitted[1]}"
-    assert any(one["body"].endswith(page) for one in told)
-    assert {one["subject"] for one in told if "nightly" in one["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
+    assert any(item["body"].endswith(page) for item in told)
+    assert {item["subject"] for item in told if "nightly" in item["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
 
     artifact = served.read_artifacts(
         artifact_filter=ArtifactFilter.model_validate({"key": {"any_": ["comparison-tiny"]}})
     )
-    assert {one.flow_run_id for one in artifact} == {first.id, second.id}
-    assert all("svd-0.5" in str(one.data) for one in artifact)
-    assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
+    assert {item.flow_run_id for item in artifact} == {first.id, second.id}
+    assert all("svd-0.5" in str(item.data) for item in artifact)
+    assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(item.description) for item in artifact)
 
 
 def test_an_event_starts_a_run_and_its_failure_is_reported(
@@ -169,10 +169,10 @@ def test_an_event_starts_a_run_and_its_failure_is_reported(
         event = {"event": schedule.CHANGED, "resource": {"prefect.resource.id": "eckart.nightly"}}
         event |= {"id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()}
         served.request("POST", "/events", json=[event])
-        until(lambda: any("teacher.epoch: " in one["body"] for one in told[before:]))
+        until(lambda: any("teacher.epoch: " in item["body"] for item in told[before:]))
     finally:
         (workspace / "params.yaml").write_text(params)
-    (failed,) = (one for one in told[before:] if "teacher.epoch" in one["body"])
+    (failed,) = (item for item in told[before:] if "teacher.epoch" in item["body"])
     assert failed["subject"] == NAMED["Failed"]
 
 
@@ -183,9 +183,9 @@ def test_a_crashed_or_late_run_is_reported(served: SyncPrefectClient, told: list
     run = served.create_flow_run_from_deployment(deployment.id, state=later)
     served.set_flow_run_state(run.id, state, force=True)
     wanted = f"{run.name}: {state.message}" if state.message else run.name
-    until(lambda: (NAMED[str(state.name)], wanted) in [(one["subject"], one["body"].split("\n")[0]) for one in told])
+    until(lambda: (NAMED[str(state.name)], wanted) in [(item["subject"], item["body"].split("\n")[0]) for item in told])
     served.delete_flow_run(run.id)
-    until(lambda: any("study/idle" in one["subject"] for one in told))  # which lacks successes
+    until(lambda: any("study/idle" in item["subject"] for item in told))  # which lacks successes
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_serve_replaces_the_notifications(
 
         def automations(*notify: str) -> list[str]:
             schedule.serve("unwatched", "0 2 * * 1", "UTC", Options(), notify=notify)
-            return sorted(one.name for one in client.read_automations() if "unwatched" in one.name)
+            return sorted(item.name for item in client.read_automations() if "unwatched" in item.name)
 
         told = automations("custom-webhook/sink")
         assert len(told) == 2
@@ -253,8 +253,8 @@ def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[S
     client, taken = elsewhere
     with pytest.raises(deployment_owner.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
-    found = client.read_deployment(taken)
-    assert (found.schedules, found.tags) == ([], ["workspace 1 elsewhere:/a"])
+    existing = client.read_deployment(taken)
+    assert (existing.schedules, existing.tags) == ([], ["workspace 1 elsewhere:/a"])
 
 
 def test_a_deployment_belongs_to_its_folder(

@@ -98,7 +98,7 @@ class TestPerplexity:
         assert as_recorded(20_000.0, 1000 * recorded, 10, of_perplexity()).passed is passes
 
 
-@pytest.mark.parametrize("metric", [name for name, one in METRICS.items() if one.bounded])
+@pytest.mark.parametrize("metric", [name for name, entry in METRICS.items() if entry.bounded])
 def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move(metric: MetricName) -> None:
     terms = dataclasses.replace(TERMS, metric=metric)
     assert as_recorded(0.72, 0.70, 100, terms).passed

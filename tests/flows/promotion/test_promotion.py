@@ -69,8 +69,8 @@ def choose(root: Path, *recipes: str) -> None:
     change(root, "study", recipes=list(recipes))
     change(root, "export", recipes=[name for name in recipes if name == "kfac"])
     with chdir(root):
-        for one in engine.plan():
-            engine.run(one, lambda command: stage_processes.run(command, root, print, {}))
+        for item in engine.plan():
+            engine.run(item, lambda command: stage_processes.run(command, root, print, {}))
 
 
 def start(root: Path, prefect: dict[str, str]) -> Command:
@@ -91,10 +91,10 @@ def client(root: Path) -> MlflowClient:
 
 def aliases(root: Path) -> dict[str, str]:
     try:
-        found = client(root).get_registered_model(MODEL).aliases
+        result = client(root).get_registered_model(MODEL).aliases
     except MlflowException:  # there is no database yet, or no model in it
         return {}
-    return {alias: str(number) for alias, number in found.items()}
+    return {alias: str(number) for alias, number in result.items()}
 
 
 def versions(root: Path) -> list[ModelVersion]:
@@ -126,11 +126,11 @@ def referred(root: Path) -> None:
         champion_data.refresh("tiny", MODEL)
         for part in PARTS:
             assert (REFERENCE / part).read_bytes() == (SPLITS / part).read_bytes()
-        stages = [one.name for one in engine.plan() if not one.cached]
+        stages = [item.name for item in engine.plan() if not item.cached]
         assert "check" in stages
         shutil.rmtree(REFERENCE)
         champion_data.refresh("another", MODEL)
-        assert all(one.cached for one in engine.plan())
+        assert all(item.cached for item in engine.plan())
 
 
 def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,10 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
         whole = getattr(module, name)
 
         def both(*arguments: Any) -> Any:
-            found = whole(*arguments)
+            result = whole(*arguments)
             monkeypatch.setattr(module, name, whole)
             act()
-            return found
+            return result
 
         monkeypatch.setattr(module, name, both)
 
@@ -215,7 +215,7 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
 
 
 def decision(root: Path, number: str) -> str:
-    return next(one.tags["eckart.decision"] for one in versions(root) if str(one.version) == number)
+    return next(item.tags["eckart.decision"] for item in versions(root) if str(item.version) == number)
 
 
 def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:

@@ -388,13 +388,6 @@ class TestTemporaryServer:
             assert "PREFECT_API_URL" not in os.environ
         assert not settings.answers(f"{address}/api/health")
 
-    def test_each_version_of_prefect_has_its_own_database(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-        assert prefect_server._environment(False, OWN)[name].endswith(f":///{home / DATABASE}")
-        monkeypatch.setenv(name, "postgresql+asyncpg://db/prefect")
-        refresh_global_settings_context()
-        assert prefect_server._environment(False, OWN)[name] == "postgresql+asyncpg://db/prefect"
-
     def test_it_ends_with_a_killed_run(self, home: Path) -> None:
         code = [sys.executable, "-c", BEGIN_AND_BE_KILLED]
         run = subprocess.run(code, env=BARE | {"PREFECT_HOME": str(home)}, cwd=REPOSITORY, stdout=subprocess.PIPE)

@@ -210,15 +210,15 @@ def test_a_run_that_ends_early_is_failed_and_says_how_busy_the_machine_was(
 def test_where_nothing_is_to_be_run_a_parent_is_made_only_for_what_mlflow_lacks(
     root: Path, plan: list[Planned]
 ) -> None:
-    cached = [replace(one, cached=outcome(one.name, "Cached")) for one in plan]
+    cached = [replace(item, cached=outcome(item.name, "Cached")) for item in plan]
     parents = []
     for lacking in (False, False, True, False):
         if lacking:
             MlflowClient(f"sqlite:///{root / 'mlflow.db'}").delete_run(children(root)[0].info.run_id)
         mirror = started(root, cached)
-        for one in cached:
-            assert one.cached
-            mirror.record(one.cached)
+        for item in cached:
+            assert item.cached
+            mirror.record(item.cached)
         mirror.finish(complete=True)
         assert not mirror.down
         assert mirror.lineage == {"kfac-0.5": children(root)[0].info.run_id}
@@ -238,8 +238,8 @@ def test_flows_side_by_side_leave_one_run_of_a_candidate(root: Path, plan: list[
     idle = started(root, plan)  # which finds all that they do
     idle.tags["eckart.process"] = "that of a third"
     for mirror in (idle, ours, other):
-        for one in plan[:4]:
-            mirror.record(outcome(one.name, "Cached"))
+        for item in plan[:4]:
+            mirror.record(outcome(item.name, "Cached"))
         mirror.finish(complete=True)
         assert not mirror.down
     runs = {run.info.run_id: run for run in children(root)}
@@ -314,18 +314,6 @@ def test_a_store_that_fails_is_said_once_and_stops_nothing(
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
-
-
-def test_addresses_are_those_of_the_environment_or_the_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
-    own = f"sqlite:///{root / 'mlflow.db'}"
-    assert (database_file.address(), database_file.registry_address()) == (own, own)
-    assert database_file.is_local()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
-    assert (database_file.address(), database_file.registry_address()) == ("http://team", "http://team")
-    assert not database_file.is_local()
-    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "http://models")
-    assert database_file.registry_address() == "http://models"
 
 
 def test_a_damaged_database_is_set_aside_with_its_journal(root: Path, caplog: pytest.LogCaptureFixture) -> None:
