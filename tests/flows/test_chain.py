@@ -107,17 +107,17 @@ def test_both_denominators_agree(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "report"), [("dense", "dense"), ("kfac-0.5", "evaluate/kfac-0.5")])
 def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> None:
-    found, model = read(f"reports/onnx/{name}.json"), read(f"reports/{report}.json")
+    exported, model = read(f"reports/onnx/{name}.json"), read(f"reports/{report}.json")
     wanted = model["score"] if name == "dense" else model["recovered"]
-    assert found["onnx"]["score"]["metrics"] == wanted["metrics"]
-    assert found["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-    assert found["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
+    assert exported["onnx"]["score"]["metrics"] == wanted["metrics"]
+    assert exported["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert exported["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
     rows = pd.read_parquet(f"reports/rows/{name}.onnx.parquet")
     for runtime, file in (("onnx", "model.onnx"), ("int8", "int8.onnx")):
-        assert found[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
-        some = rows[rows["model"] == runtime]
-        assert accuracy_score(some["label"], some["guess"]) == found[runtime]["score"]["metric"]
-    assert found["int8"]["bytes"] < found["onnx"]["bytes"]
+        assert exported[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
+        chosen = rows[rows["model"] == runtime]
+        assert accuracy_score(chosen["label"], chosen["guess"]) == exported[runtime]["score"]["metric"]
+    assert exported["int8"]["bytes"] < exported["onnx"]["bytes"]
 
 
 @pytest.mark.parametrize("stage", ["factorized", "finetuned"])
@@ -227,9 +227,9 @@ def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
     seconds = itertools.chain.from_iterable((dense, candidate, candidate) for dense, candidate in pairs)
     monkeypatch.setattr(benchmark, "_seconds", lambda *_: next(seconds))
     benchmark.benchmark()
-    for found in read("reports/benchmark.json").values():
-        assert found["speedup"] == {"median": 2.0, "low": 1.0, "high": 4.0}
-        assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
+    for times in read("reports/benchmark.json").values():
+        assert times["speedup"] == {"median": 2.0, "low": 1.0, "high": 4.0}
+        assert times["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
 
 
 def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
@@ -255,10 +255,12 @@ def test_candidates_of_equal_shapes_are_timed_as_one(own_workspace: Path) -> Non
     shutil.rmtree("models/finetuned/svd-0.5")
     shutil.copytree("models/finetuned/kfac-0.5", "models/finetuned/svd-0.5")
     run_stage("benchmark")
-    found = read("reports/benchmark.json")
-    assert {one["timed"] for one in found.values()} == {"kfac-0.5"}  # the one that is exported
-    assert set(found["kfac-0.5"]["latency"]["candidate"]) == {"torch", "onnx", "int8"}
-    assert found["svd-0.5"]["latency"]["candidate"] == {"torch": found["kfac-0.5"]["latency"]["candidate"]["torch"]}
+    benchmarks = read("reports/benchmark.json")
+    assert {times["timed"] for times in benchmarks.values()} == {"kfac-0.5"}  # the one that is exported
+    assert set(benchmarks["kfac-0.5"]["latency"]["candidate"]) == {"torch", "onnx", "int8"}
+    assert benchmarks["svd-0.5"]["latency"]["candidate"] == {
+        "torch": benchmarks["kfac-0.5"]["latency"]["candidate"]["torch"]
+    }
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
