@@ -25,11 +25,11 @@ from urllib.request import Request, urlopen
 
 LOOPBACK = "127.0.0.1"
 KEYS = {
-    "AWS_ACCESS_KEY_ID": "rehearsal",
-    "AWS_SECRET_ACCESS_KEY": "rehearsal-secret",
+    "AWS_ACCESS_KEY_ID": "trial",
+    "AWS_SECRET_ACCESS_KEY": "trial-secret",
     "AWS_DEFAULT_REGION": "us-east-1",
 }
-_KEY = "eckart:rehearsal-key"
+_KEY = "eckart:trial-key"
 _PATIENCE = 180  # seconds until a service must answer
 _GRACE = 20  # seconds for a normal end
 _PYTHON = Path(sys.executable)
