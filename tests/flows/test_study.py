@@ -247,7 +247,7 @@ def test_data_that_break_a_limit_stop_the_run_before_anything_is_trained(
     assert digests(root / "models") == before
 
     change(root, teacher={"learning_rate": 1.0e-3}, check={"fewest_rows": 7})
-    assert "17 cached, 1 executed" in flows(root, "run").output  # another limit trains nothing again
+    assert "18 cached, 1 executed" in flows(root, "run").output  # another limit trains nothing again
 
 
 def counts(root: Path) -> dict[str, int]:
