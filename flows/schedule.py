@@ -52,16 +52,10 @@ def serve(
     Args:
         name: name of the deployment.
         cron: minute, hour, day of month, month and day of week.
-        timezone: time zone of `cron`.
-        options: how each run executes stages.
-        promote: promote the best candidate after each run.
         notify: Prefect's notification blocks that report the runs; see `notifications.set_up`.
 
     Raises:
-        NotificationError: Prefect's server has no such block.
-        OtherWorkspace: the deployment of this name belongs to another folder.
-        ScheduleError: `cron` is no schedule, or `timezone` no time zone.
-        ServerError: no Prefect server can be used.
+        EckartError: `cron` or `timezone` is invalid, no server or block can be used, or another folder has the name.
     """
     schedule = _schedule(cron, timezone)
     parameters = {**options.parameters(), "promote": promote}
@@ -99,7 +93,13 @@ def _serve_until_lost(
             global_limit=_ONE_AT_A_TIME,  # wherever it is served
             limit=1,
             tags=[deployment_owner.tag()],
-            triggers=[_on_change(name)],
+            triggers=[
+                DeploymentEventTrigger(
+                    name=f"eckart {name}: new data, parameters or code",
+                    expect={CHANGED},
+                    match={"prefect.resource.id": f"eckart.{name}"},
+                )
+            ],
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
@@ -134,14 +134,6 @@ def _announcement(name: str, due: Callable[[datetime], datetime], address: str) 
 def _is_not_waiting(record: logging.LogRecord) -> bool:
     """Drop what Prefect's runner logs at each poll while a run goes on and the next one waits."""
     return "skipped (at capacity)" not in record.getMessage()
-
-
-def _on_change(name: str) -> DeploymentEventTrigger:
-    return DeploymentEventTrigger(
-        name=f"eckart {name}: new data, parameters or code",
-        expect={CHANGED},
-        match={"prefect.resource.id": f"eckart.{name}"},
-    )
 
 
 def _schedule(cron: str, timezone: str) -> Schedule:

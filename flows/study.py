@@ -5,7 +5,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -105,19 +105,14 @@ def study(
     the process's working directory, and the scheduler's address is its environment variable ECKART_SCHEDULER.
 
     Args:
-        workers: stages to run side by side; by default as many as the cores allow.
-        timeout: seconds after which a stage is stopped.
         task_runner: run stages in this workspace (threads), or on Dask's workers with a workspace each (dask).
         promote: then make the best candidate the champion of the registry, if it passes the gates.
 
     Raises:
-        ParamsError: params.yaml has mistakes; nothing was run.
-        OptionsError: the arguments contradict each other; nothing was run.
-        OtherWorkspace: the run's deployment is of another folder; nothing was run.
-        ClusterError, TransportFailed, WorkspaceError: workers cannot be used; nothing was run.
         StudyFailed: some stages failed; the others finished.
         StudyChanged: the inputs of some stages changed while the study ran; the others finished.
         RegistryError: the study finished, but the registry failed.
+        EckartError: any other cause; nothing was run.
     """
     settings.apply()  # a deployment's run starts here, without the command line
     try:
@@ -181,7 +176,6 @@ def _run(options: Options) -> list[Outcome]:
     mirror = Mirror(typed["study"].name, planned, names)
     mirror.start(typed)
     finished: dict[str, Outcome] = {}
-    lines = prefect_artifacts.LastLines()
     complete = False
     try:
         side_by_side = options.side_by_side(planned, typed["threads"].candidate)
@@ -191,14 +185,16 @@ def _run(options: Options) -> list[Outcome]:
             _executor(planned, options, side_by_side) as (execute, slots),
         ):
             submit: Callable[..., Any] = partial(
-                stage.submit, execute=lines.listening(execute), slots=slots, mirror=mirror, progress=progress
+                stage.submit, execute=execute, slots=slots, mirror=mirror, progress=progress
             )
             states = _run_all(planned, submit)
         finished = {name: state.result() for name, state in states.items() if state.is_completed()}
         complete = len(finished) == len(planned)
         stage_results.write_seconds(finished.values())
         causes = _causes(states)
-        _show_on_page(typed["study"].name, mirror, list(finished.values()) if complete else causes, lines, len(states))
+        _show_on_page(
+            typed["study"].name, mirror, list(finished.values()) if complete else causes, progress.lines, len(states)
+        )
     finally:
         mirror.finish(complete)
     if not complete:
@@ -209,13 +205,17 @@ def _run(options: Options) -> list[Outcome]:
 
 
 def _show_on_page(
-    study: str, mirror: "Mirror", result: list[Outcome] | dict[str, str], lines: prefect_artifacts.LastLines, tasks: int
+    study: str,
+    mirror: "Mirror",
+    result: list[Outcome] | dict[str, str],
+    lines: Mapping[str, Iterable[str]],
+    tasks: int,
 ) -> None:
-    """Show on the run's page the comparison, or why stages failed; then wait for Prefect's records.
+    """Show on the run's page the comparison, or why stages failed; then wait for Prefect's records of the tasks.
 
     Args:
         result: the outcomes of all stages, or stage → cause of its failure.
-        tasks: how many records to wait for.
+        lines: stage → the last lines that it printed.
     """
     try:
         if isinstance(result, dict):

@@ -203,10 +203,10 @@ def test_a_checkpoint_that_was_tampered_with_runs_nothing(file: str, monkeypatch
     options = {"steps": 10, "batch_size": 8, "learning_rate": 1e-3, "warmup": 0.0, "weight_decay": 0.0, "seed": 0}
     with pytest.raises(Killed):
         train(bert(), collate(), rows(), Path("curve.jsonl"), rules=[Kill(4)], **options)
-    found = list(CHECKPOINTS.rglob(file))
-    assert found
-    for each in found:
-        torch.save({"state": Evil()}, each)
+    damaged = list(CHECKPOINTS.rglob(file))
+    assert damaged
+    for checkpoint in damaged:
+        torch.save({"state": Evil()}, checkpoint)
     expected = contextlib.nullcontext() if file == "training_args.bin" else pytest.raises(pickle.UnpicklingError)
     with expected:
         train(bert(), collate(), rows(), Path("curve.jsonl"), rules=[Kill()], **options)
@@ -238,9 +238,9 @@ def test_the_code_has_no_way_to_read_a_pickle() -> None:
                 called = ast.unparse(node.func)
                 assert called not in ("torch.load", "eval", "exec"), file
                 assert not {"allow_pickle", "weights_only"} & {keyword.arg for keyword in node.keywords}, file
-                told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                if called.endswith(".from_pretrained") and None not in told:  # else its options are a mapping
-                    assert told.get("trust_remote_code") == "False", f"{file}: {ast.unparse(node)}"
+                options_given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                if called.endswith(".from_pretrained") and None not in options_given:  # else its options are a mapping
+                    assert options_given.get("trust_remote_code") == "False", f"{file}: {ast.unparse(node)}"
 
 
 class TestSecrets:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,33 +19,12 @@ from tasks.artifacts.names import candidate_name
 from tasks.artifacts.results_schema import CONTROL_NAME
 
 if TYPE_CHECKING:
-    from flows.engine.stages import Outcome, Planned
-    from flows.study import Execute
+    from flows.engine.stages import Outcome
     from flows.tracking.mirror import Mirror
     from tasks.config.promotion_limits import Gate
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
-_LINES = 20  # shown of a stage that failed
 _ROWS = 100  # shown of each kind of change
-
-
-class LastLines:
-    """The last lines that each stage printed, by stage."""
-
-    def __init__(self) -> None:
-        self.by_stage: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
-
-    def listening(self, execute: Execute) -> Execute:
-        """Wrap a function that executes stages so that the lines it logs are kept here, too."""
-
-        def executed(planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
-            def keep(line: str) -> None:
-                self.by_stage[planned.name].append(line)
-                log(line)
-
-            return execute(planned, command, keep)
-
-        return executed
 
 
 def comparison(study: str, mirror: Mirror) -> None:
@@ -86,18 +64,22 @@ def changes(study: str, run: str, outcomes: Sequence[Outcome] | None) -> None:
         run_diff.keep(now)
 
 
-def failure(study: str, causes: Mapping[str, str], lines: LastLines) -> None:
+def failure(study: str, causes: Mapping[str, str], lines: Mapping[str, Iterable[str]]) -> None:
     """Show each stage that failed, with its cause and its last lines."""
     parts = [
-        f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.by_stage[name]) + "\n~~~~" for name, cause in causes.items()
+        f"## {name}\n\n{cause}\n\n~~~~\n" + "\n".join(lines.get(name, ())) + "\n~~~~" for name, cause in causes.items()
     ]
     _markdown("\n\n".join(parts), f"failure-{_slug(study)}")
 
 
 def gates(model: str, decision: str, checked: Sequence[Gate]) -> None:
     """Show the gates of a promotion and the decision."""
-    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
-    _markdown(f"{decision}\n\n{_table(rows)}", f"promotion-{_slug(model)}")
+    _markdown(f"{decision}\n\n{gate_table(checked)}", f"promotion-{_slug(model)}")
+
+
+def gate_table(checked: Sequence[Gate]) -> str:
+    """Return the gates as a table in markdown."""
+    return _table(pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""]))
 
 
 def _changes(rows: Sequence[tuple[str, Any, Any]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +17,7 @@ from flows.engine.stages import Outcome, Planned
 
 _STEPS = re.compile(r"(?<!\S)(\d+)/([1-9]\d*)(?!\S)")
 _TRACEBACK = "Traceback (most recent call last):"
+_LINES = 20  # kept of each stage
 _PER_SECOND = 2  # drawings
 _PERIOD = 600  # seconds of a training's steps that its time left is estimated from
 
@@ -72,6 +73,8 @@ class Progress:
         self._bars = bars or new_bars(Console(quiet=True))
         self._rows: dict[str, rich.progress.TaskID] = {}
         self._took: dict[str, float] = {}
+        self.lines: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_LINES))
+        """Stage → the last lines that it printed."""
         self._last_lines: dict[str, str] = {}
         self._tracebacks: dict[str, list[str]] = defaultdict(list)
         self._quarters: dict[str, int] = {}  # of a training's steps, as logged last
@@ -101,6 +104,7 @@ class Progress:
         Of a training's steps one line a quarter is.
         """
         with self._guard:
+            self.lines[name].append(line)
             if line == _TRACEBACK or name in self._tracebacks:
                 self._tracebacks[name].append(line)
             row, steps = self._rows[name], steps_of(line)

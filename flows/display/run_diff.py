@@ -92,9 +92,9 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[
     return [row for row in rows if row[1] != row[2]]
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(first: str, second: str) -> bool:
     """Whether one path is the other or contains it: a stage may read a folder that others write into."""
-    return Path(one).is_relative_to(other) or Path(other).is_relative_to(one)
+    return Path(first).is_relative_to(second) or Path(second).is_relative_to(first)
 
 
 def _metrics() -> dict[str, float]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pandas as pd
 from mlflow.entities.model_registry import ModelVersion
 from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
@@ -85,8 +84,6 @@ def rollback() -> str:
     Raises:
         NothingBefore: there is none; the champion stays.
         SmokeFailed: it does not answer, or the champion of an earlier promotion did not and was taken back.
-        RegistryError: the registry failed.
-        ParamsError: params.yaml has mistakes.
     """
     with versions.connected(validation.typed_section("promotion").model) as models:
         models.settle()
@@ -160,8 +157,12 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
                 return conclusion
             passed = gate(models, terms, candidate, version, champion)
             _write_down(models, terms, candidate, version, passed, "All gates are passed.")
-            if make_champion(models, version, champion):
-                break
+            try:
+                if models.promote(version, champion):
+                    break
+            except SmokeFailed as error:
+                back = f"version {champion.version} is the champion again" if champion else "there is no champion"
+                raise Refused(f"{error}; {back}") from error
             get_run_logger().warning("someone else changed the champion meanwhile: going through the gates again")
     except Refused as refusal:
         _write_down(models, terms, candidate, version, refusal.gates or passed, f"Refused: {refusal}")
@@ -204,17 +205,13 @@ def _recorded(results: Results, candidate: CandidateResults, outcomes: Mapping[s
     name = candidate.name
     own = tuple(outcome for stage, outcome in outcomes.items() if candidate_of(stage) == name)
     read = [item for outcome in (outcomes["extract"], outcomes["teacher"], *own) for item in outcome.deps.items()]
-    measured = results.measured[name]
     return Recorded(
         name=name,
         content=outcomes[stage_name("finetune", name)].outs[str(FINETUNED / name)],
         test=outcomes[stage_name("evaluate", name)].deps[str(gates.TEST)],
         metric=candidate.recovered,
-        validation=measured.metric,
         teacher=results.dense.score.metric,
-        parameters=measured.parameters,
-        keep=measured.keep,
-        speedup=measured.speedup,
+        validation=results.measured[name],
         outcomes=own,
         inputs={path: md5 for path, md5 in read if path.startswith(("data/", "models/"))},
     )
@@ -319,19 +316,6 @@ def _alike(answer: Any, wanted: Any) -> bool:
     return bool(answer == wanted)
 
 
-def make_champion(models: Registry, version: str, champion: ModelVersion | None) -> bool:
-    """Make the version the champion; return False, with nothing moved, if `champion` no longer is.
-
-    Raises:
-        Refused: it does not answer as the champion; the previous one is the champion again.
-    """
-    try:
-        return models.promote(version, champion)
-    except SmokeFailed as error:
-        back = f"version {champion.version} is the champion again" if champion else "there is no champion, as before"
-        raise Refused(f"{error}; {back}") from error
-
-
 def _write_down(
     models: Registry, terms: Terms, candidate: Recorded, version: str, checked: Sequence[Gate], decision: str
 ) -> None:
@@ -339,11 +323,11 @@ def _write_down(
     numbers = {
         "metric": terms.metric,
         "recorded": candidate.metric,
-        "validation": candidate.validation,
+        "validation": candidate.validation.metric,
         "teacher": candidate.teacher,
-        "target_parameters": candidate.parameters,
-        "keep": candidate.keep,
-        "speedup": candidate.speedup,
+        "target_parameters": candidate.validation.parameters,
+        "keep": candidate.validation.keep,
+        "speedup": candidate.validation.speedup,
     }
     tags = {
         versions.DECISION: decision,
@@ -352,7 +336,6 @@ def _write_down(
         "eckart.gates": json.dumps([gate.plain for gate in checked]),
         "prefect.flow_run": str(flow_run.id),
     }
-    rows = pd.DataFrame([gate.row for gate in checked], columns=["gate", "value", "limit", ""])
-    table = rows.to_markdown(index=False, disable_numparse=True)
     models.mark(version, tags)
+    table = prefect_artifacts.gate_table(checked)
     models.describe(version, f"**{candidate.name}**, {clock()}\n\n{decision}\n\n{table}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -63,15 +62,10 @@ class Recorded:
     """DVC's digest of the test examples."""
     metric: float
     """On the test examples."""
-    validation: float
-    """The metric on the validation examples, which choose."""
     teacher: float
     """The original model's metric on the test examples."""
-    parameters: int
-    """Parameters of its target layers."""
-    keep: float
-    """Parameters ÷ those of the original model's target layers."""
-    speedup: float
+    validation: Measured
+    """What was measured with the metric on the validation examples, which choose."""
     outcomes: tuple[Outcome, ...]
     """The results of its own stages."""
     inputs: dict[str, str]
@@ -106,29 +100,30 @@ def measure(
     gates = [_same_files(files, candidate)]
     if not gates[0].passed:
         raise Refused(gates[0].words, gates)
-    with _as_stages(terms.threads):
-        model, tokenizer = load(files, kind_of(task).auto)
-        ours = _scored(model, tokenizer, task, terms)
-        metric = ours.score.metric
-        gates.append(as_recorded(metric, candidate.metric, rows, terms))
-        gates += promotion_limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
-        if champion:
-            theirs = _champions(champion, tokenizer, task, terms)
-            error = _error(task, ours.rows, theirs.rows)
-            gates.append(gain(metric, theirs.score.metric, error, champion, terms))
-        return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
+    # As the stages compute, whose number of threads decides the last bits.
+    torch.set_num_threads(terms.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    quiet()
+    model, tokenizer = load(files, kind_of(task).auto)
+    ours = _scored(model, tokenizer, task, terms)
+    metric = ours.score.metric
+    gates.append(as_recorded(metric, candidate.metric, rows, terms))
+    gates += promotion_limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
+    if champion:
+        theirs = _champions(champion, tokenizer, task, terms)
+        error = _error(task, ours.rows, theirs.rows)
+        gates.append(gain(metric, theirs.score.metric, error, champion, terms))
+    return gates, kind_of(task).answers(model, tokenizer, _smoked(task), terms.batch_size)
 
 
 def _measured(candidate: Recorded, scored: Scored, task: Task) -> Measured:
     """Return the candidate's new score, on the examples on which the study scored the original model."""
     rows = read_rows(Path(), DENSE[0], "dense")
-    return Measured(
+    return replace(
+        candidate.validation,
         metric=scored.score.metric,
         teacher=candidate.teacher,
         standard_error=_error(task, scored.rows, rows[rows.model == DENSE[1]]),
-        parameters=candidate.parameters,
-        keep=candidate.keep,
-        speedup=candidate.speedup,
     )
 
 
@@ -216,9 +211,6 @@ def _champions(champion: Champion, ours: PreTrainedTokenizerBase, task: Task, te
     return _scored(model, tokenizer, task, terms)
 
 
-_NUMBER = "a number"
-
-
 def _difference(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase, task: Task
 ) -> str:
@@ -239,7 +231,7 @@ def _difference(
 def _meaning(problem_type: str | None, labels: Sequence[object]) -> str:
     """Say what the outputs of a head with labels, or of a regression, stand for."""
     if problem_type == "regression":
-        return _NUMBER
+        return "a number"
     return ("any of " if problem_type == "multi_label_classification" else "") + ", ".join(map(str, labels))
 
 
@@ -248,25 +240,6 @@ def _scored(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
         return kind_of(task).score(model, tokenizer, load_split("test"), terms.batch_size, "test")
     except StageError as error:
         raise Refused(str(error)) from error
-
-
-@contextmanager
-def _as_stages(threads: int) -> Iterator[None]:
-    """Compute as the stages do, with their number of threads, which decides the last bits; then restore torch."""
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    quiet()
-    try:
-        with torch.random.fork_rng(devices=[]):  # the Trainer sets the seed
-            yield
-    finally:
-        torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=before[2])
 
 
 def digest(path: Path) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 _FILE = Path(".eckart/champions.json")
 log = logging.getLogger(__name__)
 
 
-class Noted(BaseModel):
+@dataclass(frozen=True)
+class Noted:
     """The last champion of a model that was seen here."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: str
     registry: str
@@ -47,6 +46,6 @@ def note(model: str, champion: Noted) -> None:
 
 def _read() -> dict[str, Noted]:
     try:
-        return _Champions.validate_python(json.loads(_FILE.read_text()))
-    except (OSError, ValueError, ValidationError):
+        return _Champions.validate_json(_FILE.read_bytes())
+    except (OSError, ValueError):
         return {}

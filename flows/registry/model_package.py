@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,10 @@ def save(
             python_model=pyfunc_model.__file__,
             artifacts={name: str(Path(temporary) / name) for name in artifacts},
             code_paths=[package.__path__[0] for package in (eckart, tasks)],
-            signature=ModelSignature(questions(task, pairs), answers(task)),
+            signature=ModelSignature(questions(task, pairs), _schema(kind_of(task).answer_columns)),
             input_example=example(task, pairs),
-            pip_requirements=[f"{name}=={_public(name)}" for name in _REQUIRED],
+            # without `+cpu`, which no index knows
+            pip_requirements=[f"{name}=={metadata.version(name).partition('+')[0]}" for name in _REQUIRED],
             model_config=settings_of(task, batch_size, continuation),
         )
 
@@ -67,11 +68,6 @@ def questions(task: Task, pairs: bool) -> Schema:
     return _schema({"text": text} | ({"text_pair": STRING} if pairs else {}))
 
 
-def answers(task: Task) -> Schema:
-    """Return the columns of a version's answers."""
-    return _schema(kind_of(task).answer_columns)
-
-
 def _schema(columns: Mapping[str, Mapping[str, Any]]) -> Schema:
     return Schema.from_json(json.dumps([{"required": True, **type_, "name": name} for name, type_ in columns.items()]))
 
@@ -82,8 +78,3 @@ def example(task: Task, pairs: bool) -> pd.DataFrame:
     if kind_of(task).text_is_words:
         row["text"] = row["text"].split()
     return pd.DataFrame([row])
-
-
-def _public(package: str) -> str:
-    """The version that an index knows: without `+cpu`."""
-    return importlib.metadata.version(package).partition("+")[0]

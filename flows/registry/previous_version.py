@@ -1,8 +1,7 @@
-"""Whether there is no version to go back to, asked before MLflow and torch are imported, which takes many seconds."""
+"""Refuse a rollback that has no earlier champion, before MLflow and torch are imported, which takes many seconds."""
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -26,14 +25,14 @@ class NothingBefore(EckartError):
 
 
 def refuse(model: str) -> None:
-    """End a rollback of which an SQLite file says that it has no aim; a registry elsewhere is asked by MLflow.
+    """Raise if the registry's SQLite file has no version to go back to; MLflow asks registries elsewhere.
 
     Raises:
         NothingBefore: the registry knows no champion of the model, or none before it.
     """
-    if database.damaged() or not (found := _counts(model)):
+    if database.damaged() or not (counts := _counts(model)):
         return
-    champion, earlier = found
+    champion, earlier = counts
     if not champion and not last_champion.last(model):  # one that was noted and is gone is another matter
         raise NothingBefore(f"{model} has no champion: there is nothing to go back from")
     if champion and not earlier:
@@ -41,8 +40,8 @@ def refuse(model: str) -> None:
 
 
 def _counts(model: str) -> tuple[int, int] | None:
-    """Champions and earlier champions in the registry's file; None where that cannot be told."""
-    address = os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI") or database.address()
+    """Return the numbers of champions and of earlier ones in the registry's file, or None if it cannot be read."""
+    address = database.registry_address()
     if not address.startswith(_SQLITE) or "?" in address:
         return None
     if not (file := Path(address.removeprefix(_SQLITE))).exists():

@@ -1,4 +1,4 @@
-"""How a version is asked: in a process of its own, served by MLflow as anyone would serve it."""
+"""Ask a version, in a process of its own, served by MLflow as anyone would serve it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class SmokeFailed(EckartError):
 
 
 def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
-    """What a version answers.
+    """Return a version's answers to `rows`, by default to its own example.
 
     Args:
         model: its address, `models:/NAME/3`, or the folder of its files.
-        rows: what it is asked; by default its own example.
 
     Raises:
         SmokeFailed: it cannot be loaded, or a number that it answers is not finite.
@@ -39,7 +38,10 @@ def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder) / _EXAMPLE, Path(folder) / "answer.json"
         if rows is None:
-            _fetch_example(model, question.parent)
+            try:
+                mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=folder)
+            except Exception as error:  # of any store
+                raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
         else:
             split = rows.to_dict(orient="split", index=False)
             question.write_text(json.dumps({"dataframe_split": split}, default=list))  # words are arrays
@@ -50,13 +52,6 @@ def ask(model: str, rows: pd.DataFrame | None = None) -> list[dict[str, Any]]:
     if not all(map(math.isfinite, numbers)):
         raise SmokeFailed(f"not all numbers that it answers are finite: {numbers}")
     return answers
-
-
-def _fetch_example(model: str, folder: Path) -> None:
-    try:
-        mlflow.artifacts.download_artifacts(f"{model}/{_EXAMPLE}", dst_path=str(folder))
-    except Exception as error:  # of any store
-        raise SmokeFailed(f"its example cannot be downloaded: {shown(str(error))}") from error
 
 
 def _predict(model: str, question: Path, answer: Path) -> None:

@@ -25,6 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import shown
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
+from flows.registry.previous_version import NothingBefore
 from flows.registry.promotion_lock import turn
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database, mirror
@@ -55,10 +56,6 @@ class RegistryError(EckartError):
 
 class RegistryLost(RegistryError):
     """The registry has no champion, although the workspace has had one; the message says which and what to do."""
-
-
-class NothingBefore(EckartError):
-    """There is no version to go back to, or none to go back from."""
 
 
 @contextmanager
@@ -182,7 +179,9 @@ class Registry:
     def _promoted(self) -> list[ModelVersion]:
         """Return the versions that became the champion and were not rolled back, the latest last."""
         versions = self.client.search_model_versions(f"name = '{self.name}'")
-        return sorted((one for one in versions if PROMOTED_AT in one.tags and ROLLED_BACK not in one.tags), key=_when)
+        return sorted(
+            (entry for entry in versions if PROMOTED_AT in entry.tags and ROLLED_BACK not in entry.tags), key=_when
+        )
 
     def _now(self) -> str:
         """Return the time; just after the last promotion if the clock was set back since."""

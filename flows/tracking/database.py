@@ -48,7 +48,8 @@ def set_aside_damaged() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (FILE.exists() and _damage()):  # another process was first, and a new one may be there
             return ""
-        aside = _unused(FILE.with_name(f"{FILE.name}.damaged"))
+        names = chain([f"{FILE.name}.damaged"], (f"{FILE.name}.damaged-{number}" for number in count(2)))
+        aside = next(path for path in map(FILE.with_name, names) if not path.exists())
         for ending in ("-journal", "-wal", "-shm"):  # SQLite's own: it would put them into the new one
             if (journal := FILE.with_name(FILE.name + ending)).exists():
                 journal.replace(aside.with_name(aside.name + ending))
@@ -76,8 +77,3 @@ def _damage() -> str:
     except sqlite3.DatabaseError as error:
         return str(error)
     return "" if verdict == "ok" else " ".join(str(verdict).split())
-
-
-def _unused(path: Path) -> Path:
-    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([path], others) if not candidate.exists())

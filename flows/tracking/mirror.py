@@ -275,7 +275,7 @@ class Mirror:
         """Log the candidate's times once its run is complete; also in an earlier run that has other times."""
         times, run = self._outcomes.get(_TIMES), self.lineage.get(candidate)
         if times and run and self.client.get_run(run).data.tags.get(_TIMES_KEY) != times.key:
-            metrics = _metrics([times], candidate, self._models.get(candidate))
+            metrics = _points(_numbers([times], candidate), self._models.get(candidate))
             self.client.log_batch(run, metrics=metrics, tags=[RunTag(_TIMES_KEY, times.key)])
 
     def finish(self, complete: bool) -> None:
@@ -303,7 +303,10 @@ class Mirror:
         self.client.log_inputs(self.parent, _datasets(outcomes))
         done = [f"{counts[status]} {status}" for status in ("executed", "restored") if counts[status]]
         self.client.update_run(self.parent, name=", ".join([self._name(), *(done or ["none executed"])]))
-        self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": _stages(outcomes)}, LINEAGE)
+        stages = {
+            outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes
+        }
+        self.client.log_dict(self.parent, {"candidates": self.lineage, "stages": stages}, LINEAGE)
         for path in (path for outcome in outcomes if outcome.stage == "compare" for path in outcome.outs):
             self.client.log_artifact(self.parent, path)
         self.client.set_terminated(self.parent, "FINISHED" if complete else "FAILED")
@@ -374,12 +377,8 @@ def trace(outcomes: Sequence[Outcome]) -> dict[str, str]:
     }
 
 
-def _stages(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    return {outcome.stage: {"status": outcome.status, "key": outcome.key, "outs": outcome.outs} for outcome in outcomes}
-
-
-def _metrics(outcomes: Sequence[Outcome], candidate: str = "", model: str | None = None) -> list[Metric]:
-    return _points(_numbers(outcomes, candidate), model)
+def _metrics(outcomes: Sequence[Outcome]) -> list[Metric]:
+    return _points(_numbers(outcomes))
 
 
 def _points(numbers: Mapping[str, float], model: str | None = None) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""Thirty unattended nights: what happens before each, and the expected result.
+"""Five unattended nights: what happens before each, and the expected result.
 
 A night is a run that the schedule would have started, in a process of its own, on a real Prefect server, MLflow store
 and DVC; its results are committed to git in the morning. Only the clock is not waited for.
@@ -9,13 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import getitem
@@ -39,7 +36,7 @@ from ruamel.yaml import YAML
 from flows.registry import model_package
 from tests.flows import forked
 from tests.flows.servers import until
-from tests.flows.toy import BARE, Study, call, stale, tiny_repository
+from tests.flows.toy import BARE, Study, call, stale
 from tests.workspace import BASE, REVIEWS, SUBJECTS, WORDS, tiny_params, write_params
 
 MODEL = "tiny-month"
@@ -54,14 +51,6 @@ _PROMOTION = {
     "least_speedup": None,
     "least_gain": -LEEWAY,
 }
-_CHANGES: dict[str, Any] = {
-    "study": {"recipes": ["svd"]},
-    "recipes": {"svd": {"recovery": {"steps": 20, "learning_rate": 1e-3}}},
-    "data": {"sizes": {"train": 1000, "validation": 1000, "test": 1000}},
-    "promotion": _PROMOTION,
-}
-_OTHER_WORDS = {"positive": ("sturdy", "quick", "handy"), "negative": ("loose", "noisy", "leaky")}
-_OTHER_SUBJECTS = ("charger", "cable", "kettle", "lamp", "drill", "pump", "heater", "printer", "router", "pillow")
 _COMMIT = ("git", "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm")
 
 
@@ -76,7 +65,7 @@ class Night:
     """In the morning: the candidate of this night, the champion of the evening, or the one before that."""
     begins: timedelta = timedelta()
     """After its time."""
-    fate: Literal["ends", "killed", "disk full"] = "ends"
+    killed: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,13 +76,8 @@ class Morning:
     run: FlowRun
     revision: str
     """The commit with the night's results."""
-    executed: list[str]
-    """Stages whose entries of dvc.lock changed in the night."""
     champion: str
     """Its version; empty if there is none."""
-    seconds: float
-    cache: int
-    """Bytes of DVC's cache."""
 
     @property
     def complete(self) -> bool:
@@ -114,33 +98,32 @@ class Month:
         """The environment of all processes."""
         return BARE | dict(self.prefect)
 
-    def begin(self, finished: Study | None = None) -> None:
-        """Make and commit the workspace of the first night: nothing has run, or a study has but is not promoted."""
-        if finished:
-            finished.copied(self.root)
-            promotion = _PROMOTION | {"largest_drop": 1.0}
-            write_params(self.root, tiny_params(study=_CHANGES["study"], promotion=promotion))
-            self.rows = len(pd.read_csv(self.root / REVIEWS))
-            self._hand_over(REVIEWS)
-        else:
-            tiny_repository(self.root, **_CHANGES)
-            self.grow(0)
-        self._hand_over(BASE)
+    def begin(self, finished: Study) -> None:
+        """Make and commit the workspace of the first night: a study has run and is not promoted."""
+        finished.copied(self.root)
+        promotion = _PROMOTION | {"largest_drop": 1.0}
+        write_params(self.root, tiny_params(study={"recipes": ["svd"]}, promotion=promotion))
+        self.rows = len(pd.read_csv(self.root / REVIEWS))
+        for file in (REVIEWS, BASE):
+            self._hand_over(file)
         self.commit("the study")
         with self._client() as client:
             flow = client.create_flow_from_name("study")
             self._deployment = client.create_deployment(flow, f"month-{self.root.parent.name}")
 
     def grow(self, more: int) -> None:
+        """Write this many more reviews than before, every second one positive."""
         self.rows += more
-        self._write(_sentences(SUBJECTS, WORDS))
-
-    def drift(self) -> None:
-        """Replace the reviews by as many of another shop."""
-        self._write(_sentences(_OTHER_SUBJECTS, _OTHER_WORDS))
-
-    def _write(self, rows: Sequence[Mapping[str, str]]) -> None:
-        pd.DataFrame(rows[: self.rows]).to_csv(self.root / REVIEWS, index=False)
+        sides = [
+            [
+                {"text": f"the {subject} is {first} and {second}", "label": label}
+                for first, second in itertools.product(words, words)
+                for subject in SUBJECTS
+            ]
+            for label, words in WORDS.items()
+        ]
+        reviews = [row for pair in zip(*sides, strict=True) for row in pair]
+        pd.DataFrame(reviews[: self.rows]).to_csv(self.root / REVIEWS, index=False)
         self._hand_over(REVIEWS)
 
     def _hand_over(self, file: str) -> None:
@@ -169,7 +152,6 @@ class Month:
 
     def live_through(self, night: Night) -> Morning:
         night.act(self)
-        evening = self.locked()
         with self._client() as client:
             run = client.create_flow_run_from_deployment(
                 self._deployment,
@@ -177,13 +159,9 @@ class Month:
                 state=Scheduled(scheduled_time=datetime.now(UTC) - night.begins),
                 name=f"night-{len(self.mornings) + 1}",
             ).id
-        start = time.monotonic()
-        self._run(night.fate, run)
-        seconds = time.monotonic() - start
-        found = self.flow_run(run)
-        executed = sorted(name for name, entry in self.locked().items() if entry != evening.get(name))
-        revision, cache = self.commit(night.before), self.bytes()["DVC"]
-        self.mornings.append(Morning(night, found, revision, executed, self.alias("champion"), seconds, cache))
+        self._run(night.killed, run)
+        revision = self.commit(night.before)
+        self.mornings.append(Morning(night, self.flow_run(run), revision, self.alias("champion")))
         return self.mornings[-1]
 
     def flow_run(self, run: UUID) -> FlowRun:
@@ -206,7 +184,8 @@ class Month:
 
     def runs(self) -> list[Run]:
         """Return all runs of MLflow."""
-        return list(self.mlflow.search_runs([one.experiment_id for one in self.mlflow.search_experiments()]))
+        experiments = [experiment.experiment_id for experiment in self.mlflow.search_experiments()]
+        return list(self.mlflow.search_runs(experiments))
 
     def alias(self, name: Literal["champion", "previous"]) -> str:
         """Return the version with an alias; empty if there is none."""
@@ -216,7 +195,7 @@ class Month:
             return ""
 
     def versions(self) -> dict[str, ModelVersion]:
-        return {str(one.version): one for one in self.mlflow.search_model_versions(f"name = '{MODEL}'")}
+        return {str(version.version): version for version in self.mlflow.search_model_versions(f"name = '{MODEL}'")}
 
     def folder(self, version: str) -> Path:
         """Return the Hugging Face folder of a version, in MLflow's store."""
@@ -227,17 +206,8 @@ class Month:
         """Return the version with the files of the workspace's candidate."""
         stage = self.locked().get(f"finetune@{CANDIDATE}")
         content = stage["outs"][0]["md5"] if stage else ""
-        return next((number for number, one in self.versions().items() if one.tags["dvc.md5"] == content), "none")
-
-    def bytes(self) -> dict[str, int]:
-        """Return the bytes on the disk, by tool."""
-        places = {
-            "DVC": [self.root / ".dvc"],
-            "MLflow": [self.root / "mlflow.db", self.root / "mlruns"],
-            "Prefect": list(Path(self.prefect["PREFECT_HOME"]).glob("prefect.db*")),
-            "git": [self.root / ".git"],
-        }
-        return {name: sum(map(_size, paths)) for name, paths in places.items()}
+        own = [number for number, version in self.versions().items() if version.tags["dvc.md5"] == content]
+        return own[0] if own else "none"
 
     @contextmanager
     def _client(self) -> Iterator[SyncPrefectClient]:
@@ -247,26 +217,15 @@ class Month:
         ):
             yield client
 
-    def _run(self, fate: str, run: UUID) -> None:
-        if fate == "disk full":
-            self._run_among_mounts(run)
-            return
-        with tempfile.NamedTemporaryFile("r") as said:
-            process = forked.start(one_night, str(self.root), self.environment, run, said.name)
-            if fate == "killed":
+    def _run(self, killed: bool, run: UUID) -> None:
+        with tempfile.NamedTemporaryFile("r") as output:
+            process = forked.start(one_night, str(self.root), self.environment, run, output.name)
+            if killed:
                 before = self.locked()["teacher"]
                 until(lambda: self.locked()["teacher"] != before or process.exitcode is not None)
-                assert process.exitcode is None, said.read()
+                assert process.exitcode is None, output.read()
                 process.kill()
             process.join()
-
-    def _run_among_mounts(self, run: UUID) -> None:
-        """Run a night with a file system of 64 KiB where the candidates are written."""
-        script = 'mkdir -p models/finetuned && mount -t tmpfs -o size=64k tmpfs models/finetuned && exec "$@"'
-        flow = [sys.executable, "-m", "prefect.flow_engine", "flows.study.study"]
-        told = self.environment | {"PREFECT__FLOW_RUN_ID": str(run)}
-        command = ["unshare", "-Urm", "sh", "-c", script, "sh", *flow]
-        subprocess.run(command, cwd=self.root, env=told, capture_output=True, timeout=900)
 
 
 def one_night(root: str, environment: Mapping[str, str], run: UUID, said: str) -> None:
@@ -303,35 +262,9 @@ def _become(root: str, environment: Mapping[str, str], said: str) -> None:
     Registry.smoke = promotion._smoke = lambda *_: None  # type: ignore[assignment,method-assign,misc]
 
 
-def _sentences(subjects: Sequence[str], words: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """Return different sentences, every second one positive, in which the subjects come in turn."""
-    sides = [
-        [
-            {"text": f"the {subject} is {first} and {second}", "label": label}
-            for first, second in itertools.product(some, some)
-            for subject in subjects
-        ]
-        for label, some in words.items()
-    ]
-    return [row for pair in zip(*sides, strict=True) for row in pair]
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
-
-
 def passed(version: ModelVersion) -> bool:
     """Whether a version passed all gates."""
     return all(gate["passed"] for gate in json.loads(version.tags["eckart.gates"]))
-
-
-def _changed(path: str, value: object) -> Callable[[Month], None]:
-    return lambda month: month.change(path, value)
-
-
-def _ten_more(month: Month) -> None:
-    month.grow(10)
 
 
 def _lost(month: Month) -> None:
@@ -340,7 +273,7 @@ def _lost(month: Month) -> None:
 
 def _better(month: Month) -> None:
     month.grow(50)
-    month.change(_EPOCHS, 30)
+    month.change("teacher.epochs", 30)
     month.change("recipes.svd.recovery.steps", 20)
 
 
@@ -351,42 +284,10 @@ def _back(month: Month) -> None:
         assert process.exitcode == 0, said.read()
 
 
-_EPOCHS, _RATE = "teacher.epochs", "recipes.svd.recovery.learning_rate"
-_BUSY, _DARK = timedelta(minutes=50), timedelta(hours=2)
-
-FIRST = Night("the first night", state="Promoted", champion="own")
-QUIET = Night("nothing")
-LATE = Night("nothing; the machine was busy for 50 minutes", begins=_BUSY)
-GROWN = Night("ten more reviews", _ten_more, "Promoted", "own")
-BETTER = Night("the teacher learns for 30 epochs, not for one", _changed(_EPOCHS, 30), "Promoted", "own")
-DRIFTED = Night("the reviews are those of another shop", Month.drift, "Failed")
-UNSEEN = Night("nobody looked", state="Failed")
-MENDED = Night("the right reviews are back", lambda month: month.grow(0))
-KILLED = Night("ten more reviews; the machine stops in the night", _ten_more, "Running", fate="killed")
-RESUMED = Night("the machine is on again", state="Promoted", champion="own")
-FULL = Night("ten more reviews; the disk is full", _ten_more, "Failed", fate="disk full")
-ROOM = Night("there is room again", state="Promoted", champion="own")
-WORSE = Night("someone raises the learning rate to 1", _changed(_RATE, 1.0), "Refused")
-STILL = Night("nobody looked", state="Refused")
-BACK = Night("the learning rate is as it was", _changed(_RATE, 1e-3))
-MISTAKE = Night("a slip of the hand: 30 epochs became -30", _changed(_EPOCHS, -30), "Failed")
-CORRECTED = Night("30 epochs again", _changed(_EPOCHS, 30))
-ROLLED_BACK = Night("`eckart promote --rollback`", _back, "Refused", "previous")
-DARK = Night("ten more reviews; two hours without electricity", _ten_more, "Promoted", "own", _DARK)
-
-# fmt: off
-THIRTY = (
-    FIRST, QUIET, QUIET, BETTER, QUIET, GROWN, QUIET, LATE, GROWN, DRIFTED,
-    UNSEEN, MENDED, QUIET, KILLED, RESUMED, QUIET, FULL, ROOM, WORSE, STILL,
-    BACK, MISTAKE, CORRECTED, QUIET, ROLLED_BACK, STILL, GROWN, QUIET, DARK, QUIET,
-)
-# fmt: on
 FIVE = (
-    replace(FIRST, begins=_BUSY),
+    Night("the first night; the machine was busy", state="Promoted", champion="own", begins=timedelta(minutes=50)),
     Night("most of the reviews are gone", _lost, "Failed"),
-    Night(
-        "all of them, ten more, and a better study; the machine stops in the night", _better, "Running", fate="killed"
-    ),
-    RESUMED,
-    ROLLED_BACK,
+    Night("all of them, ten more, and a better study; the machine stops", _better, "Running", killed=True),
+    Night("the machine is on again", state="Promoted", champion="own"),
+    Night("`eckart promote --rollback`", _back, "Refused", "previous"),
 )

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -22,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import eckart
 from flows.engine import cached_objects
 from tasks import benchmark
+from tasks.artifacts.results_schema import Times
 from tasks.artifacts.task_spec import load_task
 from tasks.data.loading import batches, encoded
 from tasks.nlp_tasks import kind_of
@@ -107,28 +109,17 @@ def test_both_denominators_agree(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "report"), [("dense", "dense"), ("kfac-0.5", "evaluate/kfac-0.5")])
 def test_an_exported_file_scores_as_its_model_does(name: str, report: str) -> None:
-    found, model = read(f"reports/onnx/{name}.json"), read(f"reports/{report}.json")
+    exported, model = read(f"reports/onnx/{name}.json"), read(f"reports/{report}.json")
     wanted = model["score"] if name == "dense" else model["recovered"]
-    assert found["onnx"]["score"]["metrics"] == wanted["metrics"]
-    assert found["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
-    assert found["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
+    assert exported["onnx"]["score"]["metrics"] == wanted["metrics"]
+    assert exported["onnx"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert exported["int8"]["score"]["loss"] == pytest.approx(wanted["loss"], rel=0.1)
     rows = pd.read_parquet(f"reports/rows/{name}.onnx.parquet")
     for runtime, file in (("onnx", "model.onnx"), ("int8", "int8.onnx")):
-        assert found[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
-        some = rows[rows["model"] == runtime]
-        assert accuracy_score(some["label"], some["guess"]) == found[runtime]["score"]["metric"]
-    assert found["int8"]["bytes"] < found["onnx"]["bytes"]
-
-
-def test_every_way_to_run_a_model_is_timed_beside_the_dense_one() -> None:
-    latency = read("reports/benchmark.json")["kfac-0.5"]["latency"]
-    for which, runtime in itertools.product(("dense", "candidate"), ("torch", "onnx", "int8")):
-        (one,) = latency[which][runtime].values()
-        assert one["seconds"] > 0
-        for times in (one["of_torch"], one["of_same"]):
-            assert 0 < times["low"] <= times["median"] <= times["high"]
-        assert which != "dense" or one["of_same"]["median"] == 1
-    assert latency["dense"]["torch"]["2x8"]["of_torch"]["median"] == 1
+        assert exported[runtime]["bytes"] == Path(f"models/onnx/{name}/{file}").stat().st_size
+        chosen = rows[rows["model"] == runtime]
+        assert accuracy_score(chosen["label"], chosen["guess"]) == exported[runtime]["score"]["metric"]
+    assert exported["int8"]["bytes"] < exported["onnx"]["bytes"]
 
 
 @pytest.mark.parametrize("stage", ["factorized", "finetuned"])
@@ -168,36 +159,31 @@ def test_factorizing_leaves_everything_else(name: str) -> None:
     assert all(torch.equal(teacher[key], small[key]) for key in kept)
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_recovery_trains(name: str) -> None:
-    before, after = (load_file(f"models/{step}/{name}/model.safetensors") for step in ("factorized", "finetuned"))
+@pytest.mark.parametrize(
+    ("start", "end", "curve"),
+    [(f"factorized/{name}", f"finetuned/{name}", f"finetune/{name}") for name in CANDIDATES]
+    + [("teacher", "control", "control")],
+)
+def test_recovery_trains_the_candidates_and_the_control(start: str, end: str, curve: str) -> None:
+    before, after = (load_file(f"models/{folder}/model.safetensors") for folder in (start, end))
     assert {key: value.shape for key, value in before.items()} == {key: value.shape for key, value in after.items()}
     assert any(not torch.equal(value, after[key]) for key, value in before.items())
-    curve = [json.loads(line) for line in Path(f"reports/finetune/{name}.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in curve] == [1, 2]
+    points = [json.loads(line) for line in Path(f"reports/{curve}.jsonl").read_text().splitlines()]
+    assert [point["step"] for point in points] == [1, 2]
 
 
-def test_zero_steps_of_recovery_leave_the_factorized_model(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(recipes={"svd": {"recovery": {"steps": 0}}}))
+def test_zero_steps_of_recovery_leave_a_model_as_it_is(own_workspace: Path) -> None:
+    """A candidate, and the original model as its control."""
+    none = {"recovery": {"steps": 0}}
+    write_params(Path(), tiny_params(recipes={"svd": none, "kfac": none}))
     run_stage("finetune", "svd", "0.5")
     before, after = (digests(Path(f"models/{step}/svd-0.5")) for step in ("factorized", "finetuned"))
     assert before["model.safetensors"] == after["model.safetensors"]
-
-
-def test_zero_steps_of_recovery_leave_the_dense_model_as_its_control(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(recipes={"kfac": {"recovery": {"steps": 0}}}))
     run_stage("control")
     run_stage("dense")
     dense = read("reports/dense.json")
     assert dense["control"] == {name: dense[name] for name in ("score", "validation", "zero_shot", "continuations")}
     assert digests(Path("models/control"))["model.safetensors"] == digests(Path("models/teacher"))["model.safetensors"]
-
-
-def test_the_control_recovers_as_the_candidates_do() -> None:
-    teacher, control = (load_file(f"models/{name}/model.safetensors") for name in ("teacher", "control"))
-    assert any(not torch.equal(value, control[name]) for name, value in teacher.items())
-    points = [json.loads(line) for line in Path("reports/control.jsonl").read_text().splitlines()]
-    assert [point["step"] for point in points] == [1, 2]
 
 
 def test_the_teacher_is_not_touched_by_later_stages(study: Study) -> None:
@@ -212,10 +198,6 @@ def test_no_weights_are_pickled() -> None:
     suffixes = {file.suffix for folder in ("models", "data/importance") for file in Path(folder).rglob("*.*")}
     assert {".safetensors", ".json"} <= suffixes
     assert not suffixes & {".bin", ".pt", ".pth", ".pkl", ".pickle", ".npy", ".npz", ".ckpt"}
-
-
-def test_nothing_unfinished_is_left() -> None:
-    assert not list(Path().rglob("*.partial"))
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -235,21 +217,17 @@ def test_scores_are_those_of_the_loaded_model_on_the_split(name: str, step: str)
     assert result["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
 
 
-def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(
-    own_workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_speedup_is_the_median_of_the_pairs_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The median ratio of 1/1, 2/1 twice, 4/1 twice and 8/8 twice is 2, not the 4/1 of the two medians.
 
     The interval of the median of seven values is all of them (0.5⁷ < 0.025 < 8 × 0.5⁷).
     """
-    write_params(Path(), tiny_params(benchmark={"repetitions": 7}))
     pairs = [(9.0, 1.0)] * benchmark._WARMUP + [(1.0, 1.0), *2 * [(2.0, 1.0)], *2 * [(4.0, 1.0)], *2 * [(8.0, 8.0)]]
-    seconds = itertools.chain.from_iterable((dense, candidate, candidate) for dense, candidate in pairs)
-    monkeypatch.setattr(benchmark, "_seconds", lambda *_: next(seconds))
-    benchmark.benchmark()
-    for found in read("reports/benchmark.json").values():
-        assert found["speedup"] == {"median": 2.0, "low": 1.0, "high": 4.0}
-        assert found["latency"]["dense"]["torch"]["2x8"]["seconds"] == 4.0
+    ends = itertools.accumulate(itertools.chain.from_iterable(pairs), initial=0.0)
+    clock = itertools.chain.from_iterable(itertools.pairwise(ends))  # is read before and after each forward
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    seconds = benchmark.in_rounds(dict.fromkeys(("dense", "candidate"), lambda _: None), {}, 7)
+    assert benchmark.ratio(seconds["dense"], seconds["candidate"]) == Times(median=2.0, low=1.0, high=4.0)
 
 
 def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
@@ -261,7 +239,7 @@ def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
     monkeypatch.setattr(
         benchmark,
         "_latencies",
-        lambda dense, names, exported: groups.append(names) or latencies(dense, names, exported),
+        lambda dense, names, *rest: groups.append(names) or latencies(dense, names, *rest),
     )
     benchmark.benchmark()
     assert groups == [[name] for name in CANDIDATES]
@@ -269,19 +247,18 @@ def test_candidates_too_big_for_memory_together_are_timed_one_after_the_other(
 
 
 def test_candidates_of_equal_shapes_are_timed_as_one(own_workspace: Path) -> None:
+    assert {name: times["timed"] for name, times in read("reports/benchmark.json").items()} == {
+        name: name for name in CANDIDATES
+    }
     shutil.rmtree("models/finetuned/svd-0.5")
     shutil.copytree("models/finetuned/kfac-0.5", "models/finetuned/svd-0.5")
     run_stage("benchmark")
-    found = read("reports/benchmark.json")
-    assert {one["timed"] for one in found.values()} == {"kfac-0.5"}  # the one that is exported
-    assert set(found["kfac-0.5"]["latency"]["candidate"]) == {"torch", "onnx", "int8"}
-    assert found["svd-0.5"]["latency"]["candidate"] == {"torch": found["kfac-0.5"]["latency"]["candidate"]["torch"]}
-
-
-def test_candidates_of_other_shapes_are_timed_apart() -> None:
-    assert {name: one["timed"] for name, one in read("reports/benchmark.json").items()} == dict(
-        zip(CANDIDATES, CANDIDATES, strict=True)
-    )
+    benchmarks = read("reports/benchmark.json")
+    assert {times["timed"] for times in benchmarks.values()} == {"kfac-0.5"}  # the one that is exported
+    assert set(benchmarks["kfac-0.5"]["latency"]["candidate"]) == {"torch", "onnx", "int8"}
+    assert benchmarks["svd-0.5"]["latency"]["candidate"] == {
+        "torch": benchmarks["kfac-0.5"]["latency"]["candidate"]["torch"]
+    }
 
 
 @pytest.mark.parametrize("name", CANDIDATES)
@@ -306,56 +283,54 @@ def test_only_the_requested_statistics_are_computed(own_workspace: Path) -> None
     assert {"inputs", "output_gradients", "fisher", "taylor"} <= statistics
     write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
     run_stage("importance")
+    assert "importance.statistics" in fail("search", "kfac", "0.5")
     assert not {"inputs", "taylor"} & {file.stem for file in Path("data/importance").glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("name", CANDIDATES)
-def test_the_same_inputs_give_the_same_bytes(own_workspace: Path, name: str) -> None:
-    folders = [Path(f"models/{stage}/{name}") for stage in ("ranks", "factorized", "finetuned")]
+def test_the_same_inputs_give_the_same_bytes(own_workspace: Path) -> None:
+    candidates = [f"models/{stage}/{name}" for stage in ("ranks", "factorized", "finetuned") for name in CANDIDATES]
+    folders = [Path(folder) for folder in ("data/splits", "models/teacher", "data/importance", *candidates)]
     before = [digests(folder) for folder in folders]
     for folder in folders:
         shutil.rmtree(folder)
     torch.manual_seed(99)  # what was drawn before must not matter
-    for stage in ("search", "factorize", "finetune"):
+    for stage in ("extract", "teacher", "importance"):
+        run_stage(stage)
+    for stage, name in itertools.product(("search", "factorize", "finetune"), CANDIDATES):
         run_stage(stage, *name.split("-"))
     assert [digests(folder) for folder in folders] == before
 
 
-def test_the_teacher_and_the_statistics_have_the_same_bytes_again(own_workspace: Path) -> None:
-    before = [digests(Path(folder)) for folder in ("data/splits", "models/teacher", "data/importance")]
-    torch.manual_seed(99)
-    for stage in ("extract", "teacher", "importance"):
-        run_stage(stage)
-    assert [digests(Path(folder)) for folder in ("data/splits", "models/teacher", "data/importance")] == before
-
-
-def test_another_seed_is_another_teacher(own_workspace: Path) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [(0, 0), (1.6, 7)],  # 32 examples by 8 are 4 steps; 1.6 epochs are 6.4, and the part is taken whole
+)
+def test_epochs_are_steps_of_the_teacher(epochs: float, steps: int, own_workspace: Path) -> None:
+    write_params(Path(), tiny_params(seed=1, teacher={"epochs": epochs}))
     before = digests(Path("models/teacher"))["model.safetensors"]
-    write_params(Path(), tiny_params(seed=1))
     run_stage("teacher")
+    assert len(Path("reports/teacher.jsonl").read_text().splitlines()) == steps
     assert digests(Path("models/teacher"))["model.safetensors"] != before
+    if not steps:
+        base, teacher = (load_file(f"models/{name}/model.safetensors") for name in ("base/tiny", "teacher"))
+        assert all(torch.equal(value, teacher[f"bert.{key}"]) for key, value in base.items())
 
 
-def test_zero_epochs_take_the_base_model_as_it_is(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(teacher={"epochs": 0}))
-    run_stage("teacher")
-    base, teacher = (load_file(f"models/{name}/model.safetensors") for name in ("base/tiny", "teacher"))
-    assert all(torch.equal(value, teacher[f"bert.{key}"]) for key, value in base.items())
-    assert Path("reports/teacher.jsonl").read_text() == ""
-
-
-def test_part_of_an_epoch_is_part_of_its_steps(own_workspace: Path) -> None:
-    """32 rows by 8 are 4 steps; 1.6 epochs are 6.4, and the part is taken whole."""
-    write_params(Path(), tiny_params(teacher={"epochs": 1.6}))
-    run_stage("teacher")
-    assert json.loads(Path("reports/teacher.jsonl").read_text().splitlines()[-1])["step"] == 7
-
-
-def test_a_keep_that_leaves_no_rank_says_what_to_do(own_workspace: Path) -> None:
-    message = fail("search", "svd", "0.001")
-    assert message.startswith("search@svd-0.001: ")
-    assert "keep" in message
-    assert not Path("models/ranks/svd-0.001").exists()
+@pytest.mark.parametrize(
+    ("changes", "words", "named"),
+    [
+        ({}, ("search", "svd", "0.001"), "keep"),
+        ({"targets": {"include": ["nothing*"]}}, ("importance",), "targets"),
+        ({"benchmark": {"shapes": [[1, 65]]}}, ("benchmark",), "benchmark.shapes"),  # the tiny model has 64 positions
+    ],
+)
+def test_a_mistake_that_only_a_stage_can_find_names_the_parameter(
+    changes: dict[str, Any], words: tuple[str, ...], named: str, own_workspace: Path
+) -> None:
+    write_params(Path(), tiny_params(**changes))
+    message = fail(*words)
+    assert message.startswith(words[0])
+    assert named in message
 
 
 def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
@@ -363,29 +338,6 @@ def test_a_teacher_that_breaks_leaves_no_folder(own_workspace: Path) -> None:
     write_params(Path(), tiny_params(teacher={"learning_rate": 1e30, "warmup": 0.0}))
     assert re.match(r"teacher: .*\bstep \d", fail("teacher"))
     assert not Path("models/teacher").exists()
-
-
-def test_patterns_that_match_no_layer_are_a_mistake(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(targets={"include": ["nothing*"]}))
-    assert "targets" in fail("importance")
-
-
-def test_missing_statistics_are_named(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(importance={"statistics": ["fisher"]}))
-    run_stage("importance")
-    assert "importance.statistics" in fail("search", "kfac", "0.5")
-
-
-def test_texts_longer_than_the_model_takes_are_a_mistake(own_workspace: Path) -> None:
-    """The tiny model has 64 positions."""
-    write_params(Path(), tiny_params(data={"max_length": 65}))
-    run_stage("extract")
-    assert "data.max_length" in fail("teacher")
-
-
-def test_a_benchmark_longer_than_the_model_takes_is_a_mistake(own_workspace: Path) -> None:
-    write_params(Path(), tiny_params(benchmark={"shapes": [[1, 65]]}))
-    assert "benchmark.shapes" in fail("benchmark")
 
 
 def test_a_regression_goes_the_same_way(own_workspace: Path) -> None:

@@ -1,13 +1,7 @@
-"""Five of thirty unattended nights: Prefect, DVC and MLflow agree on the result of each.
-
-This runs all thirty, makes three candidates again, and writes the table of docs/operations.md (many minutes):
-`MONTH=FILE.md python -m pytest tests/flows/test_month.py`.
-"""
+"""Five unattended nights: Prefect, DVC and MLflow agree on the result of each."""
 
 from __future__ import annotations
 
-import os
-import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -17,34 +11,27 @@ from mlflow.entities import Run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.registry.versions import PROMOTED_AT, ROLLED_BACK
-from tests.flows import month as nights
-from tests.flows.engine.test_faults import mountable
-from tests.flows.month import CANDIDATE, LEEWAY, Month, Morning, passed
-
-TABLE = os.environ.get("MONTH")
+from tests.flows.month import CANDIDATE, FIVE, LEEWAY, Month, Morning, passed
+from tests.flows.toy import Study
 
 
 @pytest.fixture
-def month(request: pytest.FixtureRequest, prefect: dict[str, str], tmp_path: Path) -> Month:
+def month(study: Study, prefect: dict[str, str], tmp_path: Path) -> Month:
     """Run the nights, and check the state after each."""
-    if TABLE and not mountable():
-        pytest.skip("this machine lets no user mount a file system, which one of the disks that are full is")
-    found = Month(tmp_path / "workspace", prefect)
-    found.begin(None if TABLE else request.getfixturevalue("study"))
-    for night in nights.THIRTY if TABLE else nights.FIVE:
-        evening = {"same": found.alias("champion"), "previous": found.alias("previous")}
-        morning = found.live_through(night)
-        if TABLE:
-            Path(TABLE).write_text(table(found))
-        explained(found, morning)
-        assert morning.champion == (evening | {"own": found.own()})[night.champion]
-    return found
+    month = Month(tmp_path / "workspace", prefect)
+    month.begin(study)
+    for night in FIVE:
+        evening = {"same": month.alias("champion"), "previous": month.alias("previous")}
+        morning = month.live_through(night)
+        explained(month, morning)
+        assert morning.champion == (evening | {"own": month.own()})[night.champion]
+    return month
 
 
 def test_a_month(month: Month) -> None:
     nights_that_were_killed_were_ended_by_the_next(month)
     the_champion_is_the_best_that_passed(month)
-    any_candidate_comes_back(month)
+    a_candidate_comes_back_after_gc(month)
 
 
 def explained(month: Month, morning: Morning) -> None:
@@ -54,26 +41,26 @@ def explained(month: Month, morning: Morning) -> None:
     assert run.start_time
     assert run.expected_start_time
     assert run.start_time - run.expected_start_time >= night.begins
-    told = {one.info.status for one in of_run(month, str(run.id))}
-    running = {one.info.run_id for one in month.runs() if one.info.status == "RUNNING"}
-    if night.fate == "killed":
-        assert told == {"RUNNING"}
+    statuses = {made.info.status for made in of_run(month, str(run.id))}
+    running = {made.info.run_id for made in month.runs() if made.info.status == "RUNNING"}
+    if night.killed:
+        assert statuses == {"RUNNING"}
         return  # DVC's locks may be half-written, which the next run mends
     assert month.up_to_date() == morning.complete
     assert not running
-    assert told <= {"FINISHED" if morning.complete else "FAILED"}
-    assert told or night.champion != "own"
+    assert statuses <= {"FINISHED" if morning.complete else "FAILED"}
+    assert statuses or night.champion != "own"
 
 
 def of_run(month: Month, flow_run: str) -> list[Run]:
-    return [one for one in month.runs() if one.data.tags.get("prefect.flow_run") == flow_run]
+    return [made for made in month.runs() if made.data.tags.get("prefect.flow_run") == flow_run]
 
 
 def nights_that_were_killed_were_ended_by_the_next(month: Month) -> None:
-    killed = [morning for morning in month.mornings if morning.night.fate == "killed"]
+    killed = [morning for morning in month.mornings if morning.night.killed]
     assert killed
     for morning in killed:
-        assert {one.info.status for one in of_run(month, str(morning.run.id))} == {"KILLED"}
+        assert {made.info.status for made in of_run(month, str(morning.run.id))} == {"KILLED"}
         assert month.flow_run(morning.run.id).state_name == "Crashed"
 
 
@@ -81,10 +68,12 @@ def the_champion_is_the_best_that_passed(month: Month) -> None:
     """Compare the versions by their gates, and on the last night's test examples, which the gates may not have had."""
     versions = month.versions()
     champion = month.alias("champion")
-    assert {number for number, one in versions.items() if PROMOTED_AT in one.tags} == {
-        number for number, one in versions.items() if passed(one)
+    assert {number for number, version in versions.items() if PROMOTED_AT in version.tags} == {
+        number for number, version in versions.items() if passed(version)
     }
-    standing = {number: one for number, one in versions.items() if passed(one) and ROLLED_BACK not in one.tags}
+    standing = {
+        number: version for number, version in versions.items() if passed(version) and ROLLED_BACK not in version.tags
+    }
     assert champion == max(standing, key=lambda number: standing[number].tags[PROMOTED_AT])
     scores = {number: accuracy(month, number) for number in versions if ROLLED_BACK not in versions[number].tags}
     assert scores[champion] >= max(scores.values()) - LEEWAY
@@ -101,41 +90,8 @@ def accuracy(month: Month, number: str) -> float:
     return float((answers == torch.tensor(rows["label"].to_numpy())).float().mean())
 
 
-def any_candidate_comes_back(month: Month) -> None:
-    """Reproduce candidates after `gc`; the command fails unless all bytes are the same."""
-    before = month.bytes()
+def a_candidate_comes_back_after_gc(month: Month) -> None:
+    """Reproduce the first night's candidate; the command fails unless all bytes are the same."""
     month.command("gc", "--yes")
-    after = month.bytes()
-    own = [morning.revision for morning in month.mornings if morning.night.champion == "own"]
-    for revision in [own[0], own[len(own) // 2], own[-1]] if TABLE else own[:1]:
-        month.command("reproduce", CANDIDATE, "--rev", revision, *(["--again"] if TABLE else []))
-    if TABLE:
-        month.command("gc", "--yes", "--commits", "7")
-        sizes = pd.DataFrame({"without gc": before, "gc": after, "gc --commits 7": month.bytes()})
-        Path(TABLE).write_text(f"{table(month)}\n\n{sizes.to_markdown()}\n")
-
-
-def said(message: str) -> str:
-    """Return the first cause that a message names, shortened."""
-    _, *causes = message.splitlines() or [""]
-    return textwrap.shorten(causes[0] if causes else message, 150, placeholder=" …")
-
-
-def table(month: Month) -> str:
-    rows = []
-    for number, one in enumerate(month.mornings, start=1):
-        assert one.run.state
-        late = f", {one.night.begins.seconds // 60} minutes late" if one.night.begins else ""
-        rows.append(
-            {
-                "night": number,
-                "since the evening before": one.night.before,
-                "Prefect": f"{one.run.state_name}{late}",
-                "its message": said(one.run.state.message or ""),
-                "stages that ran": ", ".join(one.executed) if len(one.executed) < 4 else len(one.executed),
-                "champion": one.champion,
-                "seconds": round(one.seconds),
-                "bytes of DVC": one.cache,
-            }
-        )
-    return str(pd.DataFrame(rows).to_markdown(index=False))
+    revision = next(morning.revision for morning in month.mornings if morning.night.champion == "own")
+    month.command("reproduce", CANDIDATE, "--rev", revision)

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 from uuid import UUID, uuid4
 
-import httpx
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Crashed, Late, Scheduled, State
@@ -125,21 +124,12 @@ def said(run: FlowRun) -> str | None:
     return run.state.message if run.state else None
 
 
-def test_the_server_has_the_schedule(served: SyncPrefectClient) -> None:
-    (one,) = served.read_deployment_by_name("study/nightly").schedules
-    assert one.schedule.cron == "0 2 1 1 *"  # type: ignore[union-attr]
-    assert one.active
-
-
-@pytest.mark.parametrize("wrong", [{"workers": 0}, {"workers": "many"}, {"timeout": -1}])
-def test_parameters_are_checked_when_a_run_is_submitted(served: SyncPrefectClient, wrong: dict[str, object]) -> None:
-    with pytest.raises(PrefectHTTPStatusError, match=r"409|422"):
-        submit(served, **wrong)
-
-
 def test_runs_come_one_after_the_other_and_do_what_changed(
     served: SyncPrefectClient, told: list[dict[str, str]], workspace: Path
 ) -> None:
+    assert [str(entry.schedule.cron) for entry in served.read_deployment_by_name("study/nightly").schedules] == [  # type: ignore[union-attr]
+        "0 2 1 1 *"
+    ]
     submitted = [submit(served), submit(served, promote=True)]
     first, second = sorted((ended(served, run) for run in submitted), key=began)
     assert {first.state_name, second.state_name} == {"Completed", "Refused"}
@@ -152,35 +142,21 @@ def test_runs_come_one_after_the_other_and_do_what_changed(
     printed = (workspace.parent / "said").read_text()
     assert first.name in printed
     assert "at capacity" not in printed  # while the second waited
-    assert str(said(first)).startswith("10 cached, 3 executed")
+    assert "cached, 3 executed" in str(said(first))
     assert "executed" not in str(said(second))
     refused = f"{NOTHING['least_speedup']:g}"  # the limit that no candidate meets
     assert [run.id for run in (first, second) if refused in str(said(run))] == submitted[1:]
-    until(lambda: any(refused in one["body"] for one in told))
+    until(lambda: any(refused in item["body"] for item in told))
     page = f"{str(served.api_url).removesuffix('/').removesuffix('/api')}/runs/flow-run/{submitted[1]}"
-    assert any(one["body"].endswith(page) for one in told)
-    assert {one["subject"] for one in told if "nightly" in one["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
+    assert any(item["body"].endswith(page) for item in told)
+    assert {item["subject"] for item in told if "nightly" in item["subject"]} <= {NAMED["Refused"], NAMED["Late"]}
 
     artifact = served.read_artifacts(
         artifact_filter=ArtifactFilter.model_validate({"key": {"any_": ["comparison-tiny"]}})
     )
-    assert {one.flow_run_id for one in artifact} == {first.id, second.id}
-    assert all("svd-0.5" in str(one.data) for one in artifact)
-    assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(one.description) for one in artifact)
-
-
-def test_a_page_of_another_origin_starts_no_run(served: SyncPrefectClient) -> None:
-    """Nor does a client without the key, which no browser sends by itself."""
-    deployment = served.read_deployment_by_name("study/nightly").id
-    address = f"{str(served.api_url).rstrip('/')}/deployments/{deployment}/create_flow_run"
-    before = served.count_flow_runs()
-    own = httpx.BasicAuth(*str(PREFECT_API_AUTH_STRING.value()).split(":"))
-    for headers, auth in (({"Origin": "http://evil.example"}, own), ({"Host": "evil.example"}, own), ({}, None)):
-        answer = httpx.post(address, json={"state": {"type": "SCHEDULED"}}, headers=headers, auth=auth)
-        assert answer.status_code == 403
-        answer = httpx.get(address.removesuffix("/create_flow_run"), headers=headers, auth=auth)
-        assert answer.status_code == (403 if auth else 401)
-    assert served.count_flow_runs() == before
+    assert {item.flow_run_id for item in artifact} == {first.id, second.id}
+    assert all("svd-0.5" in str(item.data) for item in artifact)
+    assert all("[svd-0.5](http://127.0.0.1:5000/#/experiments/" in str(item.description) for item in artifact)
 
 
 def test_an_event_starts_a_run_and_its_failure_is_reported(
@@ -193,10 +169,10 @@ def test_an_event_starts_a_run_and_its_failure_is_reported(
         event = {"event": schedule.CHANGED, "resource": {"prefect.resource.id": "eckart.nightly"}}
         event |= {"id": str(uuid4()), "occurred": datetime.now(UTC).isoformat()}
         served.request("POST", "/events", json=[event])
-        until(lambda: any("teacher.epoch: " in one["body"] for one in told[before:]))
+        until(lambda: any("teacher.epoch: " in item["body"] for item in told[before:]))
     finally:
         (workspace / "params.yaml").write_text(params)
-    (failed,) = (one for one in told[before:] if "teacher.epoch" in one["body"])
+    (failed,) = (item for item in told[before:] if "teacher.epoch" in item["body"])
     assert failed["subject"] == NAMED["Failed"]
 
 
@@ -207,13 +183,9 @@ def test_a_crashed_or_late_run_is_reported(served: SyncPrefectClient, told: list
     run = served.create_flow_run_from_deployment(deployment.id, state=later)
     served.set_flow_run_state(run.id, state, force=True)
     wanted = f"{run.name}: {state.message}" if state.message else run.name
-    until(lambda: (NAMED[str(state.name)], wanted) in [(one["subject"], one["body"].split("\n")[0]) for one in told])
+    until(lambda: (NAMED[str(state.name)], wanted) in [(item["subject"], item["body"].split("\n")[0]) for item in told])
     served.delete_flow_run(run.id)
-
-
-def test_a_lack_of_successes_is_reported(told: list[dict[str, str]]) -> None:
-    until(lambda: any("study/idle" in one["subject"] for one in told))
-    notifications.set_up("idle", [], timedelta(hours=1))
+    until(lambda: any("study/idle" in item["subject"] for item in told))  # which lacks successes
 
 
 @pytest.mark.parametrize(
@@ -252,7 +224,7 @@ def test_serve_replaces_the_notifications(
 
         def automations(*notify: str) -> list[str]:
             schedule.serve("unwatched", "0 2 * * 1", "UTC", Options(), notify=notify)
-            return sorted(one.name for one in client.read_automations() if "unwatched" in one.name)
+            return sorted(item.name for item in client.read_automations() if "unwatched" in item.name)
 
         told = automations("custom-webhook/sink")
         assert len(told) == 2
@@ -281,19 +253,8 @@ def test_the_name_of_another_folder_s_deployment_is_not_taken(elsewhere: tuple[S
     client, taken = elsewhere
     with pytest.raises(deployment_owner.OtherWorkspace, match=r"elsewhere:/a\b.*--name"):
         schedule.serve("taken", "0 3 * * *", "UTC", Options())
-    found = client.read_deployment(taken)
-    assert (found.schedules, found.tags) == ([], ["workspace 1 elsewhere:/a"])
-
-
-def test_a_run_of_another_folder_s_deployment_refuses(
-    elsewhere: tuple[SyncPrefectClient, UUID], tmp_path: Path
-) -> None:
-    client, taken = elsewhere
-    run = client.create_flow_run_from_deployment(taken)
-    state = run_flow(study_flow, flow_run=run, return_type="state")
-    assert state.is_failed()
-    assert "elsewhere:/a" in str(state.message)
-    assert str(tmp_path) in str(state.message)
+    existing = client.read_deployment(taken)
+    assert (existing.schedules, existing.tags) == ([], ["workspace 1 elsewhere:/a"])
 
 
 def test_a_deployment_belongs_to_its_folder(
@@ -317,14 +278,22 @@ def test_a_deployment_belongs_to_its_folder(
             deployment_owner.check_name("old")
 
 
-@pytest.mark.parametrize("place", ["root", "scheduler"])
-def test_a_folder_or_address_is_no_parameter_of_a_run(elsewhere: tuple[SyncPrefectClient, UUID], place: str) -> None:
-    """Prefect lets a client submit them, but the run fails before it starts."""
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({}, "elsewhere:/a"),
+        ({"root": "/elsewhere"}, "'root'"),  # Prefect lets a client submit these, but the run fails before it starts
+        ({"scheduler": "/elsewhere"}, "'scheduler'"),
+    ],
+)
+def test_a_run_of_another_folder_or_with_a_place_as_its_parameter_is_refused(
+    elsewhere: tuple[SyncPrefectClient, UUID], parameters: dict[str, Any], named: str
+) -> None:
     client, taken = elsewhere
-    run = client.create_flow_run_from_deployment(taken, parameters={place: "/elsewhere"})
+    run = client.create_flow_run_from_deployment(taken, parameters=parameters)
     state = run_flow(study_flow, flow_run=run, parameters=run.parameters, return_type="state")
     assert state.is_failed()
-    assert f"'{place}'" in str(state.message)
+    assert named in str(state.message)
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,11 @@ def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkey
     monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database.address("mlflow"))
     with connected("m") as models:
-        found = models.aliases()
+        before_restart = models.aliases()
     with pytest.raises(RegistryError):
         promote_after(database.restart)
     with connected("m") as models:
-        assert models.aliases() == found
+        assert models.aliases() == before_restart
         models.settle()
         assert models.promote("3", models.champion())
 
@@ -99,17 +99,17 @@ def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkey
 def test_a_clone_pulls_from_an_object_store_what_another_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with services.object_store(tmp_path, "eckart") as (_, keys):
+    with services.object_store(tmp_path, "eckart") as keys:
         for name, value in keys.items():
             monkeypatch.setenv(name, value)
-        one, two = tmp_path / "one", tmp_path / "two"
-        toy_workspace(one)
-        call(one, "dvc", "remote", "add", "--default", "storage", "s3://eckart/dvc")
-        call(one, "dvc", "repro", "-q")
-        commit(one)
-        call(tmp_path, "git", "clone", "-q", str(one), str(two))
-        monkeypatch.chdir(one)
+        first_clone, second_clone = tmp_path / "one", tmp_path / "two"
+        toy_workspace(first_clone)
+        call(first_clone, "dvc", "remote", "add", "--default", "storage", "s3://eckart/dvc")
+        call(first_clone, "dvc", "repro", "-q")
+        commit(first_clone)
+        call(tmp_path, "git", "clone", "-q", str(first_clone), str(second_clone))
+        monkeypatch.chdir(first_clone)
         assert not dvc_transport.push()
-        monkeypatch.chdir(two)
+        monkeypatch.chdir(second_clone)
         assert dvc_transport.pull() == dvc_transport.Pulled([], [])
-        assert (two / "total.txt").read_bytes() == (one / "total.txt").read_bytes()
+        assert (second_clone / "total.txt").read_bytes() == (first_clone / "total.txt").read_bytes()

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows.display.progress import Progress, duration, expected_seconds, new_bars, roughly, steps_of
+from flows.display.progress import Progress, expected_seconds, new_bars, steps_of
 from flows.engine import hang_detection
 from flows.engine.stages import Outcome, Planned
 from tests.flows.servers import until
@@ -49,11 +49,6 @@ SECONDS = {"data": 5.0, "train@a-1": 10.0, "train@b-1": 20.0, "train@c-1": 30.0,
 def test_workers_share_the_work_but_for_the_stages_that_run_alone(workers: int, seconds: float) -> None:
     """Beside each other: 66 s, and no less than the longest stage's 30. Alone: 7 s."""
     assert Progress(PLAN, workers, SECONDS).time_left() == (seconds, True)
-
-
-def test_a_result_that_is_taken_from_another_stage_takes_no_time() -> None:
-    plan = (planned("a"), planned("b", twin="a"))
-    assert Progress(plan, 1, {"a": 6, "b": 6}).time_left() == (6, True)
 
 
 def test_a_stage_is_expected_to_take_as_long_as_before_or_as_its_like() -> None:
@@ -146,17 +141,10 @@ def test_the_display_fits_any_terminal(width: int) -> None:
 
 def test_a_silence_is_told_when_it_is_long_and_whenever_it_has_doubled() -> None:
     patience = 0.05
-    told: list[float] = []
-    with hang_detection.noticed(told.append, patience) as noted:
-        until(lambda: len(told) >= 3)
-        first = told[:3]
+    silences: list[float] = []
+    with hang_detection.noticed(silences.append, patience) as noted:
+        until(lambda: len(silences) >= 3)
+        first = silences[:3]
         noted()
-        until(lambda: told.count(patience) > 1)
+        until(lambda: silences.count(patience) > 1)
     assert first == [patience, 2 * patience, 4 * patience]
-
-
-def test_durations_read_well() -> None:
-    for seconds, text in {0.4: "0 s", 59: "59 s", 252: "4 min 12 s", 3600: "1 h 0 min", 7500: "2 h 5 min"}.items():
-        assert duration(seconds) == text
-    for seconds, text in {1: "10 s", 44: "40 s", 57: "1 min", 250: "4 min", 3590: "1 h", 4000: "1 h 10 min"}.items():
-        assert roughly(seconds) == text

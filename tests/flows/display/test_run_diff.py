@@ -51,11 +51,6 @@ def changes(now: list[Outcome]) -> dict[str, list[tuple[str, Any, Any]]]:
     return run_diff.changes(before, run_diff.current("second", now))
 
 
-def test_the_same_run_again_changes_nothing(workspace: Path) -> None:
-    run_diff.keep(run_diff.current("first", outcomes()))
-    assert changes(outcomes()) == {}
-
-
 def test_inputs_that_changed_are_named_and_what_follows_from_them_is_not(workspace: Path) -> None:
     run_diff.keep(run_diff.current("first", outcomes()))
     assert changes(outcomes(raw="b" * 32, splits="t" * 32)) == {"data": [("data/raw", "a" * 10, "b" * 10)]}

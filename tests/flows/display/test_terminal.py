@@ -75,8 +75,8 @@ def test_running_stages_are_drawn_and_the_terminal_is_left_clean(
     text = f"the comparison\n{'candidate':80}speedup\n"
     last = "echo the cause; exit 3" if end == "failed" else f"printf '{text}' > reports/comparison.txt"
     root = workspace(tmp_path / "workspace", last)
-    told = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    terminal = Terminal(root, BARE | prefect | told)
+    variables = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    terminal = Terminal(root, BARE | prefect | variables)
     until(lambda: re.search(r"train +\S+ +1/4 loss 0\.75 ", terminal.shown) or terminal.process.exitcode is not None)
     if end == "interrupted":
         assert terminal.process.pid

@@ -32,8 +32,8 @@ def test_a_run_with_an_unreachable_mlflow_writes_no_password(prefect: dict[str, 
     ]
     stages = {"compare": {"cmd": commands, "outs": ["reports/comparison.txt"]}}
     root, home = toy_study(tmp_path / "workspace", stages), Path(prefect["PREFECT_HOME"])
-    told = {"MLFLOW_TRACKING_URI": URL, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "HF_TOKEN": f"hf_{SECRET}"}
-    code, said = Command(root, BARE | prefect | told, "run").end()
+    variables = {"MLFLOW_TRACKING_URI": URL, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "HF_TOKEN": f"hf_{SECRET}"}
+    code, said = Command(root, BARE | prefect | variables, "run").end()
     assert code == 0, said
     assert re.search(r"MLflow .*127\.0\.0\.1.*\b9\b", said)  # what cannot be reached
     printed = "connected to http://127.0.0.1:9 with ***"  # by the stage
@@ -72,9 +72,9 @@ def test_a_promotion_writes_no_password(study: Study, prefect: dict[str, str], t
     said = tmp_path / "said"
     said.touch()
     with mlflow_server(tmp_path) as (address, _), temporary_settings({PREFECT_API_URL: prefect["PREFECT_API_URL"]}):
-        told = {"MLFLOW_TRACKING_URI": behind(address), "PREFECT_API_URL": behind(prefect["PREFECT_API_URL"])}
-        told |= {"PREFECT_API_AUTH_STRING": f"user:{SECRET}", "DVC_SITE_CACHE_DIR": str(tmp_path / "site")}
-        environment = BARE | prefect | told
+        variables = {"MLFLOW_TRACKING_URI": behind(address), "PREFECT_API_URL": behind(prefect["PREFECT_API_URL"])}
+        variables |= {"PREFECT_API_AUTH_STRING": f"user:{SECRET}", "DVC_SITE_CACHE_DIR": str(tmp_path / "site")}
+        environment = BARE | prefect | variables
         with get_client(sync_client=True) as client:
             block = {"url": "http://127.0.0.1:9/{{token}}", "secrets": {"token": SECRET}, "json_data": {}}
             CustomWebhookNotificationBlock(name="secret", **block).save("secret")

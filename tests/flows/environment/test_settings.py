@@ -47,8 +47,8 @@ assert not prefect.settings.get_current_settings().server.analytics_enabled
 
 def fresh(code: str) -> str:
     """Return the last line that a fresh interpreter prints, without settings of the tools."""
-    told = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    prefixes = ("PREFECT_", "MLFLOW_", "DVC_", "DO_NOT_TRACK", "TOKENIZERS_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1] if done.stdout else ""

@@ -30,9 +30,9 @@ def spins(*arguments: str, **variables: str) -> list[int]:
     command, out = [sys.executable, *arguments], subprocess.PIPE
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
-    found = [int(turns) for turns in re.findall(r"(?:GOMP_SPINCOUNT|KMP_BLOCKTIME) *= *'(\d+)", done.stdout)]
-    assert found, done.stdout
-    return found
+    durations = [int(turns) for turns in re.findall(r"(?:GOMP_SPINCOUNT|KMP_BLOCKTIME) *= *'(\d+)", done.stdout)]
+    assert durations, done.stdout
+    return durations
 
 
 @pytest.mark.parametrize(

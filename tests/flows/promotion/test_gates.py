@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 from dvc.repo import Repo
 from transformers import BertForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +29,7 @@ from flows.promotion.gates import (
 )
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS
-from tasks.config.promotion_limits import Gate, Promotion
+from tasks.config.promotion_limits import Gate, Measured, Promotion
 from tasks.nlp_tasks import kind_of
 from tasks.scoring.splits import write_rows
 from tests import tiny
@@ -52,11 +51,8 @@ CANDIDATE = Recorded(
     content="",
     test="",
     metric=0.84,
-    validation=0.85,
     teacher=0.842,
-    parameters=5,
-    keep=0.5,
-    speedup=1.5,
+    validation=Measured(0.85, teacher=0.85, standard_error=0.0, parameters=5, keep=0.5, speedup=1.5),
     outcomes=(),
     inputs={},
 )
@@ -102,7 +98,7 @@ class TestPerplexity:
         assert as_recorded(20_000.0, 1000 * recorded, 10, of_perplexity()).passed is passes
 
 
-@pytest.mark.parametrize("metric", [name for name, one in METRICS.items() if one.bounded])
+@pytest.mark.parametrize("metric", [name for name, entry in METRICS.items() if entry.bounded])
 def test_a_bounded_metric_meets_the_record_up_to_what_two_rows_move(metric: MetricName) -> None:
     terms = dataclasses.replace(TERMS, metric=metric)
     assert as_recorded(0.72, 0.70, 100, terms).passed
@@ -157,15 +153,6 @@ class TestMeasure:
         assert len(answers) == 8
         assert {answer["label"] for answer in answers} <= set(LABELS)
 
-    def test_torch_is_left_as_it_was(self, files: Path, candidate: Recorded) -> None:
-        torch.manual_seed(7)
-        wanted = torch.rand(1)
-        torch.manual_seed(7)
-        before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        measure(files, candidate, None, dataclasses.replace(TERMS, threads=before[0] + 1))
-        assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
-        assert torch.rand(1) == wanted
-
     def test_a_metric_that_is_not_the_recorded_one_is_refused(self, files: Path, candidate: Recorded) -> None:
         gates, _ = measure(files, dataclasses.replace(candidate, metric=0.7, teacher=0.7), None, TERMS)
         assert refused(gates) == [
@@ -202,45 +189,43 @@ class TestMeasure:
         assert said(gates[-1].words) == ["0.5", "0.5", "3", "0", f"{least:g}", "0"]
         assert gates[-1].standard_error == 0  # it is the same model
 
-    def test_a_champion_with_other_labels_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("model", "labels", "named"),
+        [
+            (bert, ("bad", "good"), r"\bbad, good\b.*\bnegative, positive\b.*promotion\.model\b"),
+            (
+                lambda: type(bert())(tiny_config(num_labels=1, problem_type="regression")),
+                ("LABEL_0",),
+                r"\bnumber\b.*\bnegative, positive\b",
+            ),
+            # whose labels and weights have the same names and shapes
+            (
+                lambda: BertForTokenClassification(bert().config),
+                LABELS,
+                r"BertForTokenClassification\b.*\bBertForSequenceClassification\b",
+            ),
+            (
+                lambda: type(bert())(tiny_config(max_position_embeddings=8)),
+                LABELS,
+                r"data\.max_length.*\b8\b",
+            ),
+            (None, (), "`promote`"),  # it has no such files: it was registered otherwise
+        ],
+    )
+    def test_a_champion_that_cannot_be_compared_with_is_named(
+        self,
+        model: Callable[[], PreTrainedModel] | None,
+        labels: tuple[str, ...],
+        named: str,
+        files: Path,
+        candidate: Recorded,
+        tmp_path: Path,
     ) -> None:
-        champion = Champion(written(tmp_path / "champion", bert(), ("bad", "good")), "version 3")
-        named = r"version 3\b.*\bbad, good\b.*\bnegative, positive\b.*promotion\.model\b"
-        with pytest.raises(Refused, match=named):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_of_another_task_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        model = type(bert())(tiny_config(num_labels=1, problem_type="regression"))
-        champion = Champion(written(tmp_path / "champion", model, ("LABEL_0",)), "version 3")
-        with pytest.raises(Refused, match=r"version 3\b.*\bnumber\b.*\bnegative, positive\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_with_another_head_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        """Whose labels and weights have the same names and shapes."""
-        model = BertForTokenClassification(bert().config)
-        champion = Champion(written(tmp_path / "champion", model), "version 3")
-        with pytest.raises(Refused, match=r"BertForTokenClassification\b.*\bBertForSequenceClassification\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_with_too_few_positions_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        champion = Champion(
-            written(tmp_path / "champion", type(bert())(tiny_config(max_position_embeddings=8))), "version 3"
-        )
-        with pytest.raises(Refused, match=r"version 3\b.*data\.max_length.*\b8\b"):
-            measure(files, candidate, champion, TERMS)
-
-    def test_a_champion_that_was_registered_otherwise_cannot_be_compared_with(
-        self, files: Path, candidate: Recorded, tmp_path: Path
-    ) -> None:
-        with pytest.raises(Refused, match=r"version 3\b.*`promote`"):
-            measure(files, candidate, Champion(tmp_path / "nothing", "version 3"), TERMS)
+        folder = tmp_path / "champion"
+        if model:
+            written(folder, model(), labels)
+        with pytest.raises(Refused, match=rf"version 3\b.*{named}"):
+            measure(files, candidate, Champion(folder, "version 3"), TERMS)
 
 
 class TestLanguage:

@@ -93,10 +93,10 @@ def client(root: Path) -> MlflowClient:
 
 def aliases(root: Path) -> dict[str, str]:
     try:
-        found = client(root).get_registered_model(MODEL).aliases
+        result = client(root).get_registered_model(MODEL).aliases
     except MlflowException:  # there is no database yet, or no model in it
         return {}
-    return {alias: str(number) for alias, number in found.items()}
+    return {alias: str(number) for alias, number in result.items()}
 
 
 def versions(root: Path) -> list[ModelVersion]:
@@ -128,11 +128,11 @@ def referred(root: Path) -> None:
         champion_data.refresh("tiny", MODEL)
         for part in PARTS:
             assert (REFERENCE / part).read_bytes() == (SPLITS / part).read_bytes()
-        stages = [one.name for one in engine.plan() if not one.cached]
+        stages = [item.name for item in engine.plan() if not item.cached]
         assert "check" in stages
         shutil.rmtree(REFERENCE)
         champion_data.refresh("another", MODEL)
-        assert all(one.cached for one in engine.plan())
+        assert all(item.cached for item in engine.plan())
 
 
 def test_the_life_of_a_champion(workspace: Path, prefect: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +193,10 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
         whole = getattr(module, name)
 
         def both(*arguments: Any) -> Any:
-            found = whole(*arguments)
+            result = whole(*arguments)
             monkeypatch.setattr(module, name, whole)
             act()
-            return found
+            return result
 
         monkeypatch.setattr(module, name, both)
 
@@ -213,11 +213,11 @@ def test_what_changes_during_a_run_is_the_next_one_s_and_told_to_nobody(
     assert amid.is_failed()
     assert "benchmark: " in str(amid.message)
     assert late.name == amid.name
-    assert late.name not in notifications._TOLD + notifications._SUCCESSES
+    assert late.name not in notifications._REPORTED + notifications._SUCCESSES
 
 
 def decision(root: Path, number: str) -> str:
-    return next(one.tags["eckart.decision"] for one in versions(root) if str(one.version) == number)
+    return next(item.tags["eckart.decision"] for item in versions(root) if str(item.version) == number)
 
 
 def kill_at(moment: dict[str, str], process: Command, root: Path) -> None:
@@ -253,76 +253,44 @@ def written(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "answer", "same"),
+    ("wanted", "answer", "differing", "same"),
     [
-        ({"label": "good"}, {"label": "good", "score": 0.9}, True),
-        ({"label": "good"}, {"label": "bad", "score": 0.9}, False),
-        ({"value": 2.0}, {"value": 2.01}, True),
-        ({"value": 2.0}, {"value": 2.1}, False),
-        ({"loss": None}, {"loss": None, "continuation": "x"}, True),
-        ({"loss": None}, {"loss": 1.0, "continuation": "x"}, False),
-        ({"loss": 1.0}, {"loss": None, "continuation": "x"}, False),
-        ({"tags": ["O", None]}, {"tags": ["O", None]}, True),
-        ({"tags": ["O", None]}, {"tags": ["O", "O"]}, False),
+        ({"label": "good"}, {"label": "good", "score": 0.9}, 8, True),
+        ({"label": "good"}, {"label": "bad", "score": 0.9}, 1, False),
+        ({"summary": "good"}, {"summary": "bad"}, 3, True),  # of summaries most must be the same
+        ({"summary": "good"}, {"summary": "bad"}, 4, False),
+        ({"value": 2.0}, {"value": 2.01}, 8, True),
+        ({"value": 2.0}, {"value": 2.1}, 1, False),
+        ({"loss": None}, {"loss": None, "continuation": "x"}, 8, True),
+        ({"loss": None}, {"loss": 1.0, "continuation": "x"}, 1, False),
+        ({"loss": 1.0}, {"loss": None, "continuation": "x"}, 1, False),
+        ({"tags": ["O", None]}, {"tags": ["O", None]}, 8, True),
+        ({"tags": ["O", None]}, {"tags": ["O", "O"]}, 1, False),
     ],
 )
 def test_what_is_served_must_say_what_was_scored(
-    wanted: dict[str, Any], answer: dict[str, Any], same: bool, monkeypatch: pytest.MonkeyPatch
+    wanted: dict[str, Any], answer: dict[str, Any], differing: int, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked(monkeypatch, [answer] * 8)
-    if same:
-        promotion._smoke(Path(), [wanted] * 8)
-    else:
-        with pytest.raises(SmokeFailed):
-            promotion._smoke(Path(), [wanted] * 8)
-
-
-@pytest.mark.parametrize(
-    ("column", "others", "passes"), [("summary", 3, True), ("summary", 4, False), ("label", 1, False)]
-)
-def test_of_summaries_most_must_be_the_same(
-    column: str, others: int, passes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked(monkeypatch, [{column: "other"}] * others + [{column: "same"}] * (8 - others))
-    with nullcontext() if passes else pytest.raises(SmokeFailed):
-        promotion._smoke(Path(), [{column: "same"}] * 8)
-
-
-def asked(monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]]) -> None:
-    """Whatever version is asked whatever answers so."""
     monkeypatch.setattr("flows.promotion.gates.questions", lambda: None)
-    monkeypatch.setattr("flows.promotion.flow.ask", lambda *_: answers)
+    monkeypatch.setattr("flows.promotion.flow.ask", lambda *_: [answer] * differing + [wanted] * (8 - differing))
+    with nullcontext() if same else pytest.raises(SmokeFailed):
+        promotion._smoke(Path(), [wanted] * 8)
 
 
-class TestChoice:
-    def test_no_candidate_within_the_limits_names_each_with_its_number(self, workspace: Path) -> None:
-        choose(workspace, "svd", "kfac")
+def test_the_choice(workspace: Path) -> None:
+    """The one that the report names; a named one whatever the limits say; else each with its number."""
+    choose(workspace, "svd", "kfac")
+    with chdir(workspace):
+        assert promotion.choose().name == Chosen.model_validate_json(CHOICE.read_text()).candidate
         change(workspace, "promotion", keep=0.25)
-        message = refusal(workspace)
+        assert {promotion.choose(name).name for name in ("svd-0.5", "kfac-0.5")} == {"svd-0.5", "kfac-0.5"}
+        with pytest.raises(Refused, match=r"svd-0\.4\b.*\bsvd-0\.5, kfac-0\.5$"):
+            promotion.choose("svd-0.4")
+        with pytest.raises(Refused) as refused:
+            promotion.choose()
         for name in ("svd-0.5", "kfac-0.5"):
-            assert re.search(rf"^  {name}: .*parameter ratio .* 0\.[45]\d*\b.* 0\.25 ", message, re.MULTILINE)
-
-    def test_a_named_one_is_taken_whatever_the_limits_say_and_no_other_name(self, workspace: Path) -> None:
-        """And though the report was not made again by these limits: its gates are closed to it."""
-        choose(workspace, "svd", "kfac")
-        change(workspace, "promotion", keep=0.25)
-        with chdir(workspace):
-            assert {promotion.choose(name).name for name in ("svd-0.5", "kfac-0.5")} == {"svd-0.5", "kfac-0.5"}
-            with pytest.raises(Refused, match=r"svd-0\.4\b.*\bsvd-0\.5, kfac-0\.5$"):
-                promotion.choose("svd-0.4")
-
-    def test_it_is_the_one_that_the_report_names(self, workspace: Path) -> None:
-        choose(workspace, "svd", "kfac")
-        with chdir(workspace):
-            assert promotion.choose().name == Chosen.model_validate_json(CHOICE.read_text()).candidate
-
-    def test_a_study_that_is_not_up_to_date(self, workspace: Path) -> None:
+            limit = rf"^  {name}: .*parameter ratio .* 0\.[45]\d*\b.* 0\.25 "
+            assert re.search(limit, str(refused.value), re.MULTILINE)
         change(workspace, "benchmark", repetitions=7)
-        assert re.match(r"\d .*`eckart run`", refusal(workspace))
-
-
-def refusal(root: Path) -> str:
-    """Why nothing is chosen."""
-    with chdir(root), pytest.raises(Refused) as caught:
-        promotion.choose()
-    return str(caught.value)
+        with pytest.raises(Refused, match=r"^\d .*`eckart run`"):  # it is not up to date
+            promotion.choose()

@@ -5,20 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import runpy
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.request import Request, urlopen
 
-import mlflow.models.model
 import pandas as pd
 import pytest
 import torch
@@ -37,7 +30,6 @@ from eckart.model import hf_format
 from eckart.model.layers import factorize_target
 from eckart.model.lstm import LSTMConfig, LSTMForCausalLM
 from eckart.model.targets import weight_of
-from flows.environment.settings import answers
 from flows.promotion.flow import _same
 from flows.promotion.gates import digest
 from flows.registry import smoke_test as asking
@@ -48,7 +40,6 @@ from tasks.artifacts.errors import StageError
 from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 from tests import tiny
-from tests.flows.servers import free_port
 from tests.tasks.nlp_tasks import test_question_answering as test_answers
 from tests.tasks.nlp_tasks import test_summarization, test_token_classification
 from tests.tasks.scoring import test_scores
@@ -96,15 +87,15 @@ def ask(served: Served, rows: pd.DataFrame) -> pd.DataFrame:
 class TestAnswers:
     def test_each_row_gets_its_likeliest_label_and_the_probability_of_it(self, tmp_path: Path) -> None:
         model = compressed()
-        found = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS}))
+        result = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS}))
         scores, labels = probabilities(model, TEXTS).max(-1)
-        assert found["label"].tolist() == [TASK.labels[label] for label in labels]
-        assert found["score"].tolist() == pytest.approx(scores.tolist(), abs=1e-6)
+        assert result["label"].tolist() == [TASK.labels[label] for label in labels]
+        assert result["score"].tolist() == pytest.approx(scores.tolist(), abs=1e-6)
 
     def test_pairs_of_texts(self, tmp_path: Path) -> None:
         model, second = compressed(), TEXTS[::-1]
-        found = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS, "text_pair": second}))
-        assert found["score"].tolist() == pytest.approx(
+        result = ask(loaded(write(tmp_path, model)), pd.DataFrame({"text": TEXTS, "text_pair": second}))
+        assert result["score"].tolist() == pytest.approx(
             probabilities(model, TEXTS, second).max(-1)[0].tolist(), abs=1e-6
         )
 
@@ -112,15 +103,10 @@ class TestAnswers:
         torch.manual_seed(0)
         model = BertForSequenceClassification(tiny_config(num_labels=1, problem_type="regression")).eval()
         task = a_task("regression", (), "pearson")
-        found = ask(loaded(write(tmp_path, model), task), pd.DataFrame({"text": TEXTS[:1]}))
+        result = ask(loaded(write(tmp_path, model), task), pd.DataFrame({"text": TEXTS[:1]}))
         with torch.no_grad():
             wanted = model(**tiny_tokenizer()(TEXTS[:1], return_tensors="pt")).logits
-        assert found["value"].tolist() == pytest.approx([float(wanted)], abs=1e-6)
-
-    def test_no_rows_get_no_found(self, tmp_path: Path) -> None:
-        found = ask(loaded(write(tmp_path, compressed())), pd.DataFrame({"text": []}))
-        assert list(found) == ["label", "score"]
-        assert found.empty
+        assert result["value"].tolist() == pytest.approx([float(wanted)], abs=1e-6)
 
 
 @dataclass(frozen=True)
@@ -198,23 +184,23 @@ class TestKinds:
         model, rows = case.model(), case.rows()
         wanted = kind_of(case.task).answers(model, case.tokenizer(), rows, 7)
         served = loaded(write(tmp_path, model, case.tokenizer()), case.task, batch_size=3)
-        found = ask(served, rows.drop(columns="label", errors="ignore")).to_dict("records")
-        assert all(_same(one, other) for one, other in zip(found, wanted, strict=True))
+        result = ask(served, rows.drop(columns="label", errors="ignore")).to_dict("records")
+        assert all(_same(answer, other) for answer, other in zip(result, wanted, strict=True))
         assert len({str(sorted(row.items())) for row in wanted}) > 1
 
     def test_no_rows_get_no_answers(self, case: Case, tmp_path: Path) -> None:
         served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
-        found = ask(served, case.rows().head(0))
-        assert found.empty
-        assert list(found) == list(kind_of(case.task).answer_columns)
+        result = ask(served, case.rows().head(0))
+        assert result.empty
+        assert list(result) == list(kind_of(case.task).answer_columns)
 
 
 class TestTags:
     def test_a_word_that_the_model_does_not_read_has_none(self, tmp_path: Path) -> None:
         case = CASES["token_classification"]
         words = [["the", "\u200b", "plot"], ["the"] * 9, []]
-        found = ask(loaded(write(tmp_path, case.model()), case.task), pd.DataFrame({"text": words}))["tags"]
-        assert [[tag is None for tag in tags] for tags in found] == [
+        result = ask(loaded(write(tmp_path, case.model()), case.task), pd.DataFrame({"text": words}))["tags"]
+        assert [[tag is None for tag in tags] for tags in result] == [
             [False, True, False],
             [False] * 6 + [True] * 3,  # of 8 tokens two are special
             [],
@@ -226,7 +212,7 @@ class TestSpans:
         """Of a context in one window: the product of two softmaxes, computed without padding."""
         model, task = test_answers.bert(), test_answers.task(32)
         rows = test_answers.asked(9)[["text", "text_pair"]]
-        found = ask(loaded(write(tmp_path, model), task, batch_size=4), rows)
+        result = ask(loaded(write(tmp_path, model), task, batch_size=4), rows)
         for number, (question, context) in enumerate(rows.itertuples(index=False)):
             inputs = tiny_tokenizer()(question, context, return_offsets_mapping=True, return_tensors="pt")
             offsets = inputs.pop("offset_mapping")[0].tolist()
@@ -240,13 +226,13 @@ class TestSpans:
                 if inputs.sequence_ids(0)[first] == inputs.sequence_ids(0)[last] == 1
             }
             first, last = max(spans, key=lambda pair: spans[pair])
-            assert found["answer"][number] == context[offsets[first][0] : offsets[last][1]]
-            assert found["score"][number] == pytest.approx(spans[first, last], rel=1e-4)
+            assert result["answer"][number] == context[offsets[first][0] : offsets[last][1]]
+            assert result["score"][number] == pytest.approx(spans[first, last], rel=1e-4)
 
     def test_an_empty_context_has_no_answer_and_a_long_question_no_room(self, tmp_path: Path) -> None:
         served = loaded(write(tmp_path, test_answers.bert()), test_answers.task(12))
-        found = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
-        assert found.to_dict("records") == [{"answer": "", "score": 0.0}]
+        result = ask(served, pd.DataFrame({"text": ["is dull"], "text_pair": [""]}))
+        assert result.to_dict("records") == [{"answer": "", "score": 0.0}]
         with pytest.raises(StageError):
             ask(served, pd.DataFrame({"text": ["is dull " * 9], "text_pair": ["the plot"]}))
 
@@ -260,15 +246,15 @@ class TestLanguage:
             kind_of(case.task).score(case.model(), case.tokenizer(), pd.DataFrame({"text": [text]}), 3, "test").score
         )
         served = loaded(write(tmp_path, case.model(), case.tokenizer()), case.task)
-        found = ask(served, pd.DataFrame({"text": [text]}))
-        assert found["loss"].tolist() == pytest.approx([scored.loss], rel=1e-5)
+        result = ask(served, pd.DataFrame({"text": [text]}))
+        assert result["loss"].tolist() == pytest.approx([scored.loss], rel=1e-5)
 
     def test_a_continuation_is_greedy_whatever_stands_beside_it(self, name: str, tmp_path: Path) -> None:
         case = CASES[name]
         model, tokenizer, texts = case.model(), case.tokenizer(), case.rows()["text"].tolist()
-        found = ask(loaded(write(tmp_path, model, tokenizer), case.task, batch_size=8), case.rows())
-        assert [loss is None for loss in found["loss"]] == [len(text.split()) < 2 for text in texts]
-        for text, written in zip(texts, found["continuation"], strict=True):
+        result = ask(loaded(write(tmp_path, model, tokenizer), case.task, batch_size=8), case.rows())
+        assert [loss is None for loss in result["loss"]] == [len(text.split()) < 2 for text in texts]
+        for text, written in zip(texts, result["continuation"], strict=True):
             if not text:
                 assert written is None
                 continue
@@ -284,8 +270,8 @@ def test_what_is_written_has_positions(tmp_path: Path) -> None:
     task, model = a_task("language_modeling", (), "perplexity", 32), tiny.causal_llama().eval()
     served = loaded(write(tmp_path, model, tiny.words()), task)
     words = [f"w{2 + number * 5 % 28}" for number in range(40)]
-    found = ask(served, pd.DataFrame({"text": [" ".join(words), " ".join(words[-29:])]}))
-    assert len(set(found["continuation"])) == 1
+    result = ask(served, pd.DataFrame({"text": [" ".join(words), " ".join(words[-29:])]}))
+    assert len(set(result["continuation"])) == 1
     settings = settings_of(task, 2, 32)
     with pytest.raises(ValueError, match=r"^promotion\.continuation .*\b32\b"):
         Served().load_context(PythonModelContext({"model": str(tmp_path)}, settings))
@@ -334,23 +320,15 @@ class TestVersion:
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
         model = AutoModelForSequenceClassification.from_pretrained(root / "models/finetuned/svd-0.5")
         inputs = tiny_tokenizer()(TEXTS, padding=True, return_tensors="pt")
         with torch.no_grad():
-            torch.testing.assert_close(torch.tensor(found["logits"]), model(**inputs).logits)
+            torch.testing.assert_close(torch.tensor(result["logits"]), model(**inputs).logits)
         scores, labels = probabilities(model, TEXTS).max(-1)
-        assert [row["label"] for row in found["answers"]] == [TASK.labels[label] for label in labels]
-        assert [row["score"] for row in found["answers"]] == pytest.approx(scores.tolist(), abs=1e-6)
-        assert all("/code/" in file for file in found["code"])  # the version brings its own
-
-    def test_mlflow_s_server_answers_on_loopback(self, environment: dict[str, str], tmp_path: Path) -> None:
-        with server(environment, tmp_path) as address:
-            rows = {"dataframe_split": {"columns": ["text"], "data": [[text] for text in TEXTS]}}
-            found = post(f"{address}/invocations", rows)["predictions"]
-        scores, labels = probabilities(compressed(), TEXTS).max(-1)
-        assert [row["label"] for row in found] == [TASK.labels[label] for label in labels]
-        assert [row["score"] for row in found] == pytest.approx(scores.tolist(), abs=1e-6)
+        assert [row["label"] for row in result["answers"]] == [TASK.labels[label] for label in labels]
+        assert [row["score"] for row in result["answers"]] == pytest.approx(scores.tolist(), abs=1e-6)
+        assert all("/code/" in file for file in result["code"])  # the version brings its own
 
 
 def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,15 +342,9 @@ def test_lists_go_through_mlflow_s_json_both_ways(tmp_path: Path, monkeypatch: p
     save(files, tmp_path / "saved", case.task, pairs=False, batch_size=3, continuation=CONTINUATION)
     pd.DataFrame({"text": case.rows()["text"][:3]}).to_parquet(tmp_path / "rows.parquet")
     rows = pd.read_parquet(tmp_path / "rows.parquet")  # which makes arrays of lists
-    found = asking.ask(str(tmp_path / "saved"), rows)
-    assert found == ask(loaded(files, case.task), rows).to_dict("records")
-    assert None in found[1]["tags"]
-
-
-def test_who_imports_it_sets_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow.models.model, "__mlflow_model__", None)
-    runpy.run_module("flows.registry.pyfunc_model", run_name="flows.registry.pyfunc_model")
-    assert mlflow.models.model.__mlflow_model__ is None
+    result = asking.ask(str(tmp_path / "saved"), rows)
+    assert result == ask(loaded(files, case.task), rows).to_dict("records")
+    assert None in result[1]["tags"]
 
 
 WITHOUT_PIPELINE = """
@@ -399,31 +371,3 @@ with torch.no_grad():
 code = [eckart.__file__, tasks.__file__]
 print(json.dumps({"answers": answers.to_dict("records"), "logits": logits.tolist(), "code": code}))
 """
-
-
-@contextmanager
-def server(environment: dict[str, str], folder: Path) -> Iterator[str]:
-    """The address of `mlflow models serve` of the champion, started in `folder`."""
-    port = str(free_port())
-    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/tiny@champion"]
-    process = subprocess.Popen(
-        [*command, "--env-manager", "local", "--host", "127.0.0.1", "--port", port],
-        cwd=folder,
-        env={**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"},
-        start_new_session=True,
-    )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        while not answers(f"{address}/ping"):
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.2)
-        yield address
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def post(address: str, content: Any) -> Any:
-    request = Request(address, json.dumps(content).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=600) as response:
-        return json.load(response)

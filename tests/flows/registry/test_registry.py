@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
 
-from flows.registry import model_package, versions
+from flows.registry import model_package, previous_version, versions
+from flows.registry.previous_version import NothingBefore
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -29,14 +31,15 @@ from flows.registry.versions import (
     PROMOTED_AT,
     ROLLED_BACK,
     SMOKE,
-    NothingBefore,
     Registry,
     RegistryError,
     RegistryLost,
     connected,
 )
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
-from tests.workspace import a_task
+from tests.workspace import REPOSITORY, a_task
+
+PASSWORD = "user:hush@127.0.0.1"  # nobody listens there at port 9
 
 
 @pytest.fixture(scope="module")
@@ -63,20 +66,18 @@ def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def models(database: Path, tmp_path: Path) -> Iterator[Registry]:
     """Four versions without files and without a champion."""
     shutil.copy(database, tmp_path / "mlflow.db")
-    with connected("m") as found:
-        yield found
+    with connected("m") as registry:
+        yield registry
 
 
-@pytest.fixture
-def silent(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the alias no version answers, under its number each does."""
+def silence(patch: pytest.MonkeyPatch) -> None:
+    """Have no version answer under the alias, and each under its number."""
 
-    def smoke(_: Registry, reference: str, rows: pd.DataFrame | None = None) -> list[object]:
+    def smoke(_: Registry, reference: str) -> None:
         if reference == f"@{CHAMPION}":
             raise SmokeFailed("it is silent")
-        return []
 
-    monkeypatch.setattr(Registry, "smoke", smoke)
+    patch.setattr(Registry, "smoke", smoke)
 
 
 def promote(models: Registry, *numbers: str) -> None:
@@ -85,19 +86,12 @@ def promote(models: Registry, *numbers: str) -> None:
         assert models.promote(number, models.champion())
 
 
-def test_the_first_champion_replaces_none(models: Registry) -> None:
+def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> None:
     promote(models, "1")
     assert models.aliases() == {CHAMPION: "1"}
     assert models.version("1").tags[SMOKE].startswith("passed")
-
-
-def test_a_champion_makes_the_one_before_previous_and_is_challenger_no_more(models: Registry) -> None:
-    promote(models, "1", "2")
-    assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-
-
-def test_going_back_goes_through_all_that_were_replaced(models: Registry) -> None:
-    promote(models, "1", "2", "3")
+    promote(models, "2", "3")
+    assert models.aliases() == {CHAMPION: "3", PREVIOUS: "2"}
     assert models.roll_back() == ("3", "2")
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
     assert models.roll_back() == ("2", "1")
@@ -114,22 +108,22 @@ def test_a_version_promoted_twice_counts_from_the_last_time(models: Registry) ->
     assert models.roll_back() == ("1", "2")
     with pytest.raises(NothingBefore):  # for someone went back from version 1
         models.roll_back()
+    promote(models, "1")
+    assert ROLLED_BACK not in models.version("1").tags
+    assert models.aliases() == {CHAMPION: "1", PREVIOUS: "2"}
 
 
-def test_a_version_that_is_promoted_again_is_rolled_back_no_more(models: Registry) -> None:
-    promote(models, "1", "2")
-    models.roll_back()
-    promote(models, "2")
-    assert ROLLED_BACK not in models.version("2").tags
-    assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-
-
-def test_without_a_champion_there_is_nothing_to_go_back_from(models: Registry) -> None:
-    with pytest.raises(NothingBefore, match=r"^m "):
-        models.roll_back()
-    models.name = "never-registered"
-    with pytest.raises(NothingBefore, match="never-registered"):
-        models.roll_back()
+def test_a_rollback_with_nothing_before_is_refused_without_mlflow(models: Registry) -> None:
+    """As MLflow would refuse it; where there is a version before, nothing is raised."""
+    for promoted, refused in ((), True), (("1",), True), (("2",), False):
+        promote(models, *promoted)
+        with pytest.raises(NothingBefore, match=r"\bm\b") if refused else nullcontext():
+            previous_version.refuse("m")
+        if refused:
+            with pytest.raises(NothingBefore, match=r"\bm\b"):
+                models.roll_back()
+    modules = "import sys; from flows.registry import previous_version; print({'mlflow', 'torch'} & {*sys.modules})"
+    assert subprocess.check_output([sys.executable, "-c", modules], text=True, cwd=REPOSITORY) == "set()\n"
 
 
 def test_the_version_to_go_back_to_must_answer(models: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,22 +139,24 @@ def test_the_version_to_go_back_to_must_answer(models: Registry, monkeypatch: py
     assert ROLLED_BACK not in models.version("2").tags
 
 
-@pytest.mark.usefixtures("silent")
-def test_a_first_champion_that_does_not_answer_is_taken_back(models: Registry) -> None:
-    with pytest.raises(SmokeFailed, match=r"\b1\b.* it is silent$"):
-        promote(models, "1")
+def test_a_champion_that_does_not_answer_gives_way_to_the_one_before(
+    models: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or to none; one that was rolled back before stays so."""
+    with monkeypatch.context() as patch:
+        silence(patch)
+        with pytest.raises(SmokeFailed, match=r"\b1\b.* it is silent$"):
+            promote(models, "1")
     assert models.aliases() == {CHALLENGER: "1"}
     assert models.version("1").tags[SMOKE].startswith("failed")
-
-
-def test_a_champion_that_does_not_answer_gives_way_to_the_one_before(
-    models: Registry, request: pytest.FixtureRequest
-) -> None:
-    promote(models, "1", "2")
-    request.getfixturevalue("silent")
-    with pytest.raises(SmokeFailed):
-        promote(models, "3")
-    assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1", CHALLENGER: "3"}
+    promote(models, "1", "2", "3")
+    models.roll_back()
+    silence(monkeypatch)
+    for number in "34":
+        with pytest.raises(SmokeFailed):
+            promote(models, number)
+        assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1", CHALLENGER: number}
+    assert ROLLED_BACK in models.version("3").tags
     assert models.before(models.version("2")) == "1"
 
 
@@ -173,20 +169,11 @@ def test_a_champion_that_was_changed_meanwhile_is_left_alone(models: Registry) -
     assert models.aliases() == {CHAMPION: "3", PREVIOUS: "1"}
 
 
-def test_a_champion_that_was_set_by_hand_can_be_replaced_and_gone_back_to(models: Registry) -> None:
+def test_a_champion_that_was_set_by_hand_is_the_one_before(models: Registry) -> None:
     models.client.set_registered_model_alias("m", CHAMPION, "1")
-    models.client.set_registered_model_alias("m", PREVIOUS, "4")
-    models.settle()
-    assert models.aliases() == {CHAMPION: "1", PREVIOUS: "4"}  # what it replaced only the hand knows
-    with pytest.raises(NothingBefore):
+    with pytest.raises(NothingBefore):  # what it replaced only the hand knows
         models.roll_back()
-    promote(models, "2")
-    assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-    assert models.roll_back() == ("2", "1")
-
-
-def test_an_old_champion_that_was_set_by_hand_is_the_one_before(models: Registry) -> None:
-    promote(models, "1", "2", "3")
+    promote(models, "2", "3")
     models.roll_back()
     models.client.set_registered_model_alias("m", CHAMPION, "3")
     promote(models, "4")
@@ -202,11 +189,8 @@ def test_a_rollback_skips_versions_that_were_taken_back(models: Registry, monkey
     models.mark("3", {PROMOTED_AT: models._now(), SMOKE: "pending"})
     models.client.set_registered_model_alias("m", CHAMPION, "3")
 
-    def silent(_: Registry, reference: str) -> None:
-        raise SmokeFailed("it is silent")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, "smoke", silent)
+        silence(patch)
         with pytest.raises(SmokeFailed):
             models.settle()
     promote(models, "4")
@@ -222,45 +206,6 @@ def test_versions_that_were_deleted_are_passed_over(models: Registry) -> None:
     assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
-def test_wrong_aliases_are_repaired(models: Registry) -> None:
-    promote(models, "1", "2")
-    models.client.set_registered_model_alias("m", PREVIOUS, "4")
-    models.client.set_registered_model_alias("m", CHALLENGER, "2")
-    models.settle()
-    assert models.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
-
-
-def test_a_version_is_found_by_its_content(models: Registry) -> None:
-    found = models.with_content("content 3")
-    assert found
-    assert found.version in (3, "3")
-    assert models.with_content("content 9") is None
-
-
-def test_a_rolled_back_version_stays_so_until_it_answers_as_the_champion(
-    models: Registry, request: pytest.FixtureRequest
-) -> None:
-    promote(models, "1", "2")
-    models.roll_back()
-    request.getfixturevalue("silent")
-    with pytest.raises(SmokeFailed):
-        models.promote("2", models.champion())
-    assert ROLLED_BACK in models.version("2").tags
-
-
-def test_a_version_that_loses_the_alias_during_its_smoke_test_is_not_promoted(
-    models: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    promote(models, "1")
-
-    def smoke(self: Registry, reference: str) -> None:
-        self.client.set_registered_model_alias("m", CHAMPION, "1")
-
-    monkeypatch.setattr(Registry, "smoke", smoke)
-    assert not models.promote("2", models.champion())
-    assert not models.version("2").tags[SMOKE].startswith("passed")
-
-
 def test_the_outcome_is_written_below_the_gates(models: Registry) -> None:
     models.describe("2", "checked")
     promote(models, "1", "2")
@@ -270,15 +215,16 @@ def test_the_outcome_is_written_below_the_gates(models: Registry) -> None:
     assert version.description == f"checked\n\n{version.tags[DECISION]}"
 
 
-def test_files_that_are_gone_are_no_failure_of_the_registry(models: Registry, tmp_path: Path) -> None:
-    assert not models.fetch("1", tmp_path).exists()
-
-
-def test_a_file_that_is_no_database_is_a_registry_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("address", "named"), [("sqlite:///ours.db", r"ours\.db"), (f"http://{PASSWORD}:9", ":9")])
+def test_a_registry_that_fails_is_an_error_without_a_password(
+    address: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ours.db").write_text("no database")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'ours.db'}")
-    with pytest.raises(RegistryError, match=r"ours\.db"), connected("m"):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(RegistryError, match=named) as caught, connected("m"):
         pass
+    assert "hush" not in str(caught.value)
 
 
 def test_a_registry_that_was_lost_is_not_taken_for_a_new_one(
@@ -311,25 +257,6 @@ def test_a_clock_that_goes_back_makes_no_other_order(models: Registry, monkeypat
     assert models.roll_back() == ("3", "2")
 
 
-def test_a_pending_champion_is_not_noted_as_the_last_one(database: Path, tmp_path: Path) -> None:
-    shutil.copy(database, tmp_path / "mlflow.db")
-    with connected("m") as models:
-        models.mark("1", {SMOKE: "pending"})
-        models.client.set_registered_model_alias("m", CHAMPION, "1")
-    with connected("m"):
-        pass
-    with connected("m") as models:
-        models.client.delete_registered_model_alias("m", CHAMPION)
-    with connected("m"):
-        pass
-
-
-def test_two_spellings_of_a_database_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert versions._absolute("sqlite:///mlflow.db") == versions._absolute(f"sqlite:///{tmp_path}/x/../mlflow.db")
-    assert versions._absolute("postgresql://host/a") == "postgresql://host/a"
-
-
 def test_the_environment_is_left_as_it_was(database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(database, tmp_path / "mlflow.db")
     with connected("m"):
@@ -355,16 +282,6 @@ def test_a_registry_apart_from_the_runs_is_honoured(
         for store in ("runs", "registry")
     ]
     assert [dict(client.get_registered_model("m").aliases) for client in there] == [{}, {CHAMPION: 1}]
-
-
-def test_a_registry_that_cannot_be_reached_is_an_error_without_the_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:hush@127.0.0.1:9")  # nobody listens there
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(RegistryError, match=r"http://127\.0\.0\.1:9\b") as said, connected("m"):
-        pass
-    assert "hush" not in str(said.value)
 
 
 def test_the_second_of_two_waits_for_the_first(database: Path, tmp_path: Path) -> None:

@@ -101,12 +101,12 @@ def pages(prefect_home: Callable[[Path], Path], tmp_path_factory: pytest.TempPat
     """`eckart ui`, with a password in the address of another server, that nobody is to be told."""
     folder = tmp_path_factory.mktemp("pages")
     home, ports = prefect_home(folder), (free_port(), free_port())
-    told = {"PREFECT_HOME": str(home), "PREFECT_SERVER_API_PORT": str(ports[0]), "MLFLOW_PORT": str(ports[1])}
-    told |= {"MLFLOW_WORKERS": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONPATH": str(REPOSITORY)}
-    told |= {"PREFECT_API_URL": f"http://user:{SECRET}@127.0.0.1:9/api"}
+    variables = {"PREFECT_HOME": str(home), "PREFECT_SERVER_API_PORT": str(ports[0]), "MLFLOW_PORT": str(ports[1])}
+    variables |= {"MLFLOW_WORKERS": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONPATH": str(REPOSITORY)}
+    variables |= {"PREFECT_API_URL": f"http://user:{SECRET}@127.0.0.1:9/api"}
     with (folder / "said").open("w+") as said:
         command = [sys.executable, "-m", "flows", "ui"]
-        process = subprocess.Popen(command, cwd=folder, env=BARE | told, stdout=said, stderr=said)
+        process = subprocess.Popen(command, cwd=folder, env=BARE | variables, stdout=said, stderr=said)
         try:
             prefect, mlflow = (f"http://127.0.0.1:{port}" for port in ports)
 
@@ -142,11 +142,11 @@ async def asked(kind: str, path: str, headers: dict[str, str]) -> str:
         elif message.get("status", 403) == 403 and message["type"] in ("http.response.start", "websocket.close"):
             reached.append("nobody")
 
-    told = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": kind, "path": path, "headers": told, "server": ("127.0.0.1", 1), "query_string": b"1"}
+    raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": kind, "path": path, "headers": raw_headers, "server": ("127.0.0.1", 1), "query_string": b"1"}
     await Guard(app, "key")(scope | ({"method": "GET"} if kind == "http" else {}), None, send)
-    (found,) = reached
-    return found
+    (request_reached,) = reached
+    return request_reached
 
 
 SITES = [
@@ -180,22 +180,24 @@ class TestGuard:
 
     @pytest.mark.parametrize("kind", ["http", "websocket"])
     def test_only_http_gets_the_proof(self, kind: str) -> None:
-        found = asyncio.run(asked(kind, PROOF, {"host": "localhost"}))
-        assert found == ("the proof" if kind == "http" else "the application")
+        answer = asyncio.run(asked(kind, PROOF, {"host": "localhost"}))
+        assert answer == ("the proof" if kind == "http" else "the application")
         assert asyncio.run(asked(kind, PROOF, {"host": "evil.example"})) == "nobody"
 
 
 class TestPages:
     def test_they_listen_only_on_loopback_and_nothing_shows_the_key(self, pages: Pages) -> None:
         family = [pages.process, *pages.process.children(recursive=True)]
-        found: set[str] = set()
-        for one in family:
+        addresses: set[str] = set()
+        for process in family:
             with suppress(psutil.NoSuchProcess):
-                found |= {place.laddr.ip for place in one.net_connections(kind="inet") if place.status == "LISTEN"}
-                words = " ".join(one.cmdline())
+                addresses |= {
+                    place.laddr.ip for place in process.net_connections(kind="inet") if place.status == "LISTEN"
+                }
+                words = " ".join(process.cmdline())
                 assert SECRET not in words
                 assert pages.prefect.key.partition(":")[2] not in words
-        assert found == {"127.0.0.1"}
+        assert addresses == {"127.0.0.1"}
         assert pages.prefect.key.partition(":")[2] not in pages.said
         assert SECRET not in pages.said + httpx.get(f"{pages.prefect.address}/ui-settings").text
         assert {f"Prefect: {pages.prefect.address}", f"MLflow:  {pages.mlflow.address}"} <= set(pages.said.splitlines())
@@ -245,8 +247,8 @@ class TestPages:
                 assert answer.status_code == 403
                 assert "access-control-allow-origin" not in answer.headers
         for host in (f"evil.example:{port}", "evil.example", f"127.0.0.1.evil.example:{port}", f"192.168.0.1:{port}"):
-            for told in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
-                assert door.ask(door.key, **told).status_code == door.get(door.key, **told).status_code == 403
+            for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
+                assert door.ask(door.key, **headers).status_code == door.get(door.key, **headers).status_code == 403
         for wrong in (None, f"{door.key}x", "eckart:"):
             assert door.ask(wrong).status_code == (403 if which == "prefect" else 401)  # which asks for a token first
             assert door.get(wrong).status_code == 401
@@ -287,7 +289,7 @@ class TestPages:
             assert not prefect_server.is_ours(address)
             assert not prefect_server.serves(address)
             given = {"PREFECT_API_URL": f"{address}/api", "PREFECT_API_AUTH_STRING": pages.prefect.key}
-            with told(given), pytest.raises(ServerError, match="not sent"):
+            with prefect_settings(given), pytest.raises(ServerError, match="not sent"):
                 prefect_server.require()
         monkeypatch.undo()
         refresh_global_settings_context()
@@ -295,12 +297,12 @@ class TestPages:
     @pytest.mark.parametrize("given", ["eckart:another", None])
     def test_another_key_is_an_error(self, pages: Pages, home: Path, given: str | None) -> None:
         address = {"PREFECT_API_URL": f"{pages.prefect.address}/api", "PREFECT_API_AUTH_STRING": given}
-        with told(address), pytest.raises(ServerError, match=r"another key.*PREFECT_API_AUTH_STRING"):
+        with prefect_settings(address), pytest.raises(ServerError, match=r"another key.*PREFECT_API_AUTH_STRING"):
             prefect_server.require()
 
 
 @contextmanager
-def told(variables: dict[str, str | None]) -> Iterator[None]:
+def prefect_settings(variables: dict[str, str | None]) -> Iterator[None]:
     """Prefect's settings by the environment."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -373,7 +375,9 @@ class TestTemporaryServer:
         """A terminal sends Ctrl-C to its foreground processes, but the server must hear how the run ended."""
         with prefect_server.started(0, pages=False, auth=OWN) as address:
             (process,) = [
-                one for one in psutil.Process().children() if "flows.servers.guarded_prefect" in one.cmdline()
+                process
+                for process in psutil.Process().children()
+                if "flows.servers.guarded_prefect" in process.cmdline()
             ]
             assert os.getsid(process.pid) == process.pid
             door = Door(address, "/api/flows/filter", {}, "/api/admin/version", OWN)
@@ -388,23 +392,12 @@ class TestTemporaryServer:
             assert "PREFECT_API_URL" not in os.environ
         assert not settings.answers(f"{address}/api/health")
 
-    def test_each_version_of_prefect_has_its_own_database(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
-        assert prefect_server._environment(False, OWN)[name].endswith(f":///{home / DATABASE}")
-        monkeypatch.setenv(name, "postgresql+asyncpg://db/prefect")
-        refresh_global_settings_context()
-        assert prefect_server._environment(False, OWN)[name] == "postgresql+asyncpg://db/prefect"
-
     def test_it_ends_with_a_killed_run(self, home: Path) -> None:
         code = [sys.executable, "-c", BEGIN_AND_BE_KILLED]
         run = subprocess.run(code, env=BARE | {"PREFECT_HOME": str(home)}, cwd=REPOSITORY, stdout=subprocess.PIPE)
         assert run.returncode == -signal.SIGKILL
         left = int(run.stdout)
         until(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE, seconds=60)
-
-
-def corrupt(database: Path) -> None:
-    database.write_bytes(b"no database at all" * 1000)
 
 
 def damaged(database: Path) -> None:
@@ -420,7 +413,7 @@ def newer(database: Path) -> None:
 
 
 class TestMessages:
-    @pytest.mark.parametrize("act", [corrupt, damaged, newer])
+    @pytest.mark.parametrize("act", [damaged, newer])
     def test_a_database_that_cannot_be_used(
         self, copied: Path, act: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -459,8 +452,8 @@ class TestMessages:
         command = ["unshare", "-Urm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
         if subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode:
             pytest.skip("this machine lets no user mount a file system")
-        told = {"PREFECT_HOME": str(copied), "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(command, env=BARE | told, capture_output=True, text=True, timeout=600)
+        variables = {"PREFECT_HOME": str(copied), "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(command, env=BARE | variables, capture_output=True, text=True, timeout=600)
         last = done.stderr.strip().splitlines()[-1]
         assert str(copied / DATABASE) in last
         assert "full" in last

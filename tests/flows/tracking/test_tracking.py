@@ -97,24 +97,9 @@ def losses(root: Path, run: Run, metric: str = "loss") -> list[tuple[int, float]
     return [(point.step, point.value) for point in history]
 
 
-def test_the_curve_of_an_earlier_run_is_not_taken_for_the_new_one(root: Path, plan: list[Planned]) -> None:
-    write_curve(root, 9.0, 8.0)
-    mirror = started(root, plan)
-    record_shared(mirror)
-    with mirror.following(plan[2]):
-        pass  # the old curve is still there while the search runs
-    mirror.record(outcome("search@kfac-0.5"))
-    with mirror.following(plan[3]):
-        write_curve(root, 1.0, 0.5)
-    mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
-    (run,) = children(root)
-    assert losses(root, run) == [(1, 1.0), (2, 0.5)]
-    assert not losses(root, run, "search.loss")
-    assert run.info.status == "FINISHED"  # as soon as its last stage is done, not when the study is
-    assert run.data.tags["prefect.flow_run"] == "f"
-
-
 def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: list[Planned]) -> None:
+    """Nor is the curve of an earlier run taken for the new one, though it is there while the search runs."""
+    write_curve(root, 9.0, 8.0)
     mirror = started(root, plan)
     record_shared(mirror)
     with mirror.following(plan[2]):
@@ -129,6 +114,8 @@ def test_search_and_recovery_are_told_apart_while_they_run(root: Path, plan: lis
     assert losses(root, run) == [(1, 1.0), (2, 0.5)]
     assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]  # and none of them twice
     assert set(run.data.metrics) == {"loss", "search.loss"}
+    assert run.info.status == "FINISHED"  # as soon as its last stage is done, not when the study is
+    assert run.data.tags["prefect.flow_run"] == "f"
 
 
 def test_the_teacher_and_the_control_are_told_apart(root: Path, plan: list[Planned]) -> None:
@@ -140,32 +127,6 @@ def test_the_teacher_and_the_control_are_told_apart(root: Path, plan: list[Plann
     parent = MlflowClient(f"sqlite:///{root / 'mlflow.db'}").get_run(mirror.parent)
     assert losses(root, parent) == [(1, 2.0)]
     assert losses(root, parent, "control.loss") == [(1, 1.0)]
-
-
-def test_both_curves_are_backfilled(root: Path, plan: list[Planned]) -> None:
-    write_curve(root, 4.0, 3.0, 2.0, file=SEARCH)
-    write_curve(root, 1.0)
-    mirror = started(root, plan)
-    record_shared(mirror)
-    for one, curve in zip(plan[2:4], (SEARCH, CURVE), strict=True):
-        mirror.record(outcome(one.name, "Cached", outs=(curve,)))
-    assert not mirror.down
-    (run,) = children(root)
-    assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0), (3, 2.0)]
-    assert losses(root, run) == [(1, 1.0)]
-
-
-def test_a_search_without_training_has_no_curve(root: Path, plan: list[Planned]) -> None:
-    write(root, SEARCH, "")
-    write_curve(root, 1.0)
-    mirror = started(root, plan)
-    record_shared(mirror)
-    with mirror.following(plan[2]):
-        pass
-    mirror.record(outcome("search@kfac-0.5", outs=(SEARCH,)))
-    mirror.record(outcome("finetune@kfac-0.5", "Restored", outs=(CURVE,)))
-    (run,) = children(root)
-    assert set(run.data.metrics) == {"loss"}
 
 
 def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, plan: list[Planned]) -> None:
@@ -184,11 +145,13 @@ def test_what_was_not_measured_and_single_targets_are_no_metrics(root: Path, pla
 
 
 def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: Path, plan: list[Planned]) -> None:
+    write_curve(root, 4.0, 3.0, file=SEARCH)
     write_curve(root, 1.0)
+    curves = {"search@kfac-0.5": (SEARCH,), "finetune@kfac-0.5": (CURVE,)}
     for _ in range(2):
         mirror = started(root, plan)
-        for one in plan[:4]:
-            mirror.record(outcome(one.name, "Cached", outs=(CURVE,) if one.writes else ()))
+        for stage in plan[:4]:
+            mirror.record(outcome(stage.name, "Cached", outs=curves.get(stage.name, ())))
         mirror.finish(complete=True)
     (run,) = children(root)
     assert mirror.lineage == {"kfac-0.5": run.info.run_id}
@@ -196,10 +159,14 @@ def test_what_was_made_elsewhere_is_backfilled_once_and_claims_no_origin(root: P
     assert "prefect.flow_run" not in run.data.tags
     assert {"mlflow.source.name", "mlflow.source.type"} < set(run.data.tags)
     parent = parent_of(mirror)
-    for one in (run, parent):
-        assert [entry.dataset.digest for entry in one.inputs.dataset_inputs] == ["0" * 32]
+    for made in (run, parent):
+        assert [entry.dataset.digest for entry in made.inputs.dataset_inputs] == ["0" * 32]
     assert parent.data.tags["mlflow.source.name"] != run.data.tags["mlflow.source.name"]
     assert losses(root, run) == [(1, 1.0)]
+    assert losses(root, run, "search.loss") == [(1, 4.0), (2, 3.0)]
+    for stage in plan[:4]:
+        mirror.record(outcome(stage.name, "Cached", "another computation"))
+    assert len(children(root)) == 2
 
 
 def test_the_parent_says_what_was_done_and_which_candidate_was_chosen(root: Path) -> None:
@@ -225,30 +192,33 @@ def test_the_parent_says_what_was_done_and_which_candidate_was_chosen(root: Path
     assert re.findall(r"\d+", name) == ["3", "4"]  # candidates, and stages that were executed
 
 
-def test_the_parent_says_how_busy_the_machine_was(
+def test_a_run_that_ends_early_is_failed_and_says_how_busy_the_machine_was(
     root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     before = set(threading.enumerate())
     mirror = started(root, plan)
+    with mirror.following(plan[2]):
+        pass
     until(lambda: "system/cpu_utilization_percentage" in parent_of(mirror).data.metrics)
     mirror.finish(complete=False)
     assert "SystemMetricsMonitor" not in {thread.name for thread in set(threading.enumerate()) - before}
+    assert {run.info.status for run in (*children(root), parent_of(mirror))} == {"FAILED"}
 
 
 def test_where_nothing_is_to_be_run_a_parent_is_made_only_for_what_mlflow_lacks(
     root: Path, plan: list[Planned]
 ) -> None:
-    cached = [replace(one, cached=outcome(one.name, "Cached")) for one in plan]
+    cached = [replace(item, cached=outcome(item.name, "Cached")) for item in plan]
     parents = []
     for lacking in (False, False, True, False):
         if lacking:
             MlflowClient(f"sqlite:///{root / 'mlflow.db'}").delete_run(children(root)[0].info.run_id)
         mirror = started(root, cached)
-        for one in cached:
-            assert one.cached
-            mirror.record(one.cached)
+        for item in cached:
+            assert item.cached
+            mirror.record(item.cached)
         mirror.finish(complete=True)
         assert not mirror.down
         assert mirror.lineage == {"kfac-0.5": children(root)[0].info.run_id}
@@ -268,8 +238,8 @@ def test_flows_side_by_side_leave_one_run_of_a_candidate(root: Path, plan: list[
     idle = started(root, plan)  # which finds all that they do
     idle.tags["eckart.process"] = "that of a third"
     for mirror in (idle, ours, other):
-        for one in plan[:4]:
-            mirror.record(outcome(one.name, "Cached"))
+        for item in plan[:4]:
+            mirror.record(outcome(item.name, "Cached"))
         mirror.finish(complete=True)
         assert not mirror.down
     runs = {run.info.run_id: run for run in children(root)}
@@ -323,95 +293,47 @@ def test_models_are_ranked_by_what_the_test_rows_say(root: Path) -> None:
     assert [point.value for point in history] == [0.8]  # of the run and the model, but one point
 
 
-def test_another_computation_is_another_run(root: Path, plan: list[Planned]) -> None:
-    write_curve(root, 1.0)
-    for key in ("one", "other"):
-        mirror = started(root, plan)
-        for one in plan[:4]:
-            mirror.record(outcome(one.name, "Cached", key))
-    assert len(children(root)) == 2
-
-
-def test_a_candidate_that_did_not_finish_is_failed(root: Path, plan: list[Planned]) -> None:
-    mirror = started(root, plan)
-    with mirror.following(plan[2]):
-        pass
-    mirror.finish(complete=False)
-    (run,) = children(root)
-    assert run.info.status == "FAILED"
-
-
-def test_a_store_that_cannot_be_reached_is_said_once_and_stops_nothing(
-    root: Path, plan: list[Planned], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("gone", ["at the start", "in the middle"])
+def test_a_store_that_fails_is_said_once_and_stops_nothing(
+    gone: str,
+    root: Path,
+    plan: list[Planned],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv(
-        "MLFLOW_TRACKING_URI",
-        "http://127.0.0.1:9",  # nobody listens there
-    )
+    if gone == "at the start":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
     mirror = Mirror("s", plan, {})
-    mirror.start({"seed": 0, "data": {"metric": "perplexity"}})
+    mirror.start({"seed": 0})
     with mirror.following(plan[3]):
-        write_curve(root, 1.0)
-    mirror.record(outcome("teacher"))
-    mirror.finish(complete=True)
-    assert mirror.down
-    assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
-
-
-def test_addresses_are_those_of_the_environment_or_the_workspace(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_REGISTRY_URI", raising=False)
-    own = f"sqlite:///{root / 'mlflow.db'}"
-    assert (database_file.address(), database_file.registry_address()) == (own, own)
-    assert database_file.is_local()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
-    assert (database_file.address(), database_file.registry_address()) == ("http://team", "http://team")
-    assert not database_file.is_local()
-    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "http://models")
-    assert database_file.registry_address() == "http://models"
-
-
-def test_a_damaged_database_is_kept_and_said(root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture) -> None:
-    for number, name in enumerate(("mlflow.db.damaged", "mlflow.db.damaged-2"), start=1):
-        (root / "mlflow.db").write_text(f"no database {number}")
-        assert name in database_file.set_aside_damaged()
-        assert name in caplog.text
-        assert (root / name).read_text() == f"no database {number}"
-    assert not (root / "mlflow.db").exists()
-
-
-def test_a_damaged_database_leaves_no_journal_behind(root: Path) -> None:
-    """SQLite would put what stands in it into the database that comes next."""
-    with closing(sqlite3.connect(root / "mlflow.db")) as writer:
-        writer.execute("PRAGMA cache_size = 1")
-        writer.execute("CREATE TABLE one (number)")
-        writer.commit()
-        writer.executemany("INSERT INTO one VALUES (?)", [(number,) for number in range(10_000)])
-        journal = (root / "mlflow.db-journal").read_bytes()
-    (root / "mlflow.db-journal").write_bytes(journal)
-    (root / "mlflow.db").write_bytes(b"no database" * 1000)
-    assert database_file.set_aside_damaged()
-    assert {file.name for file in root.glob("mlflow.db*")} <= {"mlflow.db.damaged", "mlflow.db.damaged-journal"}
-
-
-def test_a_database_that_another_process_writes_to_is_whole(root: Path) -> None:
-    with closing(sqlite3.connect(root / "mlflow.db")) as writer:
-        writer.execute("BEGIN EXCLUSIVE")
-        assert not database_file.set_aside_damaged()
-    assert not database_file.set_aside_damaged()
-
-
-def test_a_store_that_goes_in_the_middle_stops_nothing(
-    root: Path, plan: list[Planned], caplog: pytest.LogCaptureFixture
-) -> None:
-    mirror = started(root, plan)
-    with mirror.following(plan[3]):
-        (root / "mlflow.db").write_bytes(b"no database any more")
+        if gone == "in the middle":
+            (root / "mlflow.db").write_bytes(b"no database any more")
         write_curve(root, 1.0)
     record_shared(mirror)
     mirror.record(outcome("finetune@kfac-0.5", outs=(CURVE,)))
     mirror.finish(complete=True)
     assert mirror.down
     assert sum("MLflow cannot be used" in record.message for record in caplog.records) == 1
+
+
+def test_a_damaged_database_is_set_aside_with_its_journal(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SQLite would put what stands in it into the database that comes next. A locked database is not damaged."""
+    with closing(sqlite3.connect(root / "mlflow.db")) as writer:
+        writer.execute("PRAGMA cache_size = 1")
+        writer.execute("CREATE TABLE one (number)")
+        writer.commit()
+        writer.executemany("INSERT INTO one VALUES (?)", [(number,) for number in range(10_000)])
+        journal = (root / "mlflow.db-journal").read_bytes()
+        assert not database_file.set_aside_damaged()
+    (root / "mlflow.db-journal").write_bytes(journal)
+    (root / "mlflow.db").write_bytes(b"no database" * 1000)
+    assert "mlflow.db.damaged" in database_file.set_aside_damaged()
+    (root / "mlflow.db").write_text("nor this")
+    assert "mlflow.db.damaged-2" in database_file.set_aside_damaged()
+    names = {"mlflow.db.damaged", "mlflow.db.damaged-journal", "mlflow.db.damaged-2"}
+    assert {file.name for file in root.glob("mlflow.db*")} <= names
+    assert (root / "mlflow.db.damaged-2").read_text() == "nor this"
+    assert "mlflow.db.damaged-2" in caplog.text
 
 
 def abandon(root: str) -> None:
