@@ -147,6 +147,7 @@ def test_gc_writes_none(main: Path, edited: str, monkeypatch: pytest.MonkeyPatch
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
         monkeypatch.delenv(name, raising=False)
     edit(main, edited)
+    (main / "resolved.yaml").write_text(PARAMS)
     before = entries(main)
     with collect.kinds(1, 1) as kinds:
         for kind in kinds:

@@ -44,7 +44,8 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(night: int) -> None:
     """The parameters and the data of a night."""
-    Path("params.yaml").write_text(PARAMS.replace("gain: 1", f"gain: {night}") + PROMOTION)
+    for file in ("params.yaml", "resolved.yaml"):
+        Path(file).write_text(PARAMS.replace("gain: 1", f"gain: {night}") + PROMOTION)
     Path("data/raw/rows.csv").write_text(f"rows of night {night}\n")
 
 
