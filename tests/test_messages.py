@@ -17,6 +17,7 @@ import torch
 from eckart.calibration.statistics import collect
 from eckart.factorization.weightings import Inputs, weigh
 from eckart.model.targets import Target
+from eckart.published_recipes import PUBLISHED
 from eckart.ranks.budget import allowance, ranked_allowance
 from eckart.recovery.distillation import hidden_error, logits_error
 from tasks.artifacts.errors import EckartError
@@ -56,7 +57,9 @@ def test_an_error_says_what_to_do(advice: str) -> None:
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
-    "study.recipes: there is no recipe absent; write one of svd, kfac": {"study": {"recipes": ["absent"]}},
+    f"study.recipes: there is no recipe absent; write one of {', '.join(PUBLISHED)}": {
+        "study": {"recipes": ["absent"]}
+    },
     "study.keeps: has 0.5 2 times; remove the repetition": {"study": {"keeps": [0.5, 0.5]}},
     "seed: is -1; write greater than or equal to 0": {"seed": -1},
     "teacher.colour: is unknown; remove it": {"teacher": {"colour": "red"}},
