@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from flows.engine.verify import Findings
     from flows.gc.kind import Kind
     from flows.workspace.reproduce import ComparedFile
-    from tasks.config.promotion_limits import Gate
     from tasks.multi_seed.study_file import StudyFile
+    from tasks.report.choose_candidate import Gate
 
 
 class _Commands(TyperGroup):
@@ -293,11 +293,11 @@ def other_study(
     """Run another study, each task and seed in a workspace of its own, and print mean and spread per candidate."""
     if table and table.suffix != ".md":
         raise EckartError(f"--table {table}: write a name that ends with .md")
-    from flows.workspace import seeds as other_studies  # slow imports, not for --help
+    from flows import multi_seed  # slow imports, not for --help
     from tasks.multi_seed import seeds_table, study_file
 
     studies = study_file.load(file, seed or (), task or ())
-    other_studies.check_committed(studies[0])
+    multi_seed.check_committed(studies[0])
     ran, results, pairs, failed = _run_tasks(studies, Options(workers, timeout))
     if studies[0].task and results:
         metrics = {study.task: study.metric for study in studies}
@@ -323,7 +323,7 @@ def _run_tasks(
     Returns:
         The studies as they ran, the results and the pairwise differences of each task, and the cause of each failure.
     """
-    from flows.workspace import seeds as other_studies
+    from flows import multi_seed
     from tasks.multi_seed import seeds_table
 
     ran: list[StudyFile] = []
@@ -331,11 +331,11 @@ def _run_tasks(
     pairs: dict[str | None, pd.DataFrame] = {}
     failed: dict[str, str] = {}
     for study in studies:
-        chosen, causes = other_studies.run_all(study, options)
+        chosen, causes = multi_seed.run_all(study, options)
         ran.append(chosen)
         place = f"task {study.task}, " if study.task else ""
         failed |= {f"{place}seed {seed}": cause for seed, cause in causes.items()}
-        finished = {seed: other_studies.folder_of(study, seed) for seed in study.seeds if seed not in causes}
+        finished = {seed: multi_seed.folder_of(study, seed) for seed in study.seeds if seed not in causes}
         if finished:
             results[study.task], pairs[study.task] = seeds_table.collect(finished)
             print(seeds_table.to_text(*seeds_table.cells(results[study.task])), flush=True)
@@ -383,10 +383,10 @@ def promote(
 
 
 def _roll_back() -> None:
-    from flows.registry import previous_version  # slow imports, not for --help
+    from flows.registry import rollback_check  # slow imports, not for --help
     from tasks.config import validation
 
-    previous_version.refuse(validation.typed_section("promotion").model)
+    rollback_check.refuse(validation.typed_section("promotion").model)
     from flows.promotion import flow  # slower imports
 
     print(flow.rollback())

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasks.artifacts.paths import CARDS
-from tasks.config.promotion_limits import CHOICE
 from tasks.report.card import card
+from tasks.report.choose_candidate import CHOICE
 from tasks.report.conclusion import chosen, conclusion, teacher_warning
 from tasks.report.page import page
 from tasks.report.plots import tradeoff_png

@@ -21,7 +21,7 @@ from tasks.artifacts.results_schema import CONTROL_NAME
 if TYPE_CHECKING:
     from flows.engine.stages import Outcome
     from flows.tracking.mirror import Mirror
-    from tasks.config.promotion_limits import Gate
+    from tasks.report.choose_candidate import Gate
 
 _COLUMNS = ("dense", "factorized", "recovered", "target_parameters", "macs_per_token", "speedup")
 _ROWS = 100  # shown of each kind of change

@@ -33,8 +33,8 @@ from tasks.artifacts.names import candidate_of, stage_name
 from tasks.artifacts.paths import FINETUNED, ONNX
 from tasks.artifacts.task_spec import load_split, load_task
 from tasks.config import validation
-from tasks.config.promotion_limits import Gate
 from tasks.nlp_tasks.nlp_task import Answers
+from tasks.report.choose_candidate import Gate
 from tasks.report.results import CandidateResults, Results, load_results
 
 _TEST = "eckart.test"
@@ -173,7 +173,7 @@ def _challenge(models: Registry, terms: Terms, candidate: Recorded, version: str
 
 
 def choose(name: str | None = None) -> Recorded:
-    """Return the candidate of that name, or the one that `tasks.config.promotion_limits.choose` chose for the report.
+    """Return the candidate of that name, or the one that `tasks.report.choose_candidate.choose` chose for the report.
 
     Validation examples choose; the test examples are not looked at before the gates.
 

@@ -15,11 +15,11 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS, Task, load_split, load_task
-from tasks.config import promotion_limits
-from tasks.config.promotion_limits import Gate, Measured, Promotion, short
 from tasks.models.model_io import UNLOADABLE, check_length, load
 from tasks.nlp_tasks import kind_of
 from tasks.nlp_tasks.nlp_task import Answers, Scored
+from tasks.report import choose_candidate
+from tasks.report.choose_candidate import Gate, Measured, Promotion, short
 from tasks.report.results import DENSE, read_rows
 from tasks.runtime.stage_runner import StageError, quiet
 from tasks.scoring.bootstrap import resampled, standard_error
@@ -108,7 +108,7 @@ def measure(
     ours = _scored(model, tokenizer, task, terms)
     metric = ours.score.metric
     gates.append(as_recorded(metric, candidate.metric, rows, terms))
-    gates += promotion_limits.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
+    gates += choose_candidate.gates(_measured(candidate, ours, task), terms.metric, terms.wanted)
     if champion:
         theirs = _champions(champion, tokenizer, task, terms)
         error = _error(task, ours.rows, theirs.rows)

@@ -25,8 +25,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.environment.redaction import shown
 from flows.registry import last_champion, model_package
 from flows.registry.last_champion import Noted
-from flows.registry.previous_version import NothingBefore
 from flows.registry.promotion_lock import turn
+from flows.registry.rollback_check import NothingBefore
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.tracking import database, mirror
 from tasks.artifacts.errors import EckartError

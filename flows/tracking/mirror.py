@@ -40,7 +40,7 @@ from flows.environment.settings import MLFLOW_ADDRESS
 from flows.tracking import candidate_models, database
 from tasks.artifacts import stage_inputs
 from tasks.artifacts.names import candidate_of, recipe_and_keep, stage_name
-from tasks.config.promotion_limits import CHOICE, Chosen
+from tasks.report.choose_candidate import CHOICE, Chosen
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")

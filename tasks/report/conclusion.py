@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tasks.config.promotion_limits import Chosen
 from tasks.nlp_tasks import kind_of
+from tasks.report.choose_candidate import Chosen
 from tasks.report.goals import goal_results, goal_text
 from tasks.report.non_inferiority import non_inferior, verdict
 from tasks.report.numbers import between, counted, percent, score, size, times, times_between

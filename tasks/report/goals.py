@@ -15,9 +15,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tasks.config.promotion_limits import ROUNDING
 from tasks.config.schema import Goal
 from tasks.report.cells import Cell, Row, cell
+from tasks.report.choose_candidate import ROUNDING
 from tasks.report.non_inferiority import rows_wanted, statistics
 from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tasks.artifacts.task_spec import Task
-from tasks.config.promotion_limits import ROUNDING
 from tasks.nlp_tasks import kind_of
+from tasks.report.choose_candidate import ROUNDING
 from tasks.report.numbers import between, counted, percent, score
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Results, ScoredModel
 from tasks.scoring.bootstrap import LEVEL

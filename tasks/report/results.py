@@ -40,8 +40,8 @@ from tasks.artifacts.results_schema import (
 )
 from tasks.artifacts.task_spec import SPLITS, Split, Task
 from tasks.config import schema
-from tasks.config.promotion_limits import Choice, Limits, Measured, Promotion, best_first, choose, smallest_first
 from tasks.nlp_tasks import kind_of
+from tasks.report.choose_candidate import Choice, Limits, Measured, Promotion, best_first, choose, smallest_first
 from tasks.runtime.stage_runner import StageError
 from tasks.scoring import trivial_baseline
 from tasks.scoring.bootstrap import Interval, interval, resampled, standard_error

@@ -29,8 +29,8 @@ from flows.promotion.gates import (
 )
 from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.artifacts.task_spec import SPLITS
-from tasks.config.promotion_limits import Gate, Measured, Promotion
 from tasks.nlp_tasks import kind_of
+from tasks.report.choose_candidate import Gate, Measured, Promotion
 from tasks.scoring.splits import write_rows
 from tests import tiny
 from tests.workspace import a_task, bert, reviews, tiny_config, tiny_tokenizer

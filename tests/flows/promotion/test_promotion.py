@@ -31,7 +31,7 @@ from flows.servers import notifications
 from flows.study import study as run_study
 from tasks.artifacts.task_spec import REFERENCE, SPLITS
 from tasks.artifacts.task_spec import REFERENCE_PARTS as PARTS
-from tasks.config.promotion_limits import CHOICE, Chosen
+from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows.forked import Command
 from tests.flows.servers import pages, until
 from tests.flows.toy import BARE, Study, call

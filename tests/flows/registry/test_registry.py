@@ -19,8 +19,8 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.models.utils import _enforce_schema
 
-from flows.registry import model_package, previous_version, versions
-from flows.registry.previous_version import NothingBefore
+from flows.registry import model_package, rollback_check, versions
+from flows.registry.rollback_check import NothingBefore
 from flows.registry.smoke_test import SmokeFailed, ask
 from flows.registry.versions import (
     CHALLENGER,
@@ -118,11 +118,11 @@ def test_a_rollback_with_nothing_before_is_refused_without_mlflow(models: Regist
     for promoted, refused in ((), True), (("1",), True), (("2",), False):
         promote(models, *promoted)
         with pytest.raises(NothingBefore, match=r"\bm\b") if refused else nullcontext():
-            previous_version.refuse("m")
+            rollback_check.refuse("m")
         if refused:
             with pytest.raises(NothingBefore, match=r"\bm\b"):
                 models.roll_back()
-    modules = "import sys; from flows.registry import previous_version; print({'mlflow', 'torch'} & {*sys.modules})"
+    modules = "import sys; from flows.registry import rollback_check; print({'mlflow', 'torch'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", modules], text=True, cwd=REPOSITORY) == "set()\n"
 
 

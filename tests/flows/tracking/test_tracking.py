@@ -20,7 +20,7 @@ from mlflow.entities import Run
 from flows.engine.stages import Outcome, Planned
 from flows.tracking import database as database_file
 from flows.tracking.mirror import Mirror
-from tasks.config.promotion_limits import CHOICE, Chosen
+from tasks.report.choose_candidate import CHOICE, Chosen
 from tests.flows import forked
 from tests.flows.servers import until
 

@@ -17,11 +17,11 @@ from mlflow import MlflowClient
 from ruamel.yaml import YAML
 from typer.testing import CliRunner
 
+from flows import multi_seed
 from flows.cli import app
 from flows.engine.run_options import Options
-from flows.workspace import seeds as other_studies
+from flows.multi_seed import check_committed, folder_of, prepare
 from flows.workspace import worktrees
-from flows.workspace.seeds import check_committed, folder_of, prepare
 from flows.workspace.worktrees import WorkspaceError, carry
 from tasks.multi_seed import seeds_table as summary
 from tasks.multi_seed import study_file
@@ -177,7 +177,7 @@ class TestRunning:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mine.db")
 
     def test_a_failing_seed_does_not_stop_the_others(self, repository: Path) -> None:
-        _, failed = other_studies.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
+        _, failed = multi_seed.run_all(toy(0, 1, 2), Options(workers=2, timeout=9))
         assert list(failed) == [1]
         for seed in (0, 1, 2):
             said = (repository / f"workspaces/toy-seed{seed}/ran.log").read_text()
@@ -186,9 +186,9 @@ class TestRunning:
 
     def test_two_studies_do_not_share_a_workspace(self, repository: Path) -> None:
         with worktrees.held(repository / "workspaces/toy-seed0"):
-            _, failed = other_studies.run_all(toy(0), Options())
+            _, failed = multi_seed.run_all(toy(0), Options())
         assert "toy-seed0" in failed[0]
-        assert other_studies.run_all(toy(0), Options()) == (toy(0), {})
+        assert multi_seed.run_all(toy(0), Options()) == (toy(0), {})
 
     def test_trials_run_first_and_their_best_is_what_runs(self, repository: Path) -> None:
         asked = Trials(seed=0, keep=0.5, recipes={"svd": ({}, {"rate": 2}, {"rate": 3})})
@@ -197,7 +197,7 @@ class TestRunning:
         folder = prepare(study.of_trials(asked), 0)
         for name, validation in {"svd": 0.5, "svd_trial2": 0.7, "svd_trial3": 0.6}.items():
             scored(folder, f"{name}-0.5", validation)
-        ran, failed = other_studies.run_all(study, Options())
+        ran, failed = multi_seed.run_all(study, Options())
         assert not failed
         assert read(folder / "params.yaml")["study"]["recipes"] == ["svd", "svd_trial2", "svd_trial3"]
         assert [variant.chosen for variant in ran.tried] == [False, True, False]
@@ -207,7 +207,7 @@ class TestRunning:
     def test_without_its_trials_no_seed_runs(self, repository: Path) -> None:
         asked = Trials(seed=1, keep=0.5, recipes={"svd": ({},)})
         study = replace(toy(0, 2), params={**toy().params, "recipes": {"svd": {}}}, trials=asked)
-        _, failed = other_studies.run_all(study, Options())
+        _, failed = multi_seed.run_all(study, Options())
         assert set(failed) == {0, 2}
         assert not folder_of(study, 0).exists()
 
@@ -215,11 +215,11 @@ class TestRunning:
     def test_the_study_ends_with_the_command_that_started_it(self, repository: Path, number: signal.Signals) -> None:
         script = (
             "import os, sys; from pathlib import Path\n"
-            "from flows.engine.run_options import Options; from flows.workspace import seeds\n"
+            "from flows.engine.run_options import Options; from flows import multi_seed\n"
             "from tasks.multi_seed.study_file import StudyFile\n"
             "study = StudyFile(Path('studies/toy.yaml'), {'study': {'name': 'toy'}, 'seed': 9}, (9,))\n"
             "os.chdir(sys.argv[1])\n"
-            "seeds.run_all(study, Options())"
+            "multi_seed.run_all(study, Options())"
         )
         command = [sys.executable, "-c", script, str(repository)]
         process = subprocess.Popen(command, cwd=ROOT, env={**ENVIRONMENT, "MLFLOW_TRACKING_URI": "sqlite:///mine.db"})
@@ -266,14 +266,14 @@ class TestCommand:
         """Stub the runs of two seeds, of which seed 1 fails."""
         monkeypatch.chdir(repository)
         monkeypatch.setattr(study_file, "load", lambda *_: (toy(0, 1),))
-        monkeypatch.setattr(other_studies, "run", lambda _study, seed, *_: seed != 1)
+        monkeypatch.setattr(multi_seed, "run", lambda _study, seed, *_: seed != 1)
         monkeypatch.setattr(summary, "collect", lambda folders: (made_up(seeds=len(folders)), pd.DataFrame()))
 
     def test_a_task_that_fails_does_not_stop_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         params = {"study": {"name": "toy"}, "data": {"metric": "accuracy"}}
         studies = [StudyFile(Path("studies/toy.yaml"), params, (0,), task) for task in ("one", "two", "three")]
         monkeypatch.setattr(study_file, "load", lambda *_: tuple(studies))
-        monkeypatch.setattr(other_studies, "run", lambda study, *_: study.task != "two")
+        monkeypatch.setattr(multi_seed, "run", lambda study, *_: study.task != "two")
         done = CliRunner().invoke(app, ["study", "studies/toy.yaml", "--table", "docs/toy.md"])
         assert done.exit_code == 1
         assert "1 of 3" in done.output

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.artifacts.metrics import METRICS, MetricName
-from tasks.config.promotion_limits import Gate, Limits, Measured, best_first, choose, gates, short, smallest_first
+from tasks.report.choose_candidate import Gate, Limits, Measured, best_first, choose, gates, short, smallest_first
 
 WANTED = Limits(largest_drop=0.01, keep=0.5, least_speedup=1.2, standard_errors=0.0)
 CANDIDATE = Measured(metric=0.84, teacher=0.842, standard_error=0.012, parameters=5, keep=0.5, speedup=1.5)
