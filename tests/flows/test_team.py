@@ -99,7 +99,7 @@ def test_a_promotion_that_lost_its_lock_moves_nothing(database: Postgres, monkey
 def test_a_clone_pulls_from_an_object_store_what_another_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with services.object_store(tmp_path, "eckart") as keys:
+    with services.object_store(tmp_path, "eckart") as (_, keys):
         for name, value in keys.items():
             monkeypatch.setenv(name, value)
         first_clone, second_clone = tmp_path / "one", tmp_path / "two"
