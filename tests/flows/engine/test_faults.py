@@ -145,7 +145,7 @@ def test_a_flow_that_is_ended_in_a_stage_loses_nothing_and_repeats_nothing(
         end(workspace, stage, BARE | places)
         hold.unlink()
     done = flows(workspace, "run")
-    assert "12 cached, 1 executed" in done.output
+    assert "13 cached, 1 executed" in done.output
     begun = Counter(line.split()[0] for line in log(workspace) if line.endswith("begins"))
     ended = Counter(line.split()[0] for line in log(workspace) if line.endswith("ended"))
     assert ended == dict.fromkeys(KILLED, 1)
@@ -213,7 +213,7 @@ class TestAfterAFinishedRun:
         weights = cached_objects.object_path(workspace / ".dvc/cache", files["model.safetensors"])
         whole = spoil(weights)
         shutil.rmtree(workspace / "models/factorized")
-        assert "12 cached, 1 executed" in flows(workspace, "run").output
+        assert "13 cached, 1 executed" in flows(workspace, "run").output
         assert files["model.safetensors"] in " ".join(record.getMessage() for record in caplog.records)
         assert weights.read_bytes() == whole
 
