@@ -57,4 +57,4 @@ PUBLISHED: Mapping[str, Published] = {
         "LoSparse (Li et al., ICML 2023)", "https://arxiv.org/abs/2306.11222", {"residual": "sparse_rows"}
     ),
 }
-"""Name → recipe."""
+"""The built-in recipes by name."""

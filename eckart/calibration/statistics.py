@@ -211,7 +211,7 @@ class Collector:
         """Add the inputs of one call of `target` to the statistics of inputs.
 
         Args:
-            inputs: the call's input; features, or ids for an embedding, are in its last dimension.
+            inputs: the call's input `(…, in)`, or ids `(…,)` for an embedding.
             dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
@@ -361,9 +361,7 @@ class Collector:
             for key, value in sums.items():
                 if kind in ("inputs", "output_gradients") and value.ndim == 2:
                     mirror(value)
-                edges = torch.stack(
-                    value.div_(self.examples).aminmax()
-                )  # isfinite of the whole tensor would allocate a copy
+                edges = torch.stack(value.div_(self.examples).aminmax())  # isfinite of all values would take a copy
                 if not torch.isfinite(edges).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
                 if kind == "tokens" and not value:

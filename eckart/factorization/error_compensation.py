@@ -94,7 +94,7 @@ def anchor_targets(
     """
     for layer in (layer for target in targets for layer in target.layers):
         if layer.input_of not in statistics.get("dense_inputs", {}):
-            continue  # an embedding
+            continue  # embeddings are not corrected
         module = deepcopy(present(model, layer.name))
         inputs, dense_inputs = (statistics[kind][layer.input_of] for kind in ("inputs", "dense_inputs"))
         set_weight(module, anchored(weight_of(module), inputs, dense_inputs, anchor, ridge))

@@ -158,7 +158,7 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 
 
 class FisherInputs(_Weighting):
-    """Weighting (ours): minimize the output error on the calibration inputs, each output weighted by its Fisher score."""
+    """Weighting (ours): minimize the output error on the calibration inputs; a Fisher score weighs each output."""
 
     kind: Literal["fisher_inputs"] = Field(
         "fisher_inputs", description="Fisher score of each output, second moment of the inputs"

@@ -42,12 +42,12 @@ class LowRankLayer(nn.Module):
 
     @property
     def out_features(self) -> int:
-        """As in nn.Linear; some models read it to initialize weights."""
+        """Number of outputs, as in nn.Linear; some models read it to initialize weights."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        """As in nn.Linear."""
+        """Number of inputs, as in nn.Linear."""
         return self.shape[1]
 
     @property
@@ -136,9 +136,7 @@ class PivotedLinear(LowRankLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         pivots = self.project(x, self.right)
-        if (
-            torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank
-        ):  # compiled code serves any number of tokens
+        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # compiled for all numbers of tokens
             return linear(pivots, self.left(), self.bias)  # reorders rows of `left`: fewer numbers than the outputs
         y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias

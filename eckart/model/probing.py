@@ -55,7 +55,8 @@ class _Reads:
 
     Attributes:
         counts: number of input vectors in each call of the layer.
-        same: whether, in all calls, these vectors equal those for the probe's batch, as far as both have them.
+        same: whether, in all calls, these vectors equal those for the probe's batch. If one of the batches has more
+            examples than the other, only the examples of both are compared.
     """
 
     counts: list[int] = field(default_factory=list)
