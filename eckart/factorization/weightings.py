@@ -61,10 +61,10 @@ class Plain(_Weighting):
 
 
 class ByScores(_Weighting):
-    """Weighting: the error of each column (axis input) or row (axis output) of W by its Fisher or Taylor score.
+    """Weighting: minimize the error W − Ŵ, each column or row weighted by its Fisher (FWSVD) or Taylor (IWSVD) score.
 
-    Fisher scores give FWSVD (Hsu et al., ICLR 2022), Taylor scores give IWSVD. FWSVD has one score for each row of W in
-    y = xW, and these rows belong to inputs: axis `input`.
+    Columns have scores with axis `input`, rows with axis `output`. FWSVD (Hsu et al., ICLR 2022) has one score for each
+    row of W in y = xW. These rows belong to inputs, so this is axis `input`.
     """
 
     kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
@@ -93,7 +93,7 @@ class Inputs(_Weighting):
 
 
 class Movement(_Weighting):
-    """Weighting: the error of each output, weighted by the score of its row in the pruning (LPAF, section 4.2)."""
+    """Weighting: minimize the error W − Ŵ, each row weighted by its score in the pruning (LPAF, section 4.2)."""
 
     reads_shaping = True
 
@@ -114,9 +114,9 @@ class Movement(_Weighting):
 
 
 class Kfac(_Weighting):
-    """Weighting: minimize the second-order increase of the loss, estimated with the K-FAC factors C_in and C_out.
+    """Weighting: minimize the second-order increase of the loss, estimated with the Kronecker factors C_in and C_out.
 
-    The squared norm is twice this increase.
+    These are the factors of the empirical Fisher (K-FAC). The squared norm is twice the increase.
     """
 
     kind: Literal["kfac"] = Field("kfac", description="both Kronecker factors of the Fisher: the loss to second order")
