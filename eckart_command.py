@@ -1,9 +1,9 @@
-"""The command `eckart`: the pipeline's command line, in a workspace anywhere or in a clone of the repository.
+"""The command `eckart`: the pipeline's command line, for use in any workspace or in a clone of the repository.
 
-It is not part of the package `eckart`, whose import takes seconds and loads torch before the settings of a run apply.
-pip installs `tasks` and `flows` into the folder eckart_pipeline/, because top-level packages of such names would
-collide with those of other projects in the same environment. Only this command, and processes that it starts, look
-there.
+This file is not part of the package `eckart`, because importing that package takes seconds and loads torch before the
+settings of a run apply. pip installs `tasks` and `flows` into the folder eckart_pipeline/, because top-level packages
+with such names would collide with packages of other projects in the same environment. Only this command, and processes
+that it starts, import from there.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run a command of the pipeline, or a stage, as dvc.yaml of a workspace calls it: `eckart stage NAME …`."""
+    """Run a command of the pipeline, or a stage if called as `eckart stage NAME …`, like in dvc.yaml of a workspace."""
     if not find_spec("prefect"):
         sys.exit(
             "eckart: the pipeline needs more packages: run pip install 'eckart[pipeline]', or `make test` in a clone"
         )
-    folders = (Path.cwd(), _HERE / "eckart_pipeline", _HERE)  # a clone, or what is installed
+    folders = (Path.cwd(), _HERE / "eckart_pipeline", _HERE)  # a clone, the installed pipeline, an editable install
     home = next(folder for folder in folders if (folder / "flows/engine/stages.py").is_file())
     sys.path.insert(0, str(home))
     if home != Path.cwd():
-        # For processes that this one starts. PYTHONSAFEPATH: a user's own folder `tasks` must not be taken for ours.
+        # For child processes. PYTHONSAFEPATH: a folder `tasks` of the user must not be imported in place of ours.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
         os.environ["PYTHONSAFEPATH"] = "1"
     module = "flows"

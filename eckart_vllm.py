@@ -1,10 +1,11 @@
-"""A plug-in with which vLLM runs compressed language models in their factors (`quant_method: eckart`).
+"""A plug-in for vLLM that runs compressed language models with their low-rank factors (`quant_method: eckart`).
 
-It is outside the package and imports nothing from it, as vLLM needs older versions of transformers than eckart does.
-Install it into vLLM's environment with `pip install --no-deps`; vLLM finds it (entry point `vllm.general_plugins`).
+This file is outside the package eckart and imports nothing from it, because vLLM needs older versions of transformers
+than eckart. Install it into vLLM's environment with `pip install --no-deps`; vLLM finds it through the entry point
+`vllm.general_plugins`.
 
-vLLM fuses linear layers that read the same inputs into one, `qkv_proj` or `gate_up_proj`. So their right factors are
-multiplied in one product, too.
+vLLM fuses linear layers with the same inputs into one layer, such as `qkv_proj` or `gate_up_proj`. So the right factors
+of these layers are also joined, and multiplied in one product.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ _QKV = {"q": 0, "k": 1, "v": 2}
 
 
 def register() -> None:
-    """Do nothing: vLLM calls it in each of its processes, and importing this file has registered all."""
+    """Do nothing: vLLM calls this entry point in each of its processes, and the import has registered the plug-in."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one of the linear layers that vLLM fused is stored."""
+    """Storage of one of the linear layers that vLLM fused into a layer."""
 
     rank: int | None
-    """None if it is dense."""
+    """Rank of the factors; None if the part is dense."""
     rows: int = 0
-    """Rows of the sparse residual."""
+    """Number of rows of the sparse residual."""
     pivoted: bool = False
+    """Whether the part is in pivoted storage (eckart/factorization/pivoted_storage.py)."""
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Return each tensor's name in the file → its shape."""
+        """Return the tensors of this part in the weights file: name → shape."""
         if self.rank is None:
             return {"weight": (out_features, in_features)}
         right = {"right": (self.rank, in_features)}
@@ -65,7 +67,7 @@ class LowRankMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Allocate flat memory for what the files hold under each name, one part after the other."""
+        """Allocate one flat parameter for each tensor name in the weights files, with the parts one after the other."""
         if (input_size_per_partition, sum(output_partition_sizes)) != (input_size, output_size):
             raise ValueError(f"factors run on one device: set tensor_parallel_size=1, or {_MERGE}")
         outs = output_partition_sizes if len(self.parts) > 1 else [output_size]
@@ -78,7 +80,7 @@ class LowRankMethod(LinearMethodBase):
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Join the right factors, give each part parameters of its own, and turn pivoted storage into factors."""
+        """Join the right factors into one matrix, split all other tensors by part, and convert pivots to factors."""
         names = dict.fromkeys(name for shapes in layer.eckart_shapes for name in shapes)
         stored = {name: list(_split(layer, name)) for name in names}
         for name in stored:
@@ -110,7 +112,7 @@ class LowRankMethod(LinearMethodBase):
 
 
 def _split(layer: nn.Module, name: str) -> Iterator[Tensor | None]:
-    """Yield each part's tensor in the flat memory of `name`; None if it has none."""
+    """Yield each part's tensor in the flat parameter `name`; None for a part without this tensor."""
     start = 0
     for shapes in layer.eckart_shapes:
         end = start + _numel(shapes.get(name))
@@ -124,7 +126,12 @@ def _register(layer: nn.Module, name: str, values: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Copies each part's numbers to their place in the flat memory of a name."""
+    """Weight loader that copies each part's tensor to its place in a flat parameter.
+
+    Attributes:
+        name: name of the tensor in the weights file.
+        sizes: number of elements of each part.
+    """
 
     name: str
     sizes: list[int]
@@ -143,7 +150,7 @@ def _numel(shape: tuple[int, ...] | None) -> int:
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfig):
-    """How a compressed model is stored, read from its config.json (eckart/model/hf_format.py)."""
+    """Storage of a compressed model's layers, read from its config.json (eckart/model/hf_format.py)."""
 
     def __init__(self, ranks: Mapping[str, int], rows: Mapping[str, int], pivoted: list[str]) -> None:
         super().__init__()
@@ -165,7 +172,7 @@ class EckartConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Allow any GPU, as this method has no kernels of its own."""
+        """Return 0, any GPU, because this plug-in has no kernels of its own."""
         return 0
 
     @staticmethod
@@ -176,7 +183,10 @@ class EckartConfig(QuantizationConfig):
         self.parts = hf_to_vllm_mapper.apply_dict(self.parts)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Return how to compute `layer`; None for layers that are not linear.
+        """Return the object that computes `layer`; None for layers that are not linear.
+
+        Args:
+            prefix: name of the layer.
 
         Raises:
             ValueError: an embedding or a head is factorized.

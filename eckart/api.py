@@ -8,8 +8,8 @@ or say how much accuracy may be lost, instead of a size::
 
     small, report = eckart.compress(model, batches, largest_drop=0.01, score=accuracy)
 
-The stages importance, search and factorize of the pipeline call the same functions, with the same recipes. To recover
-what was lost, train `small` as you would any model, such as by `transformers.Trainer`: its factors are parameters.
+The pipeline's stages importance, search and factorize call the same functions with the same recipes. To recover lost
+accuracy, train `small` like any other model, for example with `transformers.Trainer`: the factors are parameters.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from eckart.recipe import Recipe, complete, contradictions
 from eckart.recipe import recipes as complete_recipes
 
 Score = Callable[[PreTrainedModel], float]
-"""Measures a model; higher is better."""
-_PRECISION = 0.01  # of the keep that is searched for
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")  # which a config asks for, too
+"""A function that measures a model; higher is better."""
+_PRECISION = 0.01  # the search for a keep ends when its interval is this narrow
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")  # also used to load the config
 
 
 @dataclass(frozen=True)
 class CompressedTarget:
-    """A target layer after compression.
+    """Size, rank and predicted loss of one target layer after compression.
 
     Attributes:
-        shape: of its weight, `(out, in)`.
-        rank: None where it stays dense.
+        shape: shape `(out, in)` of the layer's dense weight.
+        rank: rank of the factors; None if the layer stays dense.
         parameters: (before, after), without biases.
-        predicted_loss: ½ Σ S_k² over the weighted singular values that were cut; under weighting kfac, the predicted
-            increase of a sample's loss. None where the rank search predicts none.
+        predicted_loss: ½ Σ S_k² over the weighted singular values S_k that were cut. With weighting kfac, this predicts
+            how much the loss of an example increases. None if the rank search predicts no loss.
         no_rank: whether the layer stays dense at any keep, because no rank makes it smaller.
     """
 
@@ -75,15 +75,15 @@ class CompressedTarget:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a compression, layer by layer and for the whole model; print it for a summary.
+    """Report of a compression, for each layer and for the whole model; print it for a summary.
 
     Attributes:
-        targets: name → target layer, in order of execution.
-        excluded: name of each other linear layer → why it is no target.
-        census: the parameters of the original model by kind.
-        parameters: of the whole model, (before, after).
-        macs: multiply-accumulates of the first batch ÷ its samples, (before, after).
-        scores: (before, after), if `largest_drop` was given.
+        targets: name of a target layer → its result, in order of execution.
+        excluded: name of each other linear layer → why this layer is no target.
+        census: the original model's numbers of parameters, by kind.
+        parameters: the whole model's number of parameters, (before, after).
+        macs: multiply-accumulates for each example of the first batch, (before, after).
+        scores: the model's score, (before, after); None unless `largest_drop` was given.
     """
 
     targets: Mapping[str, CompressedTarget]
@@ -95,13 +95,13 @@ class Report:
 
     @property
     def keep(self) -> float:
-        """Parameters of all target layers, after ÷ before."""
+        """Number of parameters of all target layers together, after ÷ before."""
         before, after = (sum(target.parameters[place] for target in self.targets.values()) for place in (0, 1))
         return after / before
 
     @property
     def predicted_loss(self) -> float | None:
-        """The sum over all target layers; None where one of them has none."""
+        """Sum of the predicted losses of all target layers; None if a layer has none."""
         losses = [target.predicted_loss for target in self.targets.values()]
         return None if None in losses else sum(cast("list[float]", losses))
 
@@ -125,11 +125,11 @@ class Report:
 
 
 class Compressed(NamedTuple):
-    """The result of `compress`.
+    """Result of `compress`.
 
     Attributes:
-        model: an ordinary model of transformers, whose target layers are factorized.
-        report: what was done.
+        model: an ordinary transformers model with low-rank factors in the target layers.
+        report: sizes, ranks and predicted losses, by layer and in all.
     """
 
     model: PreTrainedModel
@@ -137,9 +137,9 @@ class Compressed(NamedTuple):
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return the built-in recipes by name; the pipeline has the same.
+    """Return the built-in recipes by name; the pipeline has the same ones.
 
-    One of your own is one of these with other parts: `recipes()["drone"].model_copy(update={"storage": "pivoted"})`.
+    To make your own recipe, change parts of one: `recipes()["drone"].model_copy(update={"storage": "pivoted"})`.
     """
     return {name: Recipe.model_validate(parts) for name, parts in complete_recipes().items()}
 
@@ -160,35 +160,35 @@ def compress(
     seed: int = 0,
     check: bool = True,
 ) -> Compressed:
-    """Return a smaller copy of `model`, whose linear layers are replaced by low-rank factors.
+    """Return a smaller copy of `model` with low-rank factors in place of linear layers.
 
     Example::
 
         model = AutoModelForSequenceClassification.from_pretrained("my-classifier")
         batches = [tokenizer(texts, padding=True, return_tensors="pt") | {"labels": labels} for texts, labels in data]
         small, report = eckart.compress(model, batches, keep=0.33)
-        small.save_pretrained("small")  # load it again by from_pretrained, after `import eckart`
+        small.save_pretrained("small")  # load it again with from_pretrained, after `import eckart`
 
     `model` itself is not changed. The calibration batches, their statistics (up to in² + out² numbers for each layer)
-    and two copies of the model are in memory at once, three with `largest_drop`; for larger models use the pipeline.
+    and two copies of the model are in memory at once, three with `largest_drop`. For larger models use the pipeline.
 
     Args:
-        model: a transformers model with the head for its task, on the device where the work is to be done.
+        model: a transformers model with the head for its task, on the device that should do the work.
         batches: calibration data, a few hundred examples: model inputs, each tensor `(batch, …)`. Include labels (-100
-            at padding) unless the recipe needs none, as `svd` and `drone`. The decoder inputs of a T5 or BART are made
-            from the labels if they are missing.
-        keep: share of these layers' parameters to keep, in (0, 1]; 0.33 by default.
-        recipe: how to compress: a name from `recipes()`, or a recipe of your own. Its recovery fine-tuning is not run.
-        largest_drop: find the smallest keep, to a hundredth, at which `score` falls by no more than this; give it
-            instead of `keep`. Bisection finds it, which takes the score to fall with keep.
+            at padding), except for recipes such as `svd` and `drone` that need none. For T5 or BART, missing decoder
+            inputs are made from the labels.
+        keep: share of the target layers' parameters to keep, in (0, 1]; 0.33 by default.
+        recipe: how to compress: a name from `recipes()`, or your own recipe. Its recovery fine-tuning is not run.
+        largest_drop: give this instead of `keep` to find the smallest keep, to a hundredth, at which `score` falls by
+            no more than this number. The search is a bisection, so it assumes that a smaller keep lowers the score.
         score: function that measures a model (in eval mode) on held-out data, not the test data; higher is better.
         include, exclude: shell patterns for the names of the linear layers to compress, such as `*.attention.*`.
         embeddings: whether to compress embeddings, too.
         tied: whether to compress an embedding that shares its weight with the head, together with that head.
-        loss: function of the model and a batch that returns the sum of the samples' losses. By default the model's own
-            loss is used, after a check of how it combines samples.
-        seed: for rank searches that draw random numbers.
-        check: save the result to a temporary folder, load it, and compare the outputs.
+        loss: function of the model and a batch that returns the sum of the examples' losses. By default the model's own
+            loss is used, after a check of how this loss combines examples.
+        seed: seed of rank searches that draw random numbers.
+        check: whether to save the result to a temporary folder, load it again, and compare the outputs.
 
     Returns:
         The compressed model and a report; they unpack as a pair.
@@ -238,7 +238,9 @@ def save(model: PreTrainedModel, folder: Path | str, tokenizer: PreTrainedTokeni
 
 
 def load(folder: Path | str, **options: Any) -> PreTrainedModel:
-    """Load a model, compressed or not, by the class that its config names; from safetensors, and without remote code.
+    """Load a model, compressed or not, with the class that its config names.
+
+    Weights are read from safetensors files only, and no remote code is run.
 
     Args:
         folder: a Hugging Face folder, or an id on the hub.
@@ -262,7 +264,7 @@ def load(folder: Path | str, **options: Any) -> PreTrainedModel:
 def _calibrate(
     model: PreTrainedModel, batches: Sequence[Batch], targets: Targets, recipe: Recipe, loss: Loss | None, seed: int
 ) -> SearchProblem:
-    """Gather statistics, warn of what they may miss, and return the problem of choosing ranks at keep 1."""
+    """Gather statistics, warn about misleading calibration data, and return the rank search's input, with keep 1."""
     kinds = _kinds(recipe)
     objective = _objective(model, batches, recipe, loss)
     statistics: Statistics = {}
@@ -304,11 +306,11 @@ def _compress_in_place(problem: SearchProblem, recipe: Recipe, batches: Sequence
 def _smallest(
     compress_to: Callable[[float], Compressed], dense: PreTrainedModel, largest_drop: float, score: Score
 ) -> Compressed:
-    """Bisect for the smallest keep whose score is at most `largest_drop` below that of `dense`."""
+    """Find by bisection the smallest keep at which the score is at most `largest_drop` below the score of `dense`."""
     before = _scored(score, dense)
     low, high, best = 0.0, 1.0, None
     while best is None or high - low > _PRECISION:
-        keep, candidate = (low + high) / 2 if best else high, None  # the last one goes before the next is made
+        keep, candidate = (low + high) / 2 if best else high, None  # free the last candidate before the next is made
         try:
             candidate = compress_to(keep)
         except NoRank:
@@ -377,7 +379,7 @@ def _check_goal(keep: float | None, largest_drop: float | None, score: Score | N
 
 
 def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
-    """Return the recipe of a name, or a recipe that was given, once it is sure that `compress` can run it."""
+    """Return the recipe, looked up if it is a name, after checking that `compress` can run it."""
     if isinstance(recipe, str):
         known = recipes()
         if recipe not in known:
@@ -403,7 +405,6 @@ def _recipe(recipe: str | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _trains_first(recipe: Recipe) -> bool:
-    """Whether a recipe trains before its factors are final."""
     return bool(recipe.shaping or recipe.residual or recipe.ranks.trains or recipe.source == "base")
 
 
@@ -412,7 +413,7 @@ def _patterns(given: str | Sequence[str]) -> Sequence[str]:
 
 
 def _first_two(batch: Batch) -> Batch:
-    """Return two samples: enough to tell tokens from samples that a router sends to a layer."""
+    """Return the first two examples: enough to tell tokens from examples that a router sends to a layer."""
     return {name: values[:2] for name, values in batch.items()}
 
 
@@ -421,7 +422,7 @@ def _kinds(recipe: Recipe) -> set[StatisticKind]:
 
 
 def _objective(model: PreTrainedModel, batches: Sequence[Batch], recipe: Recipe, loss: Loss | None) -> Objective:
-    """Return the loss that was given, or the model's own if the recipe needs one."""
+    """Return an objective with the given loss, or with the model's own loss if the recipe needs one."""
     if loss is None and _kinds(recipe) - {"inputs"}:
         return objective_of(model, batches, f"weighting {recipe.weighting.kind}")
     if loss is None and recipe.ranks.asks_frozen:
@@ -446,5 +447,5 @@ def _refuse_training(*_: Any, **__: Any) -> None:
 
 
 def _single_samples(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return at most so many samples, each as a batch."""
+    """Return the first `count` examples, each as a batch of its own."""
     return list(islice((row_of(batch, row) for batch in batches for row in range(batch_size(batch))), count))

@@ -1,7 +1,7 @@
-"""The built-in recipes: what each states beyond the defaults of eckart/recipe.py.
+"""The built-in recipes, each as the settings that differ from the defaults of eckart/recipe.py.
 
-`eckart.recipes()`, the pipeline and the reference page read them here. params.yaml may change parts of them and add
-others under `recipes:`.
+`eckart.recipes()`, the pipeline and the reference page read them here. Under `recipes:`, params.yaml may change parts
+of these recipes and add more recipes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 
 class Published(NamedTuple):
-    """A recipe, and where its method was published."""
+    """Settings of a recipe, and the paper of its method."""
 
     title: str
     paper: str | None
-    """A link; None for our own."""
+    """Link to the paper; None for our own method."""
     parts: Mapping[str, Any]
-    """The settings that differ from the defaults; a bare word stands for `{"kind": word}`."""
+    """Settings that differ from the defaults; a bare word stands for `{"kind": word}`."""
 
 
 PUBLISHED: Mapping[str, Published] = {
@@ -57,4 +57,4 @@ PUBLISHED: Mapping[str, Published] = {
         "LoSparse (Li et al., ICML 2023)", "https://arxiv.org/abs/2306.11222", {"residual": "sparse_rows"}
     ),
 }
-"""Name → recipe."""
+"""The built-in recipes by name."""

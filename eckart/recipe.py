@@ -1,7 +1,7 @@
-"""Recipes: source + shaping + weighting + rank search + residual + storage + recovery, a frozen value.
+"""Recipes: frozen settings of a compression (source, shaping, weighting, rank search, residual, storage, recovery).
 
-Each part and each number has a default in its type. So a recipe states only what differs: `{"weighting": "inputs"}` is
-one, and a bare word stands for `{"kind": word}`.
+Each part and each number has a default in its type, so a recipe states only the differences. For example,
+`{"weighting": "inputs"}` is a complete recipe; the bare word stands for `{"kind": "inputs"}`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from eckart.residual import Residual
 from eckart.shaping import Shaping
 
 PARTS = ("shaping", "weighting", "ranks", "residual", "recovery")
-"""Parts that are chosen by their kind."""
+"""Parts of a recipe with several kinds to choose from."""
 
 
 class Recipe(BaseModel):
-    """A way to compress a model: what matters, how ranks are chosen, and how the model heals.
+    """Settings of a compression: which errors matter, how ranks are chosen, and how the model recovers.
 
     Raises:
-        pydantic.ValidationError: a part is unknown or out of its range; a ValueError that names them all.
+        pydantic.ValidationError: a part is unknown or out of its range. This is a ValueError; it names all mistakes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,21 +60,21 @@ class Recipe(BaseModel):
 
     @property
     def methods(self) -> list[Method]:
-        """Return the parts that are methods."""
+        """The recipe's methods: all parts but source, storage and sequential, without those that are None."""
         parts = (self.shaping, self.weighting, self.ranks, self.residual, self.recovery)
         return [part for part in parts if part is not None]
 
 
 def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | str | None = None) -> dict[str, Any]:
-    """Complete recipes as plain data: those of eckart/published_recipes.py, and those of `own`.
+    """Return the built-in recipes and those of `own` as plain data, with all defaults filled in.
 
     Args:
-        own: name → what differs from the built-in recipe of that name, or else from the defaults.
-        recovery: what every recipe takes that states no other. A recovery of another kind takes the settings that it
-            has as well.
+        own: name → settings that differ from the built-in recipe with this name, or from the defaults if there is none.
+        recovery: recovery settings for all recipes; a recipe's own settings override them. A recipe with another kind
+            of recovery takes only the settings that its kind has, too.
 
     Returns:
-        Name → parts, not validated: what is wrong in `own` or `recovery` stays as it is.
+        Name → parts. They are not validated: mistakes in `own` or `recovery` stay in the result.
     """
     own, common = own or {}, _expanded("recovery", recovery or {})
     names = dict.fromkeys([*PUBLISHED, *own])
@@ -84,7 +84,7 @@ def recipes(own: Mapping[str, Any] | None = None, recovery: Mapping[str, Any] | 
 
 
 def complete(parts: Mapping[str, Any]) -> Any:
-    """Fill in the defaults of one recipe; what is wrong in it stays as it is."""
+    """Fill in the defaults of one recipe, without validation: mistakes stay in the result."""
     return _complete({}, parts, {})
 
 
@@ -94,10 +94,10 @@ def trains_dense(recipe: Mapping[str, Any]) -> bool:
 
 
 def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `old` with the values of `new`: mappings merge key by key, anything else replaces.
+    """Return a copy of `old`, updated with `new`: mappings merge key by key, any other value replaces the old one.
 
-    A mapping of another `kind` replaces the old one as a whole, because keys of one kind mean nothing to another. A
-    bare word over or below a mapping stands for its kind.
+    A mapping with another `kind` replaces the old mapping as a whole, because keys of one kind mean nothing to another.
+    If one value is a bare word and the other a mapping, the word stands for `{"kind": word}`.
     """
     result = dict(copy.deepcopy(old))
     for key, value in new.items():
@@ -128,7 +128,12 @@ def _complete(built_in: Mapping[str, Any], own: Any, recovery: Mapping[str, Any]
 
 
 def _with_common(stated: Any, common: Mapping[str, Any]) -> Any:
-    """Add to a recovery the settings of `common` that its kind has and that it does not state."""
+    """Return a recipe's recovery with the settings of `common` added, if its kind has them and it does not state them.
+
+    Args:
+        stated: the recovery settings that the recipe states.
+        common: settings for all recipes.
+    """
     if not isinstance(stated, Mapping):
         return stated
     kind = stated.get("kind", common.get("kind", "finetune"))
@@ -141,14 +146,14 @@ def _expanded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expanded(name: str, value: Any) -> Any:
-    """Return a part with `{"kind": word}` in place of a bare word, and the same for the parts within it."""
+    """Replace a bare word by `{"kind": word}` in a part, and in all parts inside it."""
     if isinstance(value, str) and name in PARTS:
         return {"kind": value}
     return _expanded_parts(value) if isinstance(value, Mapping) else value
 
 
 def contradictions(recipe: Recipe) -> Iterator[Contradiction]:
-    """Yield the parts that make no sense together: the path of one, and what is wrong and what to write."""
+    """Yield, for parts that make no sense together, the path of a part and a message that says what to write."""
     for method in recipe.methods:
         yield from method.contradictions(recipe)
     if recipe.source == "base":
@@ -188,17 +193,17 @@ def _order_contradictions(recipe: Recipe) -> Iterator[Contradiction]:
 
 
 def captions() -> dict[str, str]:
-    """Return measure of a training rule → its caption in the report, for all methods."""
+    """Return the captions of all methods' training measures in the report: name of a measure → caption."""
     families = (Shaping, RankSearch, Residual, Recovery)
     return {name: text for family in families for method in _members(family) for name, text in method.captions.items()}
 
 
 def _members(family: Any) -> tuple[type[Method], ...]:
-    """Return the methods of a registry, which is a union of them, or the only one."""
+    """Return the methods of a family, given as a union of the method classes or as its only class."""
     union, *_ = get_args(family) or (family,)
     return get_args(union) or (union,)
 
 
 def _kinds(method: type[Method]) -> tuple[str, ...]:
-    """Return the names of a method in params.yaml."""
+    """Return the values of `kind` that select a method in params.yaml."""
     return get_args(method.model_fields["kind"].annotation)

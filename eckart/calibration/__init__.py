@@ -1,1 +1,1 @@
-"""Calibration: batches, losses, and the statistics of one pass over them."""
+"""Calibration: batches, losses of examples, and statistics that are gathered in a pass over the batches."""

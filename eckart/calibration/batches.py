@@ -1,4 +1,4 @@
-"""Calibration batches from the user: checked, moved to the model's device, and given decoder inputs if needed."""
+"""Preparation of the user's calibration batches: checks, the move to the model's device, missing decoder inputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from eckart.calibration.losses import IGNORED, Batch
 
 
 def prepare_batches(model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]]) -> list[Batch]:
-    """Return the batches, ready for the model.
+    """Check the user's batches and return them on the model's device, with decoder inputs if the model needs them.
 
     Args:
-        batches: each input name → tensor `(batch, …)`.
+        batches: mappings of input names to tensors `(batch, …)`.
 
     Raises:
-        ValueError: there is no batch, one is no mapping of tensors with the same number of examples, or batches differ
-            in their inputs.
+        ValueError: there is no batch, a batch is no mapping of tensors with the same number of examples, or batches
+            differ in their inputs.
     """
     if isinstance(batches, Mapping):
         raise ValueError("batches is one batch: give a list of batches")
@@ -50,11 +50,11 @@ def _prepare(model: PreTrainedModel, number: int, batch: Mapping[str, Tensor]) -
 
 
 def decoder_inputs(model: PreTrainedModel, labels: Tensor) -> dict[str, Tensor]:
-    """Return a decoder's inputs for the targets `labels` `(batch, tokens)`: the tokens before them, and their mask.
+    """Return decoder inputs for `labels` `(batch, tokens)`: the labels shifted by one token, and their padding mask.
 
     Raises:
-        AttributeError, TypeError, ValueError: the model does not say with which token a text begins; the error depends
-            on its family.
+        AttributeError, TypeError, ValueError: the model does not say with which token a text begins; the type of the
+            error depends on the model family.
     """
     if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
         shifted = own(labels=labels)

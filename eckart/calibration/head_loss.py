@@ -1,10 +1,10 @@
-"""The loss of each example, found from what a batch holds and what the model returns.
+"""Finds how a model's loss combines examples, to get the sum of the examples' losses from any model.
 
-The loss of an example is what the model returns for it alone. For a batch most heads return the mean over examples,
-some the sum, and token heads the mean over all tokens, which weighs an example by its length. To tell which, the loss
-of a few examples together is compared with that of each alone, and so are its gradients by the logits and by the
-vectors among the model's parameters: an untrained model has nearly the same loss for all examples, but not the same
-gradients.
+The loss of an example is the loss that the model returns for this example alone. For a batch, most heads return the
+mean over examples, some return the sum, and token heads return the mean over all tokens, so that long examples weigh
+more. To tell which, the loss of a few examples together is compared with the losses of each alone. So are the gradients
+by the logits and by the model's one-dimensional parameters, because an untrained model has nearly the same loss for all
+examples, but not the same gradients.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import masks_of
 
 _SPAN_LABELS, _SPAN_LOGITS = {"start_positions", "end_positions"}, {"start_logits", "end_logits"}
-_EXAMPLES = 4  # that are compared together and alone
+_EXAMPLES = 4  # number of examples whose loss is computed together and alone
 
 
 def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Objective:
-    """Return the objective of `model`, found by running it on a few examples of `data`.
+    """Return the loss and the predictions of the task of `model`, found by running it on a few examples of `data`.
 
     Args:
         need: the part of a recipe that needs the loss, for the error message.
 
     Raises:
-        ValueError: the model returns no loss or none that is a number, no label counts, or the loss of several examples
-            is neither the mean nor the sum of theirs nor a mean over tokens.
+        ValueError: the model returns no finite loss, no label counts, or the loss of several examples is neither the
+            mean of their losses, nor the sum, nor a mean over tokens.
     """
     _check_labels(data)
     with eval_mode(model), _differentiable(model):
@@ -70,7 +70,7 @@ def objective_of(model: PreTrainedModel, data: Sequence[Batch], need: str) -> Ob
 
 
 def _check_labels(data: Sequence[Batch]) -> None:
-    """Check that some label counts, and that no example has none."""
+    """Check that at least one label counts (is not -100), and that the label of an example with only one counts."""
     labels = {number: batch["labels"] for number, batch in enumerate(data) if "labels" in batch}
     classes = {number: values for number, values in labels.items() if not values.is_floating_point()}
     if classes and all(bool((values == IGNORED).all()) for values in classes.values()):
@@ -83,9 +83,9 @@ def _check_labels(data: Sequence[Batch]) -> None:
 
 
 def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[Batch]:
-    """Return examples of the batch whose examples differ most in how many tokens and labels count.
+    """Return some examples of the batch in which the numbers of tokens and labels differ most between examples.
 
-    Examples without a label that counts are left out, as they have no loss.
+    Examples without a label that counts are left out, because they have no loss.
     """
     ignored = {IGNORED, getattr(model.config, "semantic_loss_ignore_index", IGNORED)}
 
@@ -101,7 +101,12 @@ def _uneven_examples(model: PreTrainedModel, data: Sequence[Batch]) -> Sequence[
 
 
 def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
-    """Count each example's tokens, labels and other true entries; and return which have a label, `(batch,)` each."""
+    """Count the entries that are not masked in each example, and find which examples have a label.
+
+    Returns:
+        The number of real tokens, labels that count and true entries of each example `(batch,)`, and whether the
+        example has a label that counts `(batch,)`.
+    """
     counts, labelled = torch.zeros(batch_size(batch)), torch.ones(batch_size(batch), dtype=torch.bool)
     masks = masks_of(batch)
     for name, values in batch.items():
@@ -116,7 +121,7 @@ def _counts(batch: Batch, ignored: set[int]) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _differentiable(model: PreTrainedModel) -> Iterator[None]:
-    """Let gradients by all parameters be computed, also if the model is frozen."""
+    """Enable gradients by all parameters inside the context, even if the model is frozen."""
     frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     frozen = [parameter for parameter in frozen if not parameter.requires_grad]
     try:
@@ -131,13 +136,14 @@ def _differentiable(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The loss and logits that a model returns for a batch, with gradients of the loss.
+    """Loss and logits that a model returns for a batch, with gradients of the loss.
 
     Attributes:
-        gradients: by each of the logits.
-        vector_gradient: by the vectors among the model's parameters, joined; it also shows what a loss adds that is not
-            made of logits, such as the balance of a router.
-        gradient_by_vectors: the function that computes it, for another loss.
+        logits: name → logits; a head for spans has several.
+        gradients: name of logits → gradient of the loss by these logits.
+        vector_gradient: gradient of the loss by all one-dimensional parameters of the model, joined. It also shows
+            terms of the loss that do not depend on the logits, such as a router's balance.
+        gradient_by_vectors: function that computes the same gradient for another loss.
     """
 
     batch: Batch
@@ -148,12 +154,12 @@ class _Answer:
     gradient_by_vectors: Callable[[Tensor], Tensor]
 
     def without_graph(self) -> _Answer:
-        """Return a copy without the autograd graph, which frees the memory of its forward."""
+        """Return a copy without the autograd graph, to free the memory of the forward."""
         logits = {name: value.detach() for name, value in self.logits.items()}
         return replace(self, loss=self.loss.detach(), logits=logits)
 
     def has_loss(self, loss: Tensor) -> bool:
-        """Return whether the model's loss is `loss`, a function of `logits` and of no other output."""
+        """Return whether the model's own loss equals `loss`, in value and gradients, and depends on `logits` alone."""
         gradient, *_ = torch.autograd.grad(loss, self.logits["logits"], retain_graph=True)
         others = [gradient for name, gradient in self.gradients.items() if name != "logits"]
         return (
@@ -164,7 +170,11 @@ class _Answer:
         )
 
     def is_sum(self, factor: float, answers: Sequence[_Answer]) -> bool:
-        """Return whether `factor` times its loss is the sum of the losses of its examples, which gave `answers`."""
+        """Return whether `factor` times the batch's loss is the sum of its examples' losses.
+
+        Args:
+            answers: the answers for each example of the batch alone.
+        """
         loss, vector_gradient = (
             sum((getattr(answer, name) for answer in answers), 0 * getattr(self, name))
             for name in ("loss", "vector_gradient")
@@ -178,7 +188,7 @@ class _Answer:
         return all(self._close(together, alone) for together, alone in pairs)
 
     def _close(self, a: Tensor, b: Tensor) -> bool:
-        """Return whether both are equal but for rounding, that of the coarsest type among the model's outputs."""
+        """Return whether `a` and `b` are equal up to rounding in the coarsest type among them and the logits."""
         if a.shape != b.shape:
             return False
         types = [a.dtype, b.dtype, *(value.dtype for value in self.logits.values())]
@@ -209,7 +219,7 @@ def _answer(model: PreTrainedModel, batch: Batch) -> _Answer:
 
 
 def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradient of `value` by each tensor; zeros where it does not depend on it."""
+    """Return the gradient of `value` by each tensor; zeros for a tensor that `value` does not depend on."""
     if not by or not value.requires_grad:
         return [torch.zeros_like(tensor) for tensor in by]
     gradients = torch.autograd.grad(value, by, retain_graph=True, allow_unused=True)
@@ -217,7 +227,7 @@ def _gradients(value: Tensor, by: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _loss_of(model: PreTrainedModel, examples: Sequence[Batch]) -> Loss:
-    """Return the Loss that sums what the model returns for each of the examples alone."""
+    """Find the Loss that gives, for a batch, the sum of the losses that the model returns for each example alone."""
     answers: list[_Answer] = []
     for example in examples:
         answer = _answer(model, example)
@@ -239,7 +249,7 @@ def _loss_of(model: PreTrainedModel, examples: Sequence[Batch]) -> Loss:
 
 
 def _token_loss(answer: _Answer) -> Loss | None:
-    """Return the Loss of a head that labels each token or predicts the next one; None for other heads."""
+    """Return the Loss of a head that labels each token or predicts the next token; None for other heads."""
     labels, logits = answer.batch.get("labels"), answer.logits.get("logits")
     if labels is None or logits is None or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
         return None

@@ -1,4 +1,4 @@
-"""Losses as sums over examples, and the predictions of each kind of head."""
+"""Losses of models as sums over examples, and functions that return the predictions of each kind of head."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss
 from transformers.modeling_outputs import ModelOutput
 
 Batch = Mapping[str, Tensor]
-"""The inputs of a model: name → values, each `(batch, …)`."""
+"""Inputs of a model: name → values `(batch, …)`."""
 IGNORED = -100
-"""The label of a token that no loss counts."""
-_NEVER = -1e4  # the logit of what is impossible; finite, so that a KL divergence of two such logits is 0
+"""Label of tokens that do not count in any loss."""
+_NEVER = -1e4  # logit of an impossible prediction; finite, so that the KL divergence of two such logits is 0
 
 Model = Callable[..., Any]
-"""Anything that returns a ModelOutput when it is called with a batch."""
+"""A model, or any function that takes the inputs of a batch and returns a ModelOutput."""
 
 Loss = Callable[[Model, Batch], Tensor]
-"""The sum over examples of each one's loss `()`: a sum, so that statistics do not depend on how examples are batched.
+"""Function that returns the sum of the examples' losses `()`: a sum, because statistics must not depend on batching.
 
-For calibration statistics alone it may return several losses `(k,)`, whose squared gradients are summed."""
+For calibration statistics it may also return several losses `(k,)`; their squared gradients are then summed."""
 
 Predictions = Callable[[ModelOutput, Batch], Tensor]
-"""The logits `(predictions, classes)` that the labels of a batch are for, or the values `(batch, values)`."""
+"""Function that returns a model's predictions: logits `(predictions, classes)`, or values `(batch, values)`."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The losses and predictions of a model's task.
+    """Losses and predictions of a model's task.
 
     Attributes:
-        loss: by which a rank search judges a model.
-        calibration_loss: whose gradients calibration statistics are made of.
-        training_loss: whose mean over examples is minimised in training; None: the model's own loss is that mean.
-        predictions: the logits that distillation compares.
-        classes: whether these are logits of classes; otherwise they are values.
+        loss: loss that a rank search uses to judge a model.
+        calibration_loss: loss that gives the gradients in calibration statistics.
+        training_loss: loss that training minimises, as a mean over examples; None: the model's own loss.
+        predictions: function that returns the predictions that distillation compares.
+        classes: whether the predictions are logits of classes; otherwise they are values.
     """
 
     loss: Loss
@@ -50,7 +50,7 @@ class Objective:
 
 
 def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of a head that has one answer for each example.
+    """Predictions of a head that has one answer for each example: return its logits.
 
     Raises:
         ValueError: the model returns no logits.
@@ -62,27 +62,28 @@ def logits_of(outputs: ModelOutput, batch: Batch) -> Tensor:
 
 
 def binary_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the Predictions of a head that decides each label by itself, by σ of its logit.
+    """Predictions of a head that decides each label separately, with probability σ(z) for its logit z (multi-label).
 
-    They are two logits a label, z and 0, `(samples · labels, 2)`: softmax(z, 0) = (σ(z), 1 − σ(z)), so a divergence of
-    the two classes is that of the label, and a class drawn is a label drawn.
+    Returns:
+        The two logits z and 0 for each label, `(batch · labels, 2)`. Because softmax(z, 0) = (σ(z), 1 − σ(z)), each
+        label becomes a choice between two classes, and code for classes also works for labels.
     """
     logits = logits_of(outputs, batch).flatten()
     return torch.stack([logits, torch.zeros_like(logits)], dim=-1)
 
 
 def predictions_of(problem_type: str | None) -> Predictions:
-    """Return the Predictions of a head that answers once a sample, by what config.json calls its problem."""
+    """Return the Predictions of a head with one answer for each example, for a `problem_type` of config.json."""
     return binary_logits if problem_type == "multi_label_classification" else logits_of
 
 
 def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) -> Tensor:
-    """Return temperature² · KL(teacher ‖ student), averaged over predictions (Hinton et al., 2015).
+    """Return the distillation loss temperature² · KL(teacher ‖ student), a mean over predictions (Hinton et al., 2015).
 
-    Without a temperature it is the mean squared error.
+    Without a temperature, return the mean squared error.
 
     Args:
-        student, teacher: `(predictions, classes)`, or `(batch, values)` without a temperature.
+        student, teacher: logits `(predictions, classes)`, or values `(batch, values)` without a temperature.
 
     Raises:
         ValueError: their shapes differ.
@@ -100,37 +101,41 @@ def logits_error(student: Tensor, teacher: Tensor, temperature: float | None) ->
 
 
 def mean_loss_times_batch(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads whose own loss is the mean over examples."""
+    """Loss for heads that themselves return the mean loss over examples."""
     return model(**batch).loss * batch_size(batch)
 
 
 def sum_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads whose own loss is the sum over examples."""
+    """Loss for heads that themselves return the sum of the examples' losses."""
     loss: Tensor = model(**batch).loss
     return loss
 
 
 def mean_loss(loss: Loss | None, outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the mean of `loss` over examples, for outputs that are already computed; None: the model's own loss."""
+    """Return the mean loss over examples, from outputs that are already computed.
+
+    Args:
+        loss: None for the model's own loss, which is among the outputs.
+    """
     return outputs["loss"] if loss is None else loss(lambda **_: outputs, batch) / batch_size(batch)
 
 
 def batch_size(batch: Batch) -> int:
-    """Return the number of examples."""
+    """Return the number of examples in `batch`."""
     return next(iter(batch.values())).shape[0]
 
 
 def row_of(batch: Batch, row: int) -> dict[str, Tensor]:
-    """Return one example as a batch."""
+    """Return the example with number `row` as a batch of its own."""
     return {name: values[row : row + 1] for name, values in batch.items()}
 
 
 def expected_losses(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads with one answer for each example: `(classes,)`, one loss for each label that there is.
+    """Losses `(classes,)` for every possible label of an example, to get the true Fisher in place of the empirical one.
 
-    The batch needs no labels. Each loss is weighted by √p, p the label's probability. So G_n ⊙ G_n and Δ_nᵀ Δ_n of a
-    label are weighted by p, and their sum over labels is the expectation under the model: the Fisher in place of the
-    empirical Fisher.
+    For heads with one answer for each example; the batch needs no labels. Each loss is weighted by √p, where p is the
+    model's probability of the label. So p weighs a label's squared gradients G_n ⊙ G_n and Δ_nᵀ Δ_n, and their sum over
+    labels is the expectation under the model's own predictions.
     """
     logits = logits_of(model(**{name: values for name, values in batch.items() if name != "labels"}), batch)
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -138,10 +143,10 @@ def expected_losses(model: Model, batch: Batch) -> Tensor:
 
 
 def drawn_loss(predictions: Predictions, seed: int) -> Loss:
-    """Return a Loss by labels drawn from the model's own probabilities, the mean over an example's predictions.
+    """Return a Loss with labels drawn from the model's own probabilities; an example's loss is a mean over predictions.
 
-    A draw depends on `seed` and on the example's tokens, not on its batch, so every pass over the same model draws the
-    same. For heads with as many predictions for each example, in the order of the examples.
+    A draw depends on `seed` and the example's tokens, but not on the batch, so every pass over the same model draws
+    the same labels. All examples must have the same number of predictions, in the order of the examples.
     """
 
     def loss(model: Model, batch: Batch) -> Tensor:
@@ -161,17 +166,18 @@ def _draw(probabilities: Tensor, seed: int) -> Tensor:
 
 
 def token_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that label each token: the sum over examples of each one's mean over its labelled tokens.
+    """Loss for heads that label each token: an example's loss is the mean over its labelled tokens.
 
-    The model's own loss is a mean over the tokens of the batch, which weighs an example by its length.
+    The model's own loss is a mean over all tokens of the batch, in which long examples weigh more.
     """
     return sum_of_means(model(**batch).logits, batch["labels"])
 
 
 def causal_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that predict the next token, as `token_loss`; the labels are the tokens themselves.
+    """Loss for heads that predict the next token: an example's loss is the mean over its tokens.
 
-    Predictions made at padding do not count, such as that of the first token of a text that is padded on the left.
+    The labels are the tokens themselves. Predictions made at padding do not count, such as the prediction of a text's
+    first token after padding on the left.
     """
     labels, mask = batch["labels"][:, 1:], batch.get("attention_mask")
     if mask is not None:
@@ -180,17 +186,22 @@ def causal_loss(model: Model, batch: Batch) -> Tensor:
 
 
 def sum_of_means(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum each example's mean cross-entropy; logits `(batch, tokens, classes)`, labels `(batch, tokens)`."""
+    """Return the sum over examples of the mean cross-entropy of an example's labelled tokens.
+
+    Args:
+        logits: `(batch, tokens, classes)`.
+        labels: `(batch, tokens)`.
+    """
     losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     counts = (labels != IGNORED).sum(1).clamp(min=1)
     return (losses.view_as(labels).sum(1) / counts).sum()
 
 
 def span_loss(model: Model, batch: Batch) -> Tensor:
-    """Loss for heads that point at a span of tokens: the sum over examples of the mean cross-entropy of start and end.
+    """Loss for heads that predict a span of tokens: an example's loss is the mean cross-entropy of start and end.
 
-    The model's own loss lets a span start or end at padding, so it depends on the longest example. A position after the
-    last token, such as that of an answer that was cut off, does not count.
+    The model's own loss lets a span start or end at padding, so that loss depends on the longest example of the batch.
+    A position after the last token, such as the end of an answer that was cut off, does not count.
     """
     logits = span_logits(model(**batch), batch)
     positions = torch.cat([batch["start_positions"], batch["end_positions"]])
@@ -199,7 +210,7 @@ def span_loss(model: Model, batch: Batch) -> Tensor:
 
 
 def span_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits of the starts of spans, then those of their ends, `(2 batch, tokens)`, without padding."""
+    """Predictions of a head for spans: logits of the starts, then of the ends `(2 batch, tokens)`; −10⁴ at padding."""
     logits = torch.cat([outputs["start_logits"], outputs["end_logits"]])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     mask = batch.get("attention_mask")

@@ -1,7 +1,7 @@
-"""Sums of squares and Gram matrices of a batch, computed fast and in little memory.
+"""Sums of squared gradients and Gram matrices of a batch, computed fast and in little memory.
 
-Notation as in eckart/calibration/statistics.py: X_n `(tokens, in)` and Δ_n `(tokens, out)` are an example's inputs and
-output gradients, and G_n = Δ_nᵀ X_n `(out, in)` is the gradient by the weight W.
+Notation as in eckart/calibration/statistics.py: X_n `(tokens, in)` and Δ_n `(tokens, out)` are the inputs and output
+gradients of example n, and G_n = Δ_nᵀ X_n `(out, in)` is its gradient by the weight W.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 SquareSums = dict[str, tuple[Tensor, Tensor]]
-"""fisher or taylor → its squares summed over outputs `(in,)` and over inputs `(out,)`."""
+"""fisher or taylor → its squares, summed over outputs `(in,)` and summed over inputs `(out,)`."""
 
-_PANEL = 128  # rows of a Gram matrix that are computed at once
-_STRIP = 256  # rows of a squared gradient: so many of it and of the gradient stay in the cache
+_PANEL = 128  # number of rows of a Gram matrix that are computed at once
+_STRIP = 256  # number of rows of a gradient and of its squares that fit into the CPU's cache
 
 
 def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
-    """Return Fisher's Σ_n G_n ⊙ G_n and Taylor's Σ_n (G_n ⊙ W) ⊙ (G_n ⊙ W), as far as they are in `kinds`.
+    """Return the sums for fisher, Σ_n G_n ⊙ G_n, and for taylor, Σ_n (G_n ⊙ W) ⊙ (G_n ⊙ W), of a batch.
 
     Args:
-        x: `(batch, tokens, in)`.
-        delta: `(batch, tokens, out)`.
-        weight: `(out, in)`.
+        x: inputs `(batch, tokens, in)`.
+        delta: output gradients `(batch, tokens, out)`.
+        weight: W `(out, in)`.
+        kinds: which of fisher and taylor to compute.
     """
     tokens, columns, rows = x.shape[1], x.shape[2], delta.shape[2]
     if set(kinds) == {"fisher"} and 2 * tokens * (rows + columns) <= rows * columns:
@@ -39,10 +40,10 @@ def square_sums(x: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]
 
 
 def _fisher_of_few_tokens(x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Fisher's sums without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis."""
+    """Return the sums for fisher without forming G_n: Σ_i G_ij² = [Xᵀ (Δ Δᵀ) X]_jj, and likewise for the other axis."""
     by_input = (x * (delta @ delta.mT @ x)).sum((0, 1))
     by_output = (delta * (x @ x.mT @ delta)).sum((0, 1))
-    return by_input.clamp(min=0), by_output.clamp(min=0)  # sums of squares, but for cancellation
+    return by_input.clamp(min=0), by_output.clamp(min=0)  # below 0 only by rounding
 
 
 def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
@@ -56,12 +57,12 @@ def _squared_gradients(x: Tensor, delta: Tensor) -> Tensor:
 
 
 def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[str]) -> SquareSums:
-    """Return the `square_sums` of an embedding, where only the columns that an example looks up have gradients.
+    """Return the `square_sums` of an embedding; only columns of W that an example looks up have a gradient.
 
     Args:
         ids: `(batch, tokens, 1)`.
-        delta: `(batch, tokens, out)`, zero where the token is padding.
-        weight: `(out, in)`.
+        delta: output gradients `(batch, tokens, out)`, zero at padding tokens.
+        weight: W `(out, in)`.
     """
     sums = {kind: (delta.new_zeros(weight.shape[1]), delta.new_zeros(weight.shape[0])) for kind in kinds}
     for example_ids, gradients in zip(ids.squeeze(-1), delta, strict=True):
@@ -75,7 +76,11 @@ def lookup_sums(ids: Tensor, delta: Tensor, weight: Tensor, kinds: Collection[st
 
 
 def lookup_counts(ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
-    """Count how often each of `size` ids is looked up `(size,)`: the diagonal of Σ_n X_nᵀ X_n for one-hot X_n."""
+    """Count how often each of `size` ids is looked up `(size,)`: the diagonal of Σ_n X_nᵀ X_n for one-hot inputs X_n.
+
+    Args:
+        mask: 0 at padding tokens; None if there is no padding.
+    """
     flat = ids.flatten() if mask is None else ids.flatten()[mask.flatten() != 0]
     return torch.bincount(flat, minlength=size)
 
@@ -83,22 +88,22 @@ def lookup_counts(ids: Tensor, mask: Tensor | None, size: int) -> Tensor:
 def add_gram(total: Tensor, x: Tensor) -> None:
     """Add XᵀX of `x` `(tokens, features)` to the upper triangle of `total` `(features, features)`, in place.
 
-    A single product would compute both triangles and take up to 1.9 times as long. Blocks on the diagonal are computed
-    whole; `mirror` fills what is below them.
+    A single product would compute both triangles and take up to 1.9 times the time. Blocks on the diagonal are computed
+    in full; `mirror` fills in all entries below these blocks.
     """
     for rows in _row_blocks(total, _PANEL):
         total[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
 
 
 def mirror(total: Tensor) -> None:
-    """Copy the upper triangle that `add_gram` computed into the lower one."""
+    """Copy the upper triangle that `add_gram` computed into the lower triangle."""
     for end in range(_PANEL, len(total), _PANEL):
         rows = slice(end - _PANEL, end)
         total[end:, rows] = total[rows, end:].T
 
 
 def _row_blocks(matrix: Tensor, size: int) -> Iterator[slice]:
-    """Yield the rows of `matrix`, `size` at a time on the CPU; all at once elsewhere.
+    """Yield slices of `size` rows that cover `matrix`; on other devices than the CPU, yield a single slice.
 
     Accelerators are faster with few large products, and mps cannot add into parts of a tensor.
     """

@@ -1,19 +1,19 @@
-"""Calibration statistics: what the calibration data say about every target, gathered in one streaming pass.
+"""Calibration statistics: second moments of every target's inputs and gradients, gathered in one streaming pass.
 
-For example n, a target reads X_n `(tokens, in)`, and the gradient of the example's loss by its outputs is Δ_n
-`(tokens, out)`. Then the gradient by its weight is G_n = Δ_nᵀ X_n `(out, in)`, and over N examples::
+For example n, X_n `(tokens, in)` are the inputs of a target, and Δ_n `(tokens, out)` is the gradient of the example's
+loss by the target's outputs. Then the gradient by its weight W is G_n = Δ_nᵀ X_n `(out, in)`. Over N examples::
 
     inputs            C_in  = (1/N) Σ X_nᵀ X_n               (DRONE, eq. 3: the Gram matrix of X)
     output_gradients  C_out = (1/N) Σ Δ_nᵀ Δ_n               (K-FAC's other factor)
     fisher            I     = (1/N) Σ G_n ⊙ G_n              (FWSVD: empirical Fisher, summed over one axis)
     taylor            T     = (1/N) Σ (G_n ⊙ W) ⊙ (G_n ⊙ W)  (IWSVD: Molchanov et al. 2019, summed over one axis)
 
-The squares are of each example's gradient: the square of a batch's mean gradient is another, smaller number. If a
-target runs several times for a batch, its tokens are those of all its calls.
+Each example's gradient is squared: the square of a batch's mean gradient is another, smaller number. If a target runs
+several times for a batch, the tokens of all calls count as its tokens.
 
-While a model is factorized layer by layer (eckart/factorization/layerwise_forward.py), a target reads X_n in the
-original model and X̂_n in the partly factorized one. Error compensation (eckart/factorization/error_compensation.py)
-needs both::
+While a model is factorized layer by layer (eckart/factorization/layerwise_forward.py), a target's inputs are X_n in
+the original model and X̂_n in the partly factorized model. Error compensation
+(eckart/factorization/error_compensation.py) needs both::
 
     dense_inputs      D     = (1/N) Σ X_nᵀ X̂_n
 """
@@ -46,9 +46,9 @@ STATISTIC_KINDS: tuple[StatisticKind, ...] = get_args(StatisticKind)
 OF_GRADIENTS: tuple[StatisticKind, ...] = ("output_gradients", "fisher", "taylor")
 Axis = Literal["input", "output"]
 Statistics = Mapping[str, Mapping[str, Tensor]]
-"""Kind → key → tensor.
+"""Calibration statistics: kind → key → tensor.
 
-The kinds, with the key and the shape of each::
+Each line shows a kind with its keys, shapes and meaning::
 
     inputs            Target.input_of            (in, in)    (in,) for an embedding: the diagonal, the rest is zero
     tokens            Target.input_of            ()          mean tokens per example, gathered with inputs
@@ -81,10 +81,10 @@ def collect(
 
     Args:
         batches: model inputs with labels, each tensor `(batch, …)`.
-        loss: the loss whose gradients are gathered; if it returns several, their squared gradients are summed.
-        then: a target that runs after all of `targets`. If only inputs are gathered, each forward stops there, unless
-            the first batch shows that one of `targets` runs later after all.
-        offload_activations: keep what the backward pass needs on the CPU until then.
+        loss: loss for the gradients; if it returns several losses, their squared gradients are summed.
+        then: a target that runs after all of `targets`. If only inputs are gathered, each forward stops before this
+            target, unless the first batch shows that one of `targets` runs later after all.
+        offload_activations: whether to keep the activations on the CPU until the backward pass needs them.
 
     Raises:
         ValueError: a statistic is not finite (the message names the target), tokens cannot be attributed to
@@ -106,13 +106,13 @@ def collect(
             for number, scalar in enumerate(losses, 1):
                 scalar.backward(retain_graph=number < len(losses))
                 collector.join_calls()
-            del losses, scalar  # and with them the graph, before the next one grows
+            del losses, scalar  # also frees their graph, before the next batch builds one
     return collector.finish()
 
 
 @torch.no_grad()
 def _run_forward(model: PreTrainedModel, batch: Batch, loss: Loss, stop: _EarlyStop | None) -> None:
-    """Run a forward without gradients, as far as `stop` lets it."""
+    """Run a forward without gradients, up to the target at which `stop` ends it; None: to its end."""
     with stop or nullcontext():
         try:
             loss(model, batch)
@@ -123,11 +123,11 @@ def _run_forward(model: PreTrainedModel, batch: Batch, loss: Loss, stop: _EarlyS
 
 
 class _Stopped(Exception):
-    """Raised in a forward once all that is gathered from it has run."""
+    """Raised to end a forward early, once all hooked modules have run."""
 
 
 class _EarlyStop:
-    """Ends forwards before `then`, once a whole forward has shown that all `modules` run before it."""
+    """Ends forwards before the target `then`, once a whole forward has shown that all `modules` run before `then`."""
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], then: Target) -> None:
         self.modules = tuple(modules)
@@ -159,7 +159,7 @@ class _EarlyStop:
 
 @contextmanager
 def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Keep on the CPU what autograd saves, but for the model's weights, which stay on their device anyway."""
+    """Keep tensors that autograd saves on the CPU, except the model's weights, which stay on their device anyway."""
     resident = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if not parameter.is_meta}
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -173,7 +173,7 @@ def _activations_on_cpu(model: nn.Module) -> Iterator[None]:
 
 
 class Collector:
-    """Accumulates statistics from hooks: inputs in the forward pass, everything else in the backward pass."""
+    """Accumulates statistics in hooks on the targets: inputs in the forward pass, all others in the backward pass."""
 
     def __init__(self, model: nn.Module, targets: Iterable[Target], kinds: frozenset[str]) -> None:
         targets = tuple(targets)
@@ -185,9 +185,9 @@ class Collector:
         self.squares = kinds & {"fisher", "taylor"}
         self.batch: Batch = {}
         self.calls: dict[Target, list[tuple[Tensor, Tensor] | None]] = {}
-        """For each call with this batch, its inputs and output gradients; None unless calls must be joined."""
+        """Target → inputs and output gradients of each call for this batch; None for a call that needs no joining."""
         self.tokens_per_example: dict[str, int] = {}
-        """For targets that see no mask; it must be the same in all batches."""
+        """Name of a target without a mask → tokens per example, which must be the same in all batches."""
         self.examples = 0
         self.sums: dict[str, dict[str, Tensor]] = {kind: {} for kind in STATISTIC_KINDS if kind in kinds}
 
@@ -202,16 +202,20 @@ class Collector:
                 hook.remove()
 
     def start(self, batch: Batch) -> None:
-        """Go on to the next batch, after all calls for the one before."""
+        """Begin the next batch; all calls for the previous batch must be over."""
         self.batch = batch
         self.calls = {}
         self.examples += batch_size(batch)
 
     def add_inputs(self, target: Target, inputs: Tensor, dense: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Add one call's `inputs` to the statistics of inputs; `dense` are those in the original model.
+        """Add the inputs of one call of `target` to the statistics of inputs.
+
+        Args:
+            inputs: the call's input `(…, in)`, or ids `(…,)` for an embedding.
+            dense: the same call's input in the original model; None: gather no dense_inputs.
 
         Returns:
-            The inputs as `(batch, tokens, in)`, and the mask of tokens that are not padding.
+            The inputs as `(batch, tokens, in)`, and a mask that is 0 at padding tokens, or None without padding.
         """
         module = self.modules[target]
         ids = is_embedding(module)
@@ -239,7 +243,7 @@ class Collector:
         call = len(self.calls[target]) - 1
         if not torch.is_grad_enabled():
             return output
-        if not output.requires_grad:  # parameters are frozen, so the first targets start the graph
+        if not output.requires_grad:  # parameters are frozen, so the graph starts at the first targets
             output = output.detach().requires_grad_().clone()
         output.register_hook(partial(self._backward, target, call, x if self.squares else None, mask))
         return output
@@ -260,7 +264,7 @@ class Collector:
             self._add_squares(target, x, delta)
 
     def _count_call(self, target: Target) -> int:
-        """Return the number of this call of `target` for this batch, from 0."""
+        """Count a call of `target` and return its number in this batch, from 0."""
         calls = self.calls.setdefault(target, [])
         if calls and not target.repeated:
             raise ValueError(f"{target.name}: its forward ran again for the same batch; exclude this target")
@@ -268,7 +272,7 @@ class Collector:
         return len(calls) - 1
 
     def join_calls(self) -> None:
-        """Square the gradients of targets that ran several times, after the backward pass of all their calls."""
+        """Add the squared gradients of targets that ran several times, after the backward pass through all calls."""
         for target, calls in self.calls.items():
             if pairs := [pair for pair in calls if pair is not None]:
                 self._add_squares(target, *(torch.cat(parts, 1) for parts in zip(*pairs, strict=True)))
@@ -282,10 +286,11 @@ class Collector:
             self._add(kind, f"{target.name}.output", by_output)
 
     def _token_mask(self, target: Target, shape: Sequence[int], call: int) -> Tensor | None:
-        """Return which tokens of this call are not padding, `(batch, tokens)` of 0 and 1; None if all are.
+        """Return the padding mask of a call, 0 at padding tokens `(batch, tokens)`; None if there is no padding.
 
         Args:
-            shape: that of the inputs, without their features.
+            shape: shape of the call's input without its features.
+            call: number of the call in this batch.
         """
         size, masks = batch_size(self.batch), masks_of(self.batch)
         mask = self.batch.get(target.mask) if target.mask and masks else None
@@ -311,9 +316,12 @@ class Collector:
         return None if bool(mask.all()) else mask
 
     def _check_tokens(self, target: Target, tokens: int, flat: bool) -> None:
-        """Check that a target without a mask reads as many tokens per example in every batch of padded texts.
+        """Check that a target without a mask has the same number of tokens per example in all batches.
 
-        So must one whose inputs are `flat`, the rows of all examples in one dimension, as a router's expert reads them.
+        Only batches with masks are checked, or all batches if the target's inputs are `flat`.
+
+        Args:
+            flat: whether the tokens of all examples are in one dimension, such as the inputs of a router's expert.
         """
         checked = masks_of(self.batch) or flat
         if checked and self.tokens_per_example.setdefault(target.name, tokens) != tokens:
@@ -323,7 +331,7 @@ class Collector:
             )
 
     def _by_example(self, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Return `values` as `(batch, tokens, features)`, in float32 or better unless ids; padding is zero."""
+        """Return `values` as `(batch, tokens, features)`, zero at padding; floats become at least float32."""
         if values.is_floating_point():
             values = values.to(torch.promote_types(values.dtype, torch.float32))
         values = values.reshape(batch_size(self.batch), -1, values.shape[-1])
@@ -334,14 +342,18 @@ class Collector:
         sums[key] = sums[key].add_(value) if key in sums else value
 
     def _add_gram(self, kind: str, key: str, rows: Tensor) -> None:
-        """Add XᵀX; `finish` fills its lower triangle."""
+        """Add XᵀX for X = `rows` to the upper triangle of a sum; `finish` fills in the lower triangle."""
         sums = self.sums.setdefault(kind, {})
         if key not in sums:
             sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
         add_gram(sums[key], rows)
 
     def finish(self) -> Statistics:
-        """Divide the sums by the number of examples and check that they are finite."""
+        """Return the statistics: the sums ÷ the number of examples, after checks.
+
+        Raises:
+            ValueError: there was no example, a statistic is not finite, or a target saw no token.
+        """
         if not self.examples:
             raise ValueError("there is no calibration example: raise data.sizes.calibration")
         self._fill_missing()
@@ -349,7 +361,7 @@ class Collector:
             for key, value in sums.items():
                 if kind in ("inputs", "output_gradients") and value.ndim == 2:
                     mirror(value)
-                edges = torch.stack(value.div_(self.examples).aminmax())  # isfinite of all would copy it
+                edges = torch.stack(value.div_(self.examples).aminmax())  # isfinite of all values would take a copy
                 if not torch.isfinite(edges).all():
                     raise ValueError(f"{kind} of {key} is not finite: the model overflows on the calibration data")
                 if kind == "tokens" and not value:
@@ -357,7 +369,7 @@ class Collector:
         return self.sums
 
     def _fill_missing(self) -> None:
-        """Give zeros to targets that no gradient reaches, such as a pooler beside a head that does not use it."""
+        """Set the gradient statistics of targets without a gradient to zero, such as a pooler that the head ignores."""
         for target, module in self.modules.items():
             parameter = next(module.parameters())
             device = "cpu" if parameter.is_meta else parameter.device
@@ -371,7 +383,7 @@ class Collector:
 
 
 def _sum_dtype(values: Tensor) -> torch.dtype:
-    """Return the type in which statistics of `values` are summed: in bfloat16 a long sum would stop growing."""
+    """Return the dtype for sums of statistics: float32 or better, because in bfloat16 a long sum would stop growing."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
@@ -380,17 +392,25 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Pass:
-    """The targets of one pass over the calibration data, and the target before which its forwards may stop."""
+    """The targets of one pass over the calibration data.
+
+    Attributes:
+        then: the forwards may stop before this target; None: they must run to the end.
+    """
 
     targets: tuple[Target, ...]
     then: Target | None
 
 
 def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
-    """Divide `targets`, in order of execution, into passes over `layers_at_once` layers each; None is one pass.
+    """Divide targets into passes over a few transformer layers each, because statistics of all may not fit in memory.
 
-    A layer is all that shares a name up to its first number, such as `model.layers.3`; targets without a number that
-    stand between two layers are a layer, too. The statistics are bit for bit those of a single pass.
+    A layer consists of all targets with the same name up to the first number, such as `model.layers.3`. Targets without
+    a number between two such layers form a layer, too. The statistics are bit for bit those of a single pass.
+
+    Args:
+        targets: the targets in order of execution.
+        layers_at_once: number of layers in a pass; None: all layers in one pass.
     """
     if layers_at_once is None:
         return [Pass(tuple(targets), None)]
@@ -407,7 +427,7 @@ def passes(targets: Sequence[Target], layers_at_once: int | None) -> list[Pass]:
 
 
 def _layer(name: str) -> str:
-    """Return `name` up to and including its first number; nothing if it has none."""
+    """Return `name` up to and including its first number; an empty string if it has no number."""
     parts = name.split(".")
     number = next((position for position, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -424,16 +444,16 @@ def gather(
     loss: Loss,
     offload_activations: bool = False,
 ) -> Iterator[Statistics]:
-    """Yield the statistics of each group of targets, gathered in a pass of its own.
+    """Yield the statistics of each group of targets; each group has a pass of its own.
 
     Args:
-        batches: called for each pass; gives the calibration data.
-        groups: as `passes` makes them.
+        batches: function that returns the calibration data; it is called for each pass.
+        groups: groups of targets, as `passes` returns them.
 
     Raises:
-        ValueError: statistics of gradients are asked for, and no target has a gradient; or as for `collect`.
+        ValueError: statistics of gradients are asked for, and no target has a gradient; or an error of `collect`.
     """
-    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # then every error would weigh nothing
+    without_gradient = bool({*kinds} & {*OF_GRADIENTS})  # if it stays true, every error would weigh nothing
     for number, group in enumerate(groups, 1):
         statistics = collect(model, batches(), group.targets, kinds, loss, group.then, offload_activations)
         gradients = (value for kind in OF_GRADIENTS for value in statistics.get(kind, {}).values())
@@ -441,11 +461,11 @@ def gather(
         if without_gradient and number == len(groups):
             raise ValueError(NO_GRADIENT)
         yield statistics
-        del statistics  # before the next pass
+        del statistics  # frees them before the next pass
 
 
 def save_statistics(statistics: Statistics, folder: Path, part: int | None = None) -> None:
-    """Write `KIND.safetensors` for each kind, or `KIND-00001.safetensors` for part 1 of several."""
+    """Write statistics to files `KIND.safetensors`, or `KIND-00001.safetensors` for part 1 of several."""
     folder.mkdir(parents=True, exist_ok=True)
     suffix = "" if part is None else f"-{part:05}"
     for kind, tensors in statistics.items():
@@ -454,7 +474,7 @@ def save_statistics(statistics: Statistics, folder: Path, part: int | None = Non
 
 
 def load_statistics(folder: Path) -> Statistics:
-    """Open what `save_statistics` wrote, all parts of it; each tensor is read from the disk when it is asked for."""
+    """Open all statistics that `save_statistics` wrote to `folder`; a tensor is only read when it is looked up."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         files.setdefault(path.stem.partition("-")[0], []).append(path)
@@ -462,7 +482,7 @@ def load_statistics(folder: Path) -> Statistics:
 
 
 class _StoredTensors(Mapping[str, Tensor]):
-    """Safetensors files as one mapping that reads one tensor at a time."""
+    """Mapping over several safetensors files that reads a tensor only when it is looked up."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._path_of: dict[str, Path] = {}
@@ -471,7 +491,7 @@ class _StoredTensors(Mapping[str, Tensor]):
                 self._path_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, key: str) -> Tensor:
-        # An open file stays mapped: all that was ever read from it would count as memory of this process.
+        # The file is opened for each tensor: an open one stays mapped, and all read pages would count as our memory.
         with safe_open(self._path_of[key], framework="pt") as file:
             return file.get_tensor(key)
 

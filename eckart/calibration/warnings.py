@@ -1,4 +1,4 @@
-"""Warnings about calibration data that mislead: too few tokens, padding that changes outputs, float16 underflow."""
+"""Warnings about misleading calibration data: too few tokens, padding that changes outputs, float16 underflow."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, columns
 from eckart.model.targets import Target
 
-_NEGLIGIBLE = 0.05  # share of parameters
-_SCALE = 256.0  # by which a loss is multiplied, so that its gradients in float16 keep digits
-_UNDERFLOW = 0.01  # relative change of a statistic that this may cause
-_TOLERATED = {True: 0.01, False: 0.1}  # relative change of outputs without padding; in float32 or better, and else
+_NEGLIGIBLE = 0.05  # no warning if layers with too few tokens have no more than this share of the parameters
+_SCALE = 256.0  # the loss is multiplied by this, so that gradients in float16 do not underflow
+_UNDERFLOW = 0.01  # largest relative change of a statistic through this scaling without a warning
+_TOLERATED = {True: 0.01, False: 0.1}  # largest change of outputs without padding; True: in float32 or float64
 
 
 def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int) -> str | None:
-    """Return a warning if targets read fewer tokens than they have input features, so that C_in is singular.
+    """Return a warning if targets read fewer tokens than they have input features, which makes C_in singular.
 
-    (choice) Only if they have more than a twentieth of all targets' parameters: a pooler reads one token an example.
+    (choice) There is no warning if these targets have at most a twentieth of all targets' parameters, such as a pooler,
+    which reads only one token per example.
 
     Args:
-        examples: how many the statistics are of.
+        examples: number of examples that the statistics were gathered from.
     """
     tokens = statistics.get("tokens", {})
     layers = [layer for target in targets for layer in target.layers if layer.input_of in tokens and not layer.looks_up]
@@ -45,8 +46,7 @@ def few_tokens(targets: Iterable[Target], statistics: Statistics, examples: int)
 def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | None:
     """Return a warning if padding changes the model's output for the first padded example of `batches`.
 
-    It does, for instance, if examples are padded on the left and the model counts positions from the first column, as
-    GPT-2 does.
+    For instance, padding on the left changes the output of GPT-2, because GPT-2 counts positions from the first column.
     """
     example = next(filter(None, map(_padded_example, batches)), None)
     if example is None:
@@ -57,7 +57,7 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
         with torch.no_grad(), eval_mode(model):
             padded = _first_output(model(**columns(example, ATTENTION, torch.arange(mask.shape[1]))))
             alone = _first_output(model(**columns(example, ATTENTION, places)))
-        if padded.shape != alone.shape:  # an output for each token
+        if padded.shape != alone.shape:  # the model has an output for each token
             padded = padded.index_select(1, places)
         change = _relative_change(padded, alone)
     except Exception:  # the model does not take this length, or returns nothing to compare
@@ -70,10 +70,12 @@ def padding_warning(model: PreTrainedModel, batches: Iterable[Batch]) -> str | N
 
 
 def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Target], loss: Loss) -> str | None:
-    """Return a warning if gradients underflow in float16: if statistics of a larger loss are not as much larger.
+    """Return a warning if gradients of a model in float16 underflow.
+
+    To test this, the loss is multiplied by a factor: the statistics of gradients must grow by the factor squared.
 
     Args:
-        targets: whose gradients are to be gathered.
+        targets: targets with gradient statistics that are tested.
     """
     if model.dtype != torch.float16:
         return None
@@ -85,7 +87,7 @@ def underflow_warning(model: PreTrainedModel, batch: Batch, targets: Sequence[Ta
     small = moments(1.0)
     try:
         large = moments(_SCALE)
-    except ValueError:  # it overflows, so nothing underflows
+    except ValueError:  # the scaled gradients overflow, so the others do not underflow
         return None
     changes = {
         name: _relative_change(values, large[name] / _SCALE**2) for name, values in small.items() if large[name].any()
@@ -110,7 +112,7 @@ def _padded_example(batch: Batch) -> Batch | None:
 
 
 def _first_output(outputs: Any) -> Tensor:
-    """Return the first output that has a value for each example."""
+    """Return the first output with at least two dimensions, `(batch, …)`."""
     return next(value for value in outputs.values() if isinstance(value, Tensor) and value.dim() > 1).float()
 
 

@@ -1,1 +1,1 @@
-"""Factorization: the weighted SVD and what applies it to a whole model."""
+"""Factorization: the weighted SVD, and its application to all targets of a model."""

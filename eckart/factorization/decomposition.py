@@ -1,21 +1,21 @@
-"""The decomposition of a target in a model: a weighted SVD, or for an attention product one for each head (DRONE).
+"""Decomposition of a target's weight: a weighted SVD, or a weighted SVD for each head of an attention product (DRONE).
 
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.2, corollary 1. In our axes, for a head of width d with queries q
 and keys k `(tokens, d)`, biases included::
 
-    minimise ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r,
+    minimise ‖q kᵀ − q M kᵀ‖_F over rank(M) ≤ r.
 
-which is the two-sided weighted SVD of the identity `(d, d)` with LᵀL = qᵀq and R Rᵀ = kᵀk. With M = left right, a head
-computes q left and k rightᵀ, r in place of d queries and keys. So each of the layers keeps r rows of weight and bias
-for each head. All heads of a layer get the same rank, as in appendix F, whose ranks are multiples of 12 heads.
+The solution is the two-sided weighted SVD of the identity `(d, d)` with LᵀL = qᵀq and R Rᵀ = kᵀk. With M = left right,
+a head computes q left and k rightᵀ, which have r columns in place of d. So both layers keep r rows of weight and bias
+for each head. All heads of a layer get the same rank, as in appendix F, in which all ranks are multiples of 12 heads.
 
 The r outputs of a head are followed by zeros (HeadRows in eckart/model/layers.py). Zeros add nothing to an inner
-product, so this saves parameters and projections in any attention module as it is. It does not save the product itself,
-as attention kernels take heads of one width for queries, keys and values.
+product, so this saves parameters and the cost of projections in any attention module, without changes to the module.
+The product itself costs the same, because attention kernels need heads of one width for queries, keys and values.
 
-The moments qᵀq and kᵀk follow from the weights and from the weighting of their inputs, for instance C_in:
-qᵀq = Q C_in Qᵀ, with the bias as one more column of Q whose input is 1. If a weighting weighs outputs (kfac), its left
-side for the query replaces kᵀk, as changing M changes the queries by q M − q (choice).
+The moments qᵀq and kᵀk follow from the weights and from the weighting of their inputs. With C_in, for instance,
+qᵀq = Q C_in Qᵀ; the bias is one more column of Q, for an input that is always 1. If a weighting also weighs outputs
+(kfac), the query's left side of the norm replaces kᵀk, because a change of M changes the queries by q M − q (choice).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eckart.model.targets import Product, Target, weight_of
 def decompose_target(
     model: PreTrainedModel, target: Target, weighting: Weighting, statistics: Statistics
 ) -> Decomposition | ProductDecomposition:
-    """Decompose the weight that `target` has in `model`, under `weighting`.
+    """Decompose the weight of `target` in `model` into components, under `weighting`.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite; the message names the target.
@@ -51,12 +51,14 @@ def decompose_target(
 
 @dataclass(frozen=True)
 class ProductDecomposition:
-    """M = left @ right, the identity, for every head, with components in descending order of their weighted energy.
+    """Decomposition of an attention product: for every head, left @ right is the identity M, before truncation.
+
+    Components are in descending order of their weighted energy.
 
     Attributes:
         left: `(heads, d, d)`.
         right: `(heads, d, d)`.
-        spectrum: that of all heads together `(d,)`, descending.
+        spectrum: singular values `(d,)`, descending; each is the norm over all heads.
     """
 
     left: Tensor
@@ -71,10 +73,10 @@ class ProductDecomposition:
 def decompose_product(
     model: PreTrainedModel, product: Product, weighting: Weighting, statistics: Statistics
 ) -> ProductDecomposition:
-    """Decompose the identity between queries and keys of `product`, as they are in `model`, under `weighting`.
+    """Decompose the identity M between queries and keys of `product` in `model` into components, under `weighting`.
 
     Raises:
-        ValueError: the statistics lack what the weighting reads, or a weight or a side of the norm is not finite.
+        ValueError: a statistic that the weighting reads is missing, or a weight or a side of the norm is not finite.
     """
     outputs = weigh(weighting, product, statistics).left
     queries = _output_moments(model, product, product.heads, weighting, statistics)
@@ -93,7 +95,7 @@ def decompose_product(
 def _output_moments(
     model: PreTrainedModel, target: Target, heads: int, weighting: Weighting, statistics: Statistics
 ) -> Tensor:
-    """Return the second moments of each head's outputs `(heads, d, d)`, with inputs weighted by `weighting`."""
+    """Return the second moments of each head's outputs `(heads, d, d)`, with the input side of `weighting`."""
     module = present(model, target.name)
     weight, bias = weight_of(module), getattr(module, "bias", None)
     weight = weight.to(exact_dtype(weight))
@@ -109,13 +111,13 @@ def _output_moments(
 
 
 def _blocks_of_heads(side: Tensor, heads: int) -> Tensor:
-    """Return the diagonal blocks `(heads, d, d)` of a side `(out, out)` or `(out,)`, one for each head."""
+    """Return the diagonal blocks `(heads, d, d)`, one for each head, of a side of a norm `(out, out)` or `(out,)`."""
     square = side.diag() if side.dim() == 1 else side
     return square.unflatten(0, (heads, -1)).unflatten(2, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def _with_ones(statistics: Statistics, name: str) -> Tensor:
-    """Return C_in `(in + 1, in + 1)` of inputs with a 1 appended, whose weight is the bias."""
+    """Return C_in `(in + 1, in + 1)` of inputs with a 1 appended, so that a bias can be a column of the weight."""
     moment, sums, tokens = (statistics[kind][name] for kind in ("inputs", "input_sums", "tokens"))
     last = torch.cat([sums, tokens.reshape(1)]).to(moment)
     return torch.cat([torch.cat([moment, last[:-1].unsqueeze(0)]), last.unsqueeze(1)], 1)
@@ -125,7 +127,7 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
     """Replace both layers of `product` by layers that compute q left and k rightᵀ in every head, followed by zeros.
 
     Args:
-        left, right: `(heads, d, rank)` and `(heads, rank, d)`.
+        left, right: the factors of M, `(heads, d, rank)` and `(heads, rank, d)`.
     """
     for target, mix in zip(product.layers, (left.mT, right), strict=True):
         module = present(model, target.name)
@@ -138,10 +140,12 @@ def factorize_product(model: PreTrainedModel, product: Product, left: Tensor, ri
 
 
 def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, right: Tensor) -> None:
-    """Make the second layer, which stays dense, compute the keys k Mᵀ with M = left right.
+    """Change the dense weight of the second layer so that it computes the keys k Mᵀ with M = left right.
+
+    The model then has the outputs of the factorized product, but both layers stay dense.
 
     Args:
-        left, right: `(heads, d, rank)` and `(heads, rank, d)`.
+        left, right: the factors of M, `(heads, d, rank)` and `(heads, rank, d)`.
     """
     module = model.get_submodule(product.other.name)
     set_weight(module, _mixed(left @ right, weight_of(module)))
@@ -152,5 +156,9 @@ def approximate_product(model: PreTrainedModel, product: Product, left: Tensor, 
 
 
 def _mixed(mix: Tensor, rows: Tensor) -> Tensor:
-    """Mix each head's rows of `rows` `(heads · d, n)` by `mix` `(heads, m, d)`: `(heads · m, n)`."""
+    """Multiply the rows of each head, `rows` `(heads · d, n)`, from the left with `mix` `(heads, m, d)`.
+
+    Returns:
+        `(heads · m, n)`.
+    """
     return (mix @ rows.detach().to(mix).unflatten(0, (len(mix), -1))).flatten(0, 1)

@@ -1,18 +1,19 @@
-"""Factorize a whole model: replace every target that has a rank by its factors.
+"""Factorization of a whole model: every target with a rank is replaced by its factors.
 
-Either all targets at once, under statistics of the original model; or in order of execution, each under statistics of
-the inputs it gets after the targets before it were factorized (sequential calibration).
+There are two ways. Either all targets are factorized at once, with statistics of the original model. Or they are
+factorized in order of execution, each with statistics of the inputs that it gets after the earlier targets were
+factorized (sequential calibration).
 
 Source of the order: DRONE (Chen et al., NeurIPS 2021), section 3.3: "the changes of lower layer parameters will cause
-the distribution of representation shifts in upper layers", so components are approximated one by one from the lower
-layers to the higher ones, as algorithm 2 does.
+the distribution of representation shifts in upper layers". So algorithm 2 of the paper approximates one component after
+the other, from lower to higher layers.
 Departs from the paper: ranks are decided before. Statistics of gradients stay those of the original model (choice):
-gathering them again for each layer changed nothing that could be measured.
+gathering them again for each layer made no measurable difference.
 
-By default, as in the paper, a target minimises the error of its own weight on the inputs X̂ that it gets now,
-‖(W − Ŵ) X̂ᵀ‖, and does not correct for earlier errors. For a chain of two linear layers without biases under weighting
-`inputs`, this is never worse than with the original inputs. With X `(tokens, in)` and the best Ŵ₁ of its rank,
-(W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have orthogonal rows, hence::
+With an anchor of 0, as in the paper, a target minimises the error ‖(W − Ŵ) X̂ᵀ‖ of its own weight on its current inputs
+X̂, and does not correct earlier errors. For a chain of two linear layers without biases under weighting `inputs`, this
+is never worse than with the original inputs X `(tokens, in)`: for the best Ŵ₁ of its rank, (W₁ − Ŵ₁) Xᵀ and Ŵ₁ Xᵀ have
+orthogonal rows, hence::
 
     ‖W₂ W₁ Xᵀ − Ŵ₂ Ŵ₁ Xᵀ‖² = ‖W₂ (W₁ − Ŵ₁) Xᵀ‖² + ‖(W₂ − Ŵ₂) Ŵ₁ Xᵀ‖²,
 
@@ -67,12 +68,13 @@ def factorize_model(
     """Replace each of `targets` that has a rank by its best factors: all at once, or one after the other.
 
     Args:
-        in_order: settings of factorizing in order of execution; None: all at once.
-        batches: the calibration data, read where targets are factorized in order.
-        residual: as in `factorize_at_once`, and for that alone.
+        ranks: target name → rank; None leaves the target dense.
+        in_order: settings of the factorization in order of execution; None: all at once.
+        batches: calibration data; only needed for the factorization in order.
+        residual: as in `factorize_at_once`; ignored with `in_order`.
 
     Raises:
-        ValueError: a weight or its statistics are not fit; or a batch does not run a target.
+        ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
     """
     if in_order:
         factorize_in_order(model, targets, ranks, weighting, statistics, batches, in_order)
@@ -88,11 +90,11 @@ def factorize_at_once(
     statistics: Statistics,
     residual: bool = False,
 ) -> None:
-    """Replace each of `targets` that has a rank by the best factors of that rank under `weighting`.
+    """Replace each of `targets` that has a rank by the best factors of this rank under `weighting`.
 
     Args:
         ranks: target name → rank; None leaves the target as it is.
-        residual: whether to keep the `rest`, what the factors leave of W, beside them.
+        residual: whether to add the `rest` W − left right to the factors, so that each layer still computes with W.
 
     Raises:
         ValueError: a weight or its statistics are missing or not finite; the message names the target.
@@ -112,9 +114,13 @@ def factorize_at_once(
 
 
 def rest(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return S = W − left right `(out, in)` (LoSparse, eq. 8) for factors `(out, rank)` and `(rank, in)`.
+    """Return the residual S = W − left right `(out, in)` of a factorization (LoSparse, eq. 8).
 
-    The factors are rounded to W's type first, so that S also holds what rounding loses and the sum is W.
+    The factors are rounded to W's dtype first, so that S makes up for this rounding, too, and the sum is W.
+
+    Args:
+        weight: W `(out, in)`.
+        left, right: the factors, `(out, rank)` and `(rank, in)`.
     """
     product = left.to(weight.dtype).to(left.dtype) @ right.to(weight.dtype).to(right.dtype)
     return weight.to(product.dtype) - product
@@ -129,19 +135,22 @@ def factorize_in_order(
     batches: Iterable[Batch],
     order: InOrder,
 ) -> None:
-    """Do as `factorize_at_once`, but in order, with statistics of the inputs that each target gets by then.
+    """Factorize targets in order of execution, each with statistics of the inputs that it gets after the earlier ones.
 
-    With an anchor, targets without a rank are anchored, too, and stay dense; dense weights stay in memory until the
-    end. Targets that run several times, and products whose layers read different tensors, are factorized before all
-    others, under `statistics` as given and without an anchor: at no one point in the forward are all their inputs
-    known.
+    With an anchor above 0, targets without a rank are also corrected, and stay dense. All original dense weights then
+    stay in memory until the end.
+
+    Targets that run several times, and products of two layers with different input tensors, are factorized first, with
+    `statistics` and without an anchor, because the forward has no point at which all their inputs are known.
 
     Args:
-        targets: in order of execution, as `find_targets` gives them.
-        batches: the calibration data; model inputs, each tensor `(batch, …)`.
+        targets: targets in order of execution, as `find_targets` returns them.
+        ranks: target name → rank; None leaves the target dense.
+        statistics: statistics of the original model.
+        batches: calibration data: model inputs, each tensor `(batch, …)`.
 
     Raises:
-        ValueError: as for `factorize_at_once`; or a batch does not run a target.
+        ValueError: a weight or its statistics are missing or not finite, or a batch does not run a target.
     """
     first = [target for target in targets if not _has_one_input(target)]
     dense = DenseModules(model) if order.anchor else None
@@ -168,9 +177,10 @@ def _has_one_input(target: Target) -> bool:
 
 
 def _by_input(targets: Iterable[Target]) -> list[list[Target]]:
-    """Group targets that read the same tensor, in order.
+    """Group targets with the same input tensor, in order of execution.
 
-    Each group's `input_of` becomes its first member, as the target that it named may be left out.
+    The `input_of` of all targets in a group becomes the group's first target, because `targets` may lack the target
+    that `input_of` named before.
     """
     readers: dict[str, list[Target]] = {}
     for target in targets:

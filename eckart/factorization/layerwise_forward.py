@@ -1,12 +1,13 @@
-"""A forward pass of all calibration data that stops at each target, so that the target can be replaced before it runs.
+"""A forward pass of all calibration data that pauses at each target, so that the target can be replaced before it runs.
 
-Each batch's forward is a coroutine that pauses where a target is called. When all of them have paused, the target's
-inputs are known and it can be replaced; the forwards then call its replacement. So factorizing a model in order costs
-one forward, whatever code is between its layers. The price is memory: what each forward needs later is kept for all
-calibration tokens. And a model must not store anything of a forward on its modules, as other batches run in between.
+Each batch's forward is a coroutine that pauses when it calls a target. When all forwards have paused, the target's
+inputs are known and the target can be replaced; the forwards then call the replacement. So factorizing a model in order
+costs a single forward, whatever code is between its layers. The price is memory: the activations that a paused forward
+still needs are kept for all calibration tokens. Also, a model must not store data of a forward on its modules, because
+forwards of other batches run in between.
 
-For error compensation (eckart/factorization/error_compensation.py), the original model runs beside it in forwards of
-its own.
+For error compensation (eckart/factorization/error_compensation.py), the original model runs at the same time, in
+forwards of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def layerwise_forward(
     """Begin a layerwise forward of `batches`; the model is in eval mode until the context ends.
 
     Args:
-        groups: targets that read one tensor each, in order of execution.
-        dense: the modules that were replaced, to run the original model as well; None: it does not run.
+        groups: groups of targets with the same input tensor, in order of execution.
+        dense: the original modules, to run the original model as well; None: run only the factorized model.
     """
     with frozen(model):
         forward = LayerwiseForward(model, list(batches), dense)
@@ -51,7 +52,7 @@ def layerwise_forward(
 
 
 class LayerwiseForward:
-    """The forwards of all batches, each paused at the same target."""
+    """The forwards of all batches, paused at the same target."""
 
     def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], dense: DenseModules | None) -> None:
         self._model = model
@@ -62,9 +63,9 @@ class LayerwiseForward:
         self._undo: dict[str, Callable[[], None]] = {}
 
     def pause_at(self, name: str) -> None:
-        """Make all forwards pause when they call the target `name`, until `advance_to` has been there."""
+        """Make all forwards pause when they call the target `name`; once `advance_to` got there, they pause no more."""
         module = self._model.get_submodule(name)
-        own, patched = module.forward, "forward" in vars(module)  # by accelerate
+        own, patched = module.forward, "forward" in vars(module)  # accelerate may have patched the forward
 
         def forward(*args: Tensor) -> Tensor:
             _Forward.pause(name, args[0])
@@ -81,7 +82,9 @@ class LayerwiseForward:
         self._undo[name] = undo
 
     def advance_to(self, group: Sequence[Target]) -> Statistics:
-        """Run all forwards up to `group` and return statistics of its inputs; with `dense`, also dense_inputs.
+        """Run all forwards up to the targets `group` and return statistics of their inputs.
+
+        If the original model runs as well, dense_inputs are among these statistics.
 
         Raises:
             ValueError: a batch does not call the target, or an input is not finite; the message names the target.
@@ -99,7 +102,7 @@ class LayerwiseForward:
         return collector.finish()
 
     def end(self) -> None:
-        """Stop all forwards where they are, and restore the modules that they would have paused at."""
+        """End all forwards at their current point, and restore the modules at which they would have paused."""
         for undo in self._undo.values():
             undo()
         for forward in (*self._forwards, *self._dense_forwards):
@@ -107,17 +110,20 @@ class LayerwiseForward:
 
 
 class _Forward(greenlet):
-    """A forward that runs from pause to pause while its caller waits; thrown into, it ends where it is."""
+    """The forward of one batch as a coroutine that runs from pause to pause while its caller waits.
+
+    Its `throw` (of greenlet) ends the forward at its current point.
+    """
 
     def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
         super().__init__(partial(_run, model, batch))
 
     @torch.no_grad()
     def advance_to(self, name: str) -> Tensor:
-        """Run on to the next pause and return the input of the target `name`.
+        """Run to the next pause, which must be at the target `name`, and return the target's input.
 
         Raises:
-            ValueError: it pauses at another target, or ends.
+            ValueError: the forward pauses at another target, or ends.
         """
         pause = None if self.dead else self.switch()
         if pause is None or pause[0] != name:
@@ -127,7 +133,7 @@ class _Forward(greenlet):
 
     @staticmethod
     def pause(name: str, inputs: Tensor) -> None:
-        """Wait here, if the code runs inside such a forward."""
+        """Pause the current forward at the target `name`; do nothing outside of such a forward."""
         current = getcurrent()
         if isinstance(current, _Forward) and current.parent:
             current.parent.switch((name, inputs))

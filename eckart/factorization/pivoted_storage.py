@@ -1,17 +1,18 @@
-"""Pivoted storage: a matrix of rank r as r of its rows, and the coefficients that give its other rows.
+"""Pivoted storage: a matrix of rank r, stored as r of its rows and the coefficients that give the other rows.
 
 Source: PIFA (Zhao, Zhang and Cannistraci, ICML 2025). A matrix of rank r has r (out + in − r) degrees of freedom, and
-two factors hold r² numbers more. With r independent rows P of Ŵ = left right::
+two factors hold r² numbers more. Take r independent rows of Ŵ = left right, the pivots, and let P be their numbers::
 
-    Ŵ[P] = left[P] right `(r, in)`, Ŵ[others] = D Ŵ[P] with D = left[others] left[P]⁻¹ `(out − r, r)`,
+    Ŵ[P] = left[P] right `(r, in)`, Ŵ[others] = D Ŵ[P] with D = left[others] left[P]⁻¹ `(out − r, r)`.
 
-so Ŵ takes r (out + in − r) numbers, never more than dense.
+So Ŵ takes r (out + in − r) numbers, never more than dense.
 
-Choice of P: rounding should be no worse than in a dense layer. Pivoted QR or LU would prefer large rows, and the output
-of a small row would then be a small difference of large numbers. So rows are compared by their directions ŵ_j / ‖ŵ_j‖,
-and P is refined until no direction has a coefficient above _LARGEST in those of the pivots (a submatrix of dominant
-volume: Goreinov et al., How to find a good submatrix, 2010), which pivoting alone does not guarantee. Then
-Σ_k abs(D_jk y_k) ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, so rounding is small compared with ‖ŵ_j‖ ‖x‖, as in a dense layer.
+Choice of P: rounding errors should be no larger than in a dense layer. Pivoted QR or LU would prefer large rows, and
+the output of a small row would then be a small difference of large numbers. So P is chosen by the directions
+ŵ_j / ‖ŵ_j‖ of the rows. Each direction is a linear combination of the pivots' directions. P is refined until no
+coefficient of these combinations is above _LARGEST (a submatrix of dominant volume: Goreinov et al., How to find a good
+submatrix, 2010); pivoting alone does not guarantee this. Then, with the pivots' outputs y = Ŵ[P] x,
+Σ_k abs(D_jk y_k) ≤ _LARGEST r ‖ŵ_j‖ ‖x‖, so rounding errors are small compared with ‖ŵ_j‖ ‖x‖, as in a dense layer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from transformers import PreTrainedModel
 from eckart.factorization.weightings import exact_dtype
 from eckart.model.layers import low_rank_layers, pivoted_like, replace, tied_heads
 
-_LARGEST = 1.05  # coefficient of a direction; the nearer to 1, the more exchanges
+_LARGEST = 1.05  # largest coefficient of a direction; the closer to 1, the more pivots have to be exchanged
 
 
 def pivot(model: PreTrainedModel) -> None:
-    """Convert every target of `model` from factors to pivoted storage, except embeddings that a head shares.
+    """Convert every target of `model` from factors to pivoted storage, except embeddings that are tied to a head.
 
-    The model computes the same, up to rounding.
+    The outputs of the model stay the same, up to rounding.
 
     Raises:
         ValueError: a target has sparse rows beside its factors, or factors are not finite.
@@ -55,12 +56,15 @@ def pivot(model: PreTrainedModel) -> None:
 
 
 def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Ŵ[P] `(r, in)`, D `(out − r, r)`, and the place of each row of Ŵ in [Ŵ[P]; D Ŵ[P]] `(out,)`.
+    """Choose pivots and compute the pivoted storage of Ŵ = left right, in float64 if the device supports it.
 
-    Computed in float64 if the device has it. The factors need not have rank r: Ŵ[others] = D Ŵ[P] in any case.
+    The factors need not have full rank r: Ŵ[others] = D Ŵ[P] in any case.
 
     Args:
         left, right: `(out, r)` and `(r, in)`, r ≤ out.
+
+    Returns:
+        Ŵ[P] `(r, in)`, D `(out − r, r)`, and the position of each row of Ŵ in [Ŵ[P]; D Ŵ[P]] `(out,)`.
     """
     left, right = left.to(exact_dtype(left)), right.to(exact_dtype(right))
     weight = left @ right
@@ -75,11 +79,17 @@ def pivots(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows P of an orthonormal `basis` `(out, r)`, and coefficients `(out, r)` up to _LARGEST in size.
+    """Choose r rows P of `basis` so that small coefficients give all other rows: basis = coefficients basis[P].
 
-    They satisfy basis = coefficients basis[P]. It starts from the pivots of Gaussian elimination; then the largest
-    coefficient says which row to exchange for which pivot. The volume of basis[P] grows by that factor, so no choice
-    comes twice.
+    The search starts with the pivots of Gaussian elimination. While the largest coefficient is above _LARGEST, the row
+    with this coefficient takes the place of the pivot that the coefficient belongs to. Each exchange multiplies the
+    volume of basis[P] by the coefficient, so no choice of rows comes twice.
+
+    Args:
+        basis: `(out, r)`, with orthonormal columns.
+
+    Returns:
+        P `(r,)` and the coefficients `(out, r)`; no absolute value is above _LARGEST.
     """
     chosen = torch.tensor(_gauss(basis), device=basis.device)
     coefficients = _coefficients(basis, chosen)
@@ -95,7 +105,7 @@ def _dominant(basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gauss(basis: Tensor) -> list[int]:
-    """Return the pivot rows of Gaussian elimination of `basis`."""
+    """Return the numbers of the pivot rows of Gaussian elimination of `basis`."""
     order = list(range(len(basis)))
     for place, row in enumerate((torch.linalg.lu_factor(basis).pivots - 1).tolist()):
         order[place], order[row] = order[row], order[place]

@@ -1,6 +1,6 @@
-"""Ablation of single targets: the original model with one target at a time replaced by its factors.
+"""Ablation of single targets: measures how much the original model changes if only one target is factorized.
 
-Its result is compared with what a rank search predicts for a target, which does not know of the others either.
+The result is compared with a rank search's predictions for single targets. These also ignore the other targets.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ def losses_alone(
     batches: Sequence[Batch],
     objective: Objective,
 ) -> dict[str, float]:
-    """Return how far the predictions move from the original model's if one target alone is factorized.
+    """Measure, for each target, how far the model's predictions move if only this target is factorized.
 
-    For classes that is the KL divergence in nats, for values the squared error, averaged over predictions. It needs no
-    labels.
+    The distance is averaged over predictions: the KL divergence in nats for classes, the squared error for values.
+    No labels are needed.
 
     Args:
         dense: the original model; it is restored afterwards.
-        small: the same model with factors.
+        small: the factorized model.
         batches: model inputs, each tensor `(batch, …)`.
+
+    Returns:
+        Name of the target → distance.
     """
 
     def predict() -> list[Tensor]:
@@ -53,7 +56,7 @@ def losses_alone(
 
 
 def _distance(predictions: Sequence[Tensor], expected: Sequence[Tensor], classes: bool) -> float:
-    """Return the mean divergence or squared error over the predictions of all batches."""
+    """Return the mean KL divergence (for classes) or squared error over the predictions of all batches."""
     temperature = 1.0 if classes else None
     sums = [len(a) * float(logits_error(a, b, temperature)) for a, b in zip(predictions, expected, strict=True)]
     return sum(sums) / sum(map(len, expected))

@@ -1,15 +1,15 @@
-"""The two-sided weighted SVD, of which every closed-form factorization is a case.
+"""The two-sided weighted SVD; all closed-form factorizations are special cases of it.
 
-Minimise ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R the optimum is Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹, and its squared
+Minimise ‖L (W − Ŵ) R‖_F over rank(Ŵ) ≤ r. With U S Vᵀ = L W R, the optimum is Ŵ = L⁻¹ U_r S_r V_rᵀ R⁻¹, and its squared
 loss is Σ_{k>r} S_k² (Eckart and Young 1936, after the change of variables W → L W R).
 
-It is computed from A = LᵀL and B = R Rᵀ. For out ≤ in and any root A = K Kᵀ, with L = Kᵀ, U and S² are the eigenvectors
-and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and::
+The code only needs A = LᵀL and B = R Rᵀ. If out ≤ in, take any root A = K Kᵀ and let L = Kᵀ. Then U and S² are the
+eigenvectors and eigenvalues of Kᵀ (W B Wᵀ) K `(out, out)`, and::
 
     Ŵ = K⁻ᵀ U_r · U_rᵀ Kᵀ W.
 
-R is never formed nor inverted, so a singular B (dead channels, fewer tokens than dimensions) is no special case. For
-in < out, all of this holds for the transpose. Only the smaller side is factored and inverted.
+R is never formed nor inverted, so a singular B (dead channels, fewer tokens than dimensions) is no special case. If
+in < out, the same is done with the transpose, so that only the smaller side is factored and inverted.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 
 from eckart.factorization.weightings import ErrorNorm, Side, exact_dtype
 
-_FLOOR = 1e-12  # smallest eigenvalue and variance of a side, relative to the largest; higher in float32
+_FLOOR = 1e-12  # smallest eigenvalue and variance of a side ÷ the largest one; more in float32 (see _root)
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """W = left @ right, with components in descending order of their weighted energy; k = min(out, in).
+    """Result of a weighted SVD: W = left @ right, with components in descending order of their weighted energy.
 
     Attributes:
-        left: `(out, k)`.
+        left: `(out, k)`, k = min(out, in).
         right: `(k, in)`.
-        spectrum: S `(k,)`, descending.
+        spectrum: weighted singular values S `(k,)`, descending.
     """
 
     left: Tensor
@@ -44,9 +44,9 @@ class Decomposition:
 
 
 def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
-    """Decompose `weight` `(out, in)` under `norm`; the column and row of each component have equal norms.
+    """Return the weighted SVD of `weight` `(out, in)` under `norm`, computed in float64 if the device supports it.
 
-    Computed in float64 if the device has it.
+    Each component's column of `left` and row of `right` have equal norms.
 
     Raises:
         ValueError: the weight or a side of the norm is not finite.
@@ -66,9 +66,9 @@ def decompose(weight: Tensor, norm: ErrorNorm) -> Decomposition:
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale each component so that its column of `left` and its row of `right` have equal norms.
 
-    Without a weighting this is the usual √S on each side. With a weighting it is not (choice): √S in weighted
-    coordinates would give the factors scales that depend on the units of the statistics, up to a hundredfold apart, so
-    that one learning rate would suit some recipes and not others.
+    Without a weighting, this gives the usual √S on each side. With a weighting, √S on each side would be different
+    (choice): the scales of the factors would depend on the units of the statistics and differ up to a hundredfold, so
+    that no learning rate could suit all recipes.
     """
     columns, rows = left.norm(dim=0), right.norm(dim=1)
     balance = torch.where((columns > 0) & (rows > 0), (rows / columns).sqrt(), torch.ones_like(columns))
@@ -76,7 +76,7 @@ def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
-    """Return the `spectrum` of `decompose`, descending `(min(out, in),)`, at half the cost."""
+    """Return only the weighted singular values of `decompose`, at half the cost: descending, `(min(out, in),)`."""
     _check_finite(weight, norm)
     if weight.shape[1] < weight.shape[0]:
         return spectrum(weight.T, ErrorNorm(left=norm.right, right=norm.left))
@@ -85,19 +85,19 @@ def spectrum(weight: Tensor, norm: ErrorNorm) -> Tensor:
 
 
 def weighted_loss(error: Tensor, norm: ErrorNorm) -> Tensor:
-    """Return ‖L E R‖²_F = tr(A E B Eᵀ) of an error `(out, in)`."""
+    """Return the squared norm ‖L E R‖²_F = tr(A E B Eᵀ) of an error E `(out, in)`."""
     e = error.to(exact_dtype(error))
     return (_apply(norm.left, e) * _apply(norm.right, e.T).T).sum()
 
 
 def _weighted_gram(weight: Tensor, norm: ErrorNorm) -> tuple[Tensor, Side, Side, Tensor]:
-    """Return W in working precision, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
+    """Return W in the dtype for exact computation, Kᵀ and K⁻ᵀ of the left side, and Kᵀ (W B Wᵀ) K."""
     w = weight.to(exact_dtype(weight))
     lift, unlift = _root(norm.left)
     gram = _apply(norm.right, w.T).T @ w.T
     gram = _apply(lift, _apply(lift, gram).T)
     if norm.left is not None and not norm.left.any():
-        gram = torch.zeros_like(gram)  # all errors weigh nothing; the floor of _root must not count
+        gram = torch.zeros_like(gram)  # no error has a weight, but _root puts a floor above 0
     return w, lift, unlift, (gram + gram.T) / 2
 
 
@@ -108,10 +108,10 @@ def _check_finite(weight: Tensor, norm: ErrorNorm) -> None:
 
 
 def _root(side: Side) -> tuple[Side, Side]:
-    """Return Kᵀ and K⁻ᵀ with K Kᵀ = side, made positive definite by a floor under its eigenvalues.
+    """Return Kᵀ and K⁻ᵀ with K Kᵀ = side; small eigenvalues are raised to a floor to make the side positive definite.
 
-    The floor applies to the correlation matrix, so that it is small compared with each channel's own variance, also
-    beside an outlier channel.
+    The floor is for eigenvalues of the correlation matrix. So the floor is small compared with each channel's own
+    variance, even if another channel is an outlier.
     """
     if side is None:
         return None, None
@@ -122,7 +122,7 @@ def _root(side: Side) -> tuple[Side, Side]:
     if values.dim() == 1:
         return deviations, 1 / deviations
     correlations = values / deviations.unsqueeze(1) / deviations
-    correlations.diagonal()[:] = 1.0  # also where the channel is dead
+    correlations.diagonal()[:] = 1.0  # also for dead channels
     eigenvalues, vectors = torch.linalg.eigh(correlations)
     roots = eigenvalues.clamp(min=floor * float(eigenvalues[-1])).sqrt()
     return (deviations.unsqueeze(1) * vectors * roots).T, vectors / deviations.unsqueeze(1) / roots

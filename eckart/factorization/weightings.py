@@ -1,8 +1,8 @@
-"""Weightings: norms of a target's error that say which errors matter.
+"""Weightings: norms for the error W − Ŵ of a target; they say which errors matter.
 
-A weighting turns calibration statistics into L and R of ‖L (W − Ŵ) R‖_F. Only A = LᵀL `(out, out)` and B = R Rᵀ
-`(in, in)` are ever formed: the statistics are such second moments, and the decomposition only needs a root of the
-smaller one (eckart/factorization/weighted_svd.py).
+A weighting turns calibration statistics into L and R of the norm ‖L (W − Ŵ) R‖_F. Only A = LᵀL `(out, out)` and
+B = R Rᵀ `(in, in)` are ever formed, because the statistics are such second moments, and the decomposition only needs a
+root of the smaller one (eckart/factorization/weighted_svd.py).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from eckart.model.targets import Target, Tied
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
 Side = Tensor | None
-"""LᵀL or R Rᵀ, positive semidefinite: `(n, n)`, or `(n,)` for a diagonal one, or None for the identity."""
+"""One side of a norm, LᵀL or R Rᵀ, positive semidefinite: `(n, n)`; `(n,)`: a diagonal matrix; None: the identity."""
 
 
 @dataclass(frozen=True)
 class ErrorNorm:
-    """The norm ‖L E R‖_F of an error E `(out, in)`.
+    """The norm ‖L E R‖_F of an error E `(out, in)` of a target's weight.
 
     Attributes:
-        left: LᵀL over outputs, `(out, out)`, `(out,)` or None.
-        right: R Rᵀ over inputs, `(in, in)`, `(in,)` or None.
+        left: LᵀL, the weights of outputs, `(out, out)`, `(out,)` or None.
+        right: R Rᵀ, the weights of inputs, `(in, in)`, `(in,)` or None.
     """
 
     left: Side = None
@@ -37,7 +37,7 @@ class ErrorNorm:
 
 
 def exact_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float64, or float32 on mps, which has no more."""
+    """Return the dtype for exact computation on the tensor's device: float64, but float32 on mps, which lacks it."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
@@ -52,7 +52,7 @@ class _Weighting(Method):
 
 
 class Plain(_Weighting):
-    """All entries of W weigh the same: SVD."""
+    """No weighting: all entries of W weigh the same, so the decomposition is a plain SVD."""
 
     kind: Literal["none"] = Field("none", description="every entry of W counts alike: plain SVD")
 
@@ -61,9 +61,10 @@ class Plain(_Weighting):
 
 
 class ByScores(_Weighting):
-    """The error of each row or column of W, weighted by its Fisher (FWSVD) or Taylor (IWSVD) score.
+    """Weighting: minimize the error W − Ŵ, each column or row weighted by its Fisher (FWSVD) or Taylor (IWSVD) score.
 
-    FWSVD (Hsu et al., ICLR 2022) sums the Fisher over the rows of W in y = xW, which are inputs: axis `input`.
+    Columns have scores with axis `input`, rows with axis `output`. FWSVD (Hsu et al., ICLR 2022) has one score for each
+    row of W in y = xW. These rows belong to inputs, so this is axis `input`.
     """
 
     kind: Literal["fisher", "taylor"] = Field(description="rows of W count by their Fisher (FWSVD) or Taylor score")
@@ -79,7 +80,7 @@ class ByScores(_Weighting):
 
 
 class Inputs(_Weighting):
-    """The error of the outputs on the calibration inputs: DRONE, eq. 3."""
+    """Weighting: minimize the error of the layer's outputs on the calibration inputs (DRONE, eq. 3)."""
 
     kind: Literal["inputs"] = Field("inputs", description="the error of the outputs on the calibration inputs (DRONE)")
 
@@ -92,7 +93,7 @@ class Inputs(_Weighting):
 
 
 class Movement(_Weighting):
-    """The error of each output, weighted by the scores with which shaping pruned its row: LPAF, section 4.2."""
+    """Weighting: minimize the error W − Ŵ, each row weighted by its score in the pruning (LPAF, section 4.2)."""
 
     reads_shaping = True
 
@@ -106,14 +107,17 @@ class Movement(_Weighting):
             )
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
-        """Return the norm with L = diag(Ŝ), not its root."""
+        """Return the norm with L = diag(Ŝ) for the scores Ŝ of pruning; the scores are L itself, not LᵀL."""
         if "movement" not in statistics:
             raise ValueError("weighting movement reads the scores of pruning: add a shaping of kind pruning")
         return ErrorNorm(left=statistics["movement"][f"{target.name}.output"].square())
 
 
 class Kfac(_Weighting):
-    """Twice the second-order increase of the loss, estimated by the Kronecker factors of the empirical Fisher."""
+    """Weighting: minimize the second-order increase of the loss, estimated with the Kronecker factors C_in and C_out.
+
+    These are the factors of the empirical Fisher (K-FAC). The squared norm is twice the increase.
+    """
 
     kind: Literal["kfac"] = Field("kfac", description="both Kronecker factors of the Fisher: the loss to second order")
     shrinkage: float = Field(
@@ -128,9 +132,9 @@ class Kfac(_Weighting):
         return ("inputs", "output_gradients")
 
     def norm(self, target: Target, statistics: Statistics) -> ErrorNorm:
-        """Return the norm of the Fisher C_out ⊗ C_in / T, T the tokens per example (Eschenhagen et al. 2023, "expand").
+        """Return the norm for the Fisher C_out ⊗ C_in / T, T tokens per example (Eschenhagen et al. 2023, "expand").
 
-        Without 1/T a layer that sees one token per example would seem T times too unimportant.
+        Without 1/T, a layer with one token per example would seem T times too unimportant compared with other layers.
         """
         tokens = statistics["tokens"][target.input_of]
         return ErrorNorm(
@@ -140,7 +144,11 @@ class Kfac(_Weighting):
 
 
 def _shrunk(moment: Tensor, share: float) -> Tensor:
-    """Return (1 − share) M + share · tr(M) ÷ n · I, which has the same trace (Ledoit and Wolf 2004)."""
+    """Shrink a second moment M towards a multiple of the identity with the same trace (Ledoit and Wolf 2004).
+
+    Returns:
+        (1 − share) M + share · tr(M) ÷ n · I.
+    """
     if not share:
         return moment
     if moment.dim() == 1:
@@ -150,7 +158,7 @@ def _shrunk(moment: Tensor, share: float) -> Tensor:
 
 
 class FisherInputs(_Weighting):
-    """The error on the calibration inputs, with each output weighted by its Fisher score (ours)."""
+    """Weighting (ours): minimize the output error on the calibration inputs; a Fisher score weighs each output."""
 
     kind: Literal["fisher_inputs"] = Field(
         "fisher_inputs", description="Fisher score of each output, second moment of the inputs"
@@ -170,10 +178,10 @@ Weighting = Annotated[Plain | ByScores | Inputs | Movement | Kfac | FisherInputs
 
 
 def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> ErrorNorm:
-    """Return the norm of errors of `target` under `weighting`.
+    """Return the norm for errors of `target` under `weighting`; for an embedding and its head, one norm for both.
 
     Raises:
-        ValueError: the statistics lack what the weighting reads.
+        ValueError: a statistic that the weighting reads is missing.
     """
     if lacking := [kind for kind in weighting.statistics if kind not in statistics]:
         raise ValueError(f"weighting {weighting.kind} reads {', '.join(lacking)}: add it to importance.statistics")
@@ -189,10 +197,14 @@ def weigh(weighting: Weighting, target: Target, statistics: Statistics) -> Error
 
 
 def _nearest(first: ErrorNorm, second: ErrorNorm, target: Target) -> ErrorNorm:
-    """Return A and B whose Kronecker product is nearest to A₁ ⊗ B₁ + A₂ ⊗ B₂: one norm for a weight of two layers.
+    """Combine the norms of two layers that share a weight: return A and B with A ⊗ B nearest to A₁ ⊗ B₁ + A₂ ⊗ B₂.
 
-    A = Σ xᵢ Aᵢ and B = Σ yᵢ Bᵢ are the best approximation of rank 1 to a matrix of rank 2 (Van Loan and Pitsianis
-    1993). No xᵢ or yᵢ is negative, so A and B are second moments as well.
+    A = Σ xᵢ Aᵢ and B = Σ yᵢ Bᵢ are the best rank-1 approximation of a matrix of rank 2 (Van Loan and Pitsianis 1993).
+    No xᵢ or yᵢ is negative, so A and B are also second moments.
+
+    Args:
+        first, second: the norms, with sides A₁, B₁ and A₂, B₂.
+        target: the first layer; its shape is used for sides that are the identity.
     """
     lefts = _same_form((first.left, second.left), target.out_features)
     rights = _same_form((first.right, second.right), target.in_features)
@@ -211,7 +223,7 @@ def _nearest(first: ErrorNorm, second: ErrorNorm, target: Target) -> ErrorNorm:
 
 
 def _same_form(sides: tuple[Side, Side], size: int) -> tuple[Tensor, Tensor]:
-    """Return both sides as matrices `(size, size)` if one of them is, otherwise as diagonals `(size,)`."""
+    """Return both sides as matrices `(size, size)` if one of them is a matrix, otherwise as diagonals `(size,)`."""
     tensors = [side for side in sides if side is not None]
     like = tensors[0] if tensors else torch.empty(0)
     exact = exact_dtype(like)

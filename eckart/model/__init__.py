@@ -1,1 +1,1 @@
-"""The model: target layers, the layers that replace them, the Hugging Face format, and the cost of a forward pass."""
+"""Code about models: target layers, the layers that replace them, the Hugging Face format, the cost of a forward."""

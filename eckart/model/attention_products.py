@@ -1,10 +1,10 @@
-"""Attention products: pairs of targets whose outputs only meet in inner products, found by running the model.
+"""Attention products: finds pairs of targets, such as query and key, that only meet in inner products.
 
-Queries and keys are such a pair if the model's output does not change when every head's queries are mixed by an
-invertible G and its keys by G⁻ᵀ, because q kᵀ = (q G)(k G⁻ᵀ)ᵀ. That holds if positions are added to the tokens or to
-the scores. It does not if something acts on queries or keys: rotary positions, norms, or relative positions that are
-multiplied with them. Two cases are not found: keys that several query heads share, and query, key and value in one
-layer.
+The model is run to find them. Query and key are such a pair if the model's output stays the same when an invertible
+matrix G mixes the queries of every head and G⁻ᵀ mixes its keys, because q kᵀ = (q G)(k G⁻ᵀ)ᵀ. The output stays the same
+if positions are added to the tokens or to the scores. It changes if something acts on queries or keys: rotary
+positions, norms, or relative positions that are multiplied with them. Two cases are not found: keys that several query
+heads share, and one layer that computes query, key and value.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import float_tensors
 from eckart.model.targets import Product, Target, Targets
 
-_ROUNDING = 0.02  # change that counts as rounding ÷ change if only one layer is mixed; wrong pairs are near 1
-_FOLLOWING = 3  # layers that are compared: the value may run first, and it reads what query and key read
+_ROUNDING = 0.02  # largest (change if both layers are mixed) ÷ (change if only one is) for a product; others are near 1
+_FOLLOWING = 3  # compare the inputs of so many later layers: the first may be the value, and its input never changes
 
 
 def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: Targets) -> Targets:
-    """Join every two targets of `single` that are a product; only layers of one module, of the same width, are tried.
+    """Return `single` with every two targets that form a product joined into one `Product`.
+
+    Only pairs of layers with the same parent module and the same number of outputs are tried.
 
     Args:
         batch: model inputs, each `(batch, …)`.
+        single: the model's targets, one linear layer each.
 
     Raises:
-        ValueError: no two targets are a product.
+        ValueError: no two targets form a product.
     """
     targets = {target.name: target for target in single.targets}
     with eval_mode(model), torch.no_grad():
@@ -56,10 +59,10 @@ def find_products(model: PreTrainedModel, batch: Mapping[str, Tensor], single: T
 
 
 class _Probe:
-    """Runs a model with the outputs of two layers mixed within heads, and compares what it computes after them.
+    """Runs a model with the outputs of two layers mixed within heads, and tests whether later values change.
 
-    It compares the outputs and what the following layers read: an output may be only two numbers, which a wrong mixture
-    can leave unchanged by chance.
+    These values are the model's outputs and the inputs of the layers that follow. The outputs alone could be only two
+    numbers, and a wrong mixture might leave them unchanged by chance.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Mapping[str, Tensor], targets: Sequence[Target]) -> None:
@@ -67,10 +70,10 @@ class _Probe:
         self.batch = batch
         self.order = [target.name for target in targets]
         self.last_width = 0
-        """The width of the heads found last."""
+        """Width of the heads of the last product that was found; tried first for the next pair."""
 
     def heads(self, first: Target, second: Target) -> int | None:
-        """Return the number of heads, as wide as possible, of which the two are a product; None if of none."""
+        """Return the number of heads if the two layers form a product, or None; heads are as wide as possible."""
         after = self.order.index(second.name) + 1
         readers = self.order[after : after + _FOLLOWING]
         unmixed = self._run({}, readers)
@@ -90,10 +93,10 @@ class _Probe:
         return None
 
     def _run(self, mixtures: Mapping[str, Tensor], readers: Sequence[str]) -> Tensor:
-        """Return all that the layers `readers` read and the model outputs, as one vector.
+        """Run the model and return the inputs of the layers `readers` and the model's outputs as one vector.
 
         Args:
-            mixtures: layer → `(heads, width, width)`, by which its outputs are mixed.
+            mixtures: name of a layer → matrices `(heads, width, width)` that mix its outputs, one for each head.
         """
         values: list[Tensor] = []
         module = self.model.get_submodule
@@ -115,7 +118,7 @@ def _mix(mixture: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tenso
 
 
 def _mixtures(heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Draw G and G⁻ᵀ `(heads, width, width)`: rotations that stretch each channel differently, up to twofold."""
+    """Draw G and G⁻ᵀ `(heads, width, width)`; G is a rotation followed by stretching each channel by ½ to 2."""
     generator = torch.Generator().manual_seed(0)
     rotations = torch.linalg.qr(torch.randn(heads, width, width, generator=generator, dtype=torch.float64)).Q
     stretches = (2 * torch.rand(heads, width, 1, generator=generator, dtype=torch.float64) - 1).exp2()

@@ -1,4 +1,4 @@
-"""A census: what the parameters of a whole model belong to, and how many of them are in targets."""
+"""Census of a model: its numbers of parameters by kind, to show how many of them are in targets."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FACTORIZED = "is factorized already"
 
 
 class Census(BaseModel):
-    """Numbers of parameters of a whole model by what they belong to; a shared parameter is counted once.
+    """Numbers of parameters of a whole model by kind; a shared parameter is counted once.
 
     Attributes:
-        targets: weights of targets.
-        linear: weights of other linear layers, by the reason why they are no targets.
-        experts: weights of experts that are stored in one tensor, which are no targets either.
-        embeddings: weights of embeddings that are no targets.
-        rest: biases, norms, convolutions and all else.
+        targets: number of weights in targets.
+        linear: reason why linear layers are no targets → number of weights in these layers.
+        experts: number of weights in tensors that hold several experts; these are no targets.
+        embeddings: number of weights in embeddings that are no targets.
+        rest: number of all other parameters: biases, norms, convolutions and so on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,12 +40,12 @@ class Census(BaseModel):
 
     @property
     def reached(self) -> float:
-        """The share of the parameters outside of embeddings that is in targets."""
+        """Share of the parameters in targets; embeddings that are no targets are left out of the total."""
         return self.targets / max(self.total - self.embeddings, 1)
 
     @property
     def rows(self) -> list[tuple[str, int]]:
-        """Lines of a table: in words what parameters belong to, and how many there are, if any."""
+        """Rows of a table for users: a description of each kind and its number of parameters, if above 0."""
         lines = [
             ("targets", self.targets),
             *((f"other linear layers ({reason})", count) for reason, count in self.linear.items()),
@@ -57,7 +57,7 @@ class Census(BaseModel):
 
     @property
     def warning(self) -> str | None:
-        """A sentence for the user if most of the model cannot be compressed; None if at least half is in targets."""
+        """Warning for users if most of the model cannot be compressed; None if `reached` is at least half."""
         if self.reached >= 0.5:
             return None
         others = [(name, count) for name, count in self.rows if name not in ("targets", "embeddings")]
@@ -69,11 +69,11 @@ class Census(BaseModel):
 
 
 def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, str]) -> Census:
-    """Count the parameters of `model`.
+    """Count the parameters of `model` by kind.
 
     Args:
         targets: names of the modules that are targets.
-        excluded: other linear layers and the `other_matrices`, each with the reason why it is no target.
+        excluded: name of each other linear layer and of each of the `other_matrices` → why it is no target.
     """
     counts: Counter[str] = Counter()
     linear: Counter[str] = Counter()
@@ -99,7 +99,7 @@ def census(model: nn.Module, targets: Collection[str], excluded: Mapping[str, st
 
 
 def other_matrices(model: nn.Module) -> dict[str, str]:
-    """Return the matrices outside of linear layers, by name, with what they are."""
+    """Find the matrices outside of dense linear layers and embeddings: name → why it is no target."""
     matrices: dict[str, str] = {}
     for name, owner, parameter in _parameters(model):
         layer = name.rpartition(".")[0]
@@ -115,7 +115,7 @@ def other_matrices(model: nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield name, module and parameter, embeddings first, so that a shared weight counts as theirs."""
+    """Yield name, module and parameter; embeddings come first, so that a weight shared with a head counts as theirs."""
     parameters = [
         (f"{prefix}.{name}" if prefix else name, module, parameter)
         for prefix, module in model.named_modules()
@@ -134,7 +134,10 @@ def _are_experts(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether it looks like a matrix or a stack of them; not a convolution's kernel, nor what a norm makes of one."""
+    """Whether `parameter` looks like a weight matrix or a stack of matrices.
+
+    Kernels of convolutions do not count, even if a parametrization such as weight norm stores them.
+    """
     is_stack = parameter.dim() == 3
     is_weight = parameter.dim() == 2 and name.endswith("weight")
     if not (is_weight or is_stack) or min(parameter.shape) < 2:

@@ -1,17 +1,18 @@
-"""A compressed model is an ordinary Hugging Face model.
+"""Saving and loading of compressed models as ordinary Hugging Face models.
 
-`config.json` carries `{"quant_method": "eckart", "ranks": {…}, …}`, the arguments of `EckartConfig`. transformers then
-asks the quantizer registered here to replace the modules before it loads the weights. So after `import eckart`::
+`config.json` has a quantization config `{"quant_method": "eckart", "ranks": {…}, …}`, the arguments of `EckartConfig`.
+transformers therefore lets the quantizer of this file replace the modules before it loads the weights. So after
+`import eckart`::
 
     AutoModelForSequenceClassification.from_pretrained(folder)
 
-loads the model that was saved, for every architecture, from safetensors, without remote code. Weights are the same bit
-for bit. Outputs may differ in the last digits, as some processors sum in an order that depends on memory alignment.
+loads the saved model, for every architecture, from safetensors, without remote code. Weights are the same bit for bit.
+Outputs may differ in the last digits, because on some processors the order of a sum depends on memory alignment.
 
-Without this package, transformers would skip the unknown quantizer and fill the layers with random weights. So
-`config.json` names a weights file that does not exist, and its name says what to do: transformers quotes it as it
-fails, and with this package imported it is ignored. `save_pretrained` of a compressed model always writes it, also when
-the Trainer or `push_to_hub` calls it.
+Without this package, transformers would skip the unknown quantizer and fill the layers with random weights. To prevent
+this, `config.json` names a weights file that does not exist, and the file's name says what to do (`NEEDED`).
+transformers fails and quotes the name; with this package imported, the name is ignored. `save_pretrained` of a
+compressed model always writes the name, also when the Trainer or `push_to_hub` calls `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ from eckart.model.layers import (
 from eckart.model.module_context import eval_mode
 
 NEEDED = "factorized: install the Python package eckart, and `import eckart` before you load this model"
-"""The message that transformers quotes when it loads a compressed model without this package."""
+"""Name of a weights file that does not exist; transformers quotes it as an error message if this package is missing."""
 
 
 @register_quantization_config("eckart")
 class EckartConfig(QuantizationConfigMixin):
-    """The storage of a compressed model, as config.json states it; layers without a rank are dense.
+    """Storage of a compressed model's layers, as written to config.json; layers without a rank are dense.
 
     Attributes:
-        ranks: layer → rank.
-        rows: layer → rows of its residual.
-        heads: layer of an attention product → its heads; its rank is that of each head.
-        pivoted: layers in pivoted storage.
-        tied: head → embedding whose factors it uses.
+        ranks: name of a layer → rank; for a layer of an attention product, the rank of each head.
+        rows: name of a layer → number of rows of its residual.
+        heads: name of a layer of an attention product → number of heads.
+        pivoted: names of the layers in pivoted storage.
+        tied: name of a head → name of the embedding with the factors that the head uses.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class EckartConfig(QuantizationConfigMixin):
         self.tied = tied or {}
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the uninitialized layer that replaces the dense `module`."""
+        """Return an uninitialized low-rank layer to replace the dense `module`."""
         rank = self.ranks[name]
         if name in self.heads:
             return head_rows_like(module, self.heads[name], rank)
@@ -89,7 +90,7 @@ class EckartConfig(QuantizationConfigMixin):
 
 @register_quantizer("eckart")
 class EckartQuantizer(HfQuantizer):
-    """Replaces the layers named by the config by low-rank layers before the weights are loaded."""
+    """Puts low-rank layers in place of the layers that the config names, before the weights are loaded."""
 
     quantization_config: EckartConfig
     requires_calibration = True  # the weights must come from a file
@@ -108,7 +109,10 @@ class EckartQuantizer(HfQuantizer):
         return model
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Make the config forget NEEDED; of the hooks that run before weights are looked for, only this sees it."""
+        """Remove NEEDED from the config.
+
+        This hook is used because it is the only one that gets the config before transformers looks for the weights.
+        """
         forget_needed(config)
         return config
 
@@ -126,9 +130,13 @@ class EckartQuantizer(HfQuantizer):
 
 
 def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str | None:
-    """Return what the saved model's layer `name` is called in this one, whose modules are `names`.
+    """Return the name in `model` of a layer of the saved model, or None if the layer belongs to a head left out.
 
-    Loaded without its head (`AutoModel`), a model has shorter names; layers of the head are None.
+    The names differ if a model was saved with its head and is loaded without it (`AutoModel`), or the other way round.
+
+    Args:
+        name: name of the layer in the saved model.
+        names: names of all modules of `model`.
     """
     prefix = f"{model.base_model_prefix}."
     here = next(
@@ -138,7 +146,7 @@ def _name_here(model: PreTrainedModel, name: str, names: Collection[str]) -> str
 
 
 def describe(model: PreTrainedModel) -> None:
-    """Write into the model's config how it is stored, for `save_pretrained` and `push_to_hub`."""
+    """Write ranks and storage of all layers into the model's config, for `save_pretrained` and `push_to_hub`."""
     if ranks := factorized(model):
         model.config.quantization_config = EckartConfig(
             ranks, residual_rows(model), head_counts(model), pivoted(model), tied_heads(model)
@@ -151,16 +159,16 @@ def describe(model: PreTrainedModel) -> None:
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:
-    """Save `model`, factorized or dense, to a folder that `from_pretrained` loads."""
+    """Save `model`, factorized or dense, to a folder that `from_pretrained` can load."""
     describe(model)
     model.save_pretrained(folder)
 
 
 class _GuardedSave:
-    """The `save_pretrained` of a compressed model, which writes NEEDED into config.json.
+    """A `save_pretrained` for compressed models that also writes NEEDED into config.json.
 
-    transformers drops it from every config that it writes, so it is added afterwards. An object and not a closure, so
-    that it is copied and pickled with its model.
+    transformers never writes the name of a weights file into a config, so the name is added afterwards. This is an
+    object and not a closure, so that copying or pickling the model also copies or pickles it.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -175,7 +183,7 @@ class _GuardedSave:
         if kwargs.get("is_main_process", True) and file.exists():
             content = {**json.loads(file.read_text()), "transformers_weights": NEEDED}
             file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        if push_to_hub:  # saves once more, by this method
+        if push_to_hub:  # push_to_hub calls this method once more to save the files
             upload: Any = self._model.push_to_hub
             upload(hub.pop("repo_id", None) or Path(save_directory).name, **hub)
 
@@ -184,14 +192,14 @@ _UPLOAD = ("repo_id", "commit_message", "private", "token", "revision", "create_
 
 
 def _guard(model: PreTrainedModel) -> None:
-    """Give the model, and the models in it that share its config, a guarded `save_pretrained`."""
+    """Replace `save_pretrained` of the model, and of the models inside it, so that it writes NEEDED."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.save_pretrained = _GuardedSave(module)  # type: ignore[method-assign]
 
 
 def check_base(model: PreTrainedModel) -> None:
-    """Refuse a model that could not be saved after compression.
+    """Check that `model` could be saved after compression.
 
     Raises:
         ValueError: the model is quantized or has adapters; the message says what to load instead.
@@ -205,10 +213,10 @@ def check_base(model: PreTrainedModel) -> None:
 
 
 def check_unquantized(config: PreTrainedConfig) -> None:
-    """Refuse a model whose config says that another method quantized it.
+    """Check that no other method has quantized the model of `config`.
 
     Raises:
-        ValueError: it does; the message says what to load instead.
+        ValueError: another method has; the message says what to load instead.
     """
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
@@ -222,10 +230,10 @@ def check_unquantized(config: PreTrainedConfig) -> None:
 
 
 def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Save `model`, load it, and compare the outputs of both for `batch`.
+    """Check that `model` gives the same outputs for `batch` after it is saved and loaded again.
 
     Raises:
-        ValueError: it cannot be saved or loaded, or the loaded model's outputs differ.
+        ValueError: the model cannot be saved or loaded, or the loaded model's outputs differ.
     """
     with tempfile.TemporaryDirectory(prefix="eckart-") as folder, _without_progress_bars():
         try:
@@ -234,7 +242,7 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
                 folder, dtype=model.dtype, use_safetensors=True, trust_remote_code=False
             )
             loaded.to(model.device)
-        except Exception as error:  # each family has errors of its own
+        except Exception as error:  # the type of the error depends on the model family
             raise ValueError(
                 f"a compressed {type(model).__name__} cannot be saved and loaded: {error}. With check=False you get it "
                 "nevertheless"
@@ -250,12 +258,12 @@ def check_saved(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
 
 
 _ROUNDING = {True: 1e-3, False: 5e-2}
-"""The relative change that rounding may cause, by whether the model is in float32 or better."""
+"""Largest relative change of outputs that counts as rounding; True: for a model in float32 or float64."""
 
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the floating-point outputs but for the loss, with the same random draws in every call."""
+    """Return the model's floating-point outputs except the loss; random draws are the same in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         outputs = model(**batch)
@@ -265,7 +273,7 @@ def _outputs(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> list[Tensor
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Turn off the progress bars of transformers for a while."""
+    """Hide the progress bars of transformers inside the context."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -276,6 +284,6 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def forget_needed(config: PreTrainedConfig) -> None:
-    """Remove NEEDED from `config`, if it is named as the weights file."""
+    """Remove the name of the weights file from `config` if it is NEEDED."""
     if getattr(config, "transformers_weights", None) == NEEDED:
         del config.transformers_weights

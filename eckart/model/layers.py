@@ -15,16 +15,16 @@ Layer = TypeVar("Layer", bound="LowRankLayer")
 
 
 class LowRankLayer(nn.Module):
-    """y = x Ŵᵀ + bias with Ŵ of low rank: x `(…, in)` → `(…, out)`. Subclasses differ in how they store Ŵ.
+    """Base class of low-rank layers, y = x Ŵᵀ + bias: x `(…, in)` → `(…, out)`. Subclasses differ in how they store Ŵ.
 
-    Its factors are parameters and not Linear modules, so that code that looks for linear layers does not find them.
+    The factors are parameters and not Linear modules, so that code that looks for linear layers does not find them.
     """
 
     right: nn.Parameter
-    """`(rank, in)`; HeadRows has `factor` instead."""
+    """Right factor `(rank, in)`; HeadRows has `factor` instead."""
     bias: nn.Parameter | None
     transposed = False
-    """Whether the dense module is a Conv1D, so that `merge` restores one."""
+    """Whether the dense module was a Conv1D; `merge` then restores a Conv1D."""
 
     @staticmethod
     def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,23 +37,23 @@ class LowRankLayer(nn.Module):
 
     @property
     def dense_bias(self) -> Tensor | None:
-        """`(out,)`."""
+        """Bias of the equivalent dense layer `(out,)`."""
         return self.bias
 
     @property
     def out_features(self) -> int:
-        """As in nn.Linear; some models read it to initialize weights."""
+        """Number of outputs, as in nn.Linear; some models read it to initialize weights."""
         return self.shape[0]
 
     @property
     def in_features(self) -> int:
-        """As in nn.Linear."""
+        """Number of inputs, as in nn.Linear."""
         return self.shape[1]
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """`(out, in)`."""
+        """Shape `(out, in)` of the dense weight."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -61,18 +61,18 @@ class LowRankLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Uninitialized memory in the dense weight's shape: some models (T5) read its dtype and device in each forward.
+        """Uninitialized memory in the dense weight's shape, for models (T5) that read its dtype and device.
 
-        Computing Ŵ would cost more than the forward. Layers whose weight is used for more are not targets
-        (eckart/model/targets.py).
+        Such models read them in each forward, and computing Ŵ would cost more than the forward itself. A layer is no
+        target if the model uses the values of its weight (eckart/model/targets.py).
         """
         return self.right.new_empty(self.shape[::-1] if self.transposed else self.shape)
 
 
 class LowRankLinear(LowRankLayer):
-    """y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
+    """Linear layer in two factors, y = (x rightᵀ) leftᵀ + bias: x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    With a residual, y[rows] += x residualᵀ: some outputs also have a row of a full-rank matrix (LoSparse, eq. 5).
+    With a residual, y[rows] += x residualᵀ: some outputs also use a row of a full-rank matrix (LoSparse, eq. 5).
     """
 
     rows: Tensor | None
@@ -85,7 +85,7 @@ class LowRankLinear(LowRankLayer):
         self.residual = nn.Parameter(torch.empty(rows, in_features)) if rows else None
         self.register_buffer("rows", torch.arange(rows) if rows else None)
         self.gate: Tensor | None = None
-        """`(rank,)`, scales the components while a rank search trains; never saved."""
+        """Factors `(rank,)` that scale the components while a rank search trains; never saved."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,14 +106,14 @@ class LowRankLinear(LowRankLayer):
 
 
 class PivotedLinear(LowRankLayer):
-    """Low-rank factors stored as pivot rows of Ŵ: x `(…, in)` → `(…, rank)` → `(…, out)`.
+    """Linear layer in pivoted storage, as `rank` rows of Ŵ (the pivots): x `(…, in)` → `(…, rank)` → `(…, out)`.
 
-    `right` holds the pivot rows themselves, and `others` `(out − rank, rank)` the coefficients that give the other rows
-    from them (eckart/factorization/pivoted_storage.py).
+    `right` holds the pivots. `others` `(out − rank, rank)` holds coefficients: others @ right are the other rows of Ŵ
+    (eckart/factorization/pivoted_storage.py).
     """
 
     places: Tensor
-    """The position of each output among the pivots followed by the other rows `(out,)`."""
+    """Position `(out,)` of each row of Ŵ in the list of all pivots, followed by all other rows."""
 
     def __init__(self, in_features: int, out_features: int, rank: int, bias: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class PivotedLinear(LowRankLayer):
         return len(self.places), self.right.shape[1]
 
     def left(self) -> Tensor:
-        """Return the left factor `(out, rank)`, whose rows at the pivots are those of the identity."""
+        """Return the left factor `(out, rank)`; its rows at the pivots form an identity matrix."""
         identity = torch.eye(self.rank, dtype=self.others.dtype, device=self.others.device)
         return torch.cat([identity, self.others]).index_select(0, self.places)
 
@@ -136,27 +136,27 @@ class PivotedLinear(LowRankLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         pivots = self.project(x, self.right)
-        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # compiled for any number of tokens
-            return linear(pivots, self.left(), self.bias)  # orders rows of `left`, fewer numbers than the outputs
+        if torch.compiler.is_compiling() or pivots.shape[:-1].numel() > self.rank:  # compiled for all numbers of tokens
+            return linear(pivots, self.left(), self.bias)  # reorders rows of `left`: fewer numbers than the outputs
         y = torch.cat([pivots, linear(pivots, self.others)], -1).index_select(-1, self.places)
         return y if self.bias is None else y + self.bias
 
 
 class _Embedding(LowRankLayer):
-    """A low-rank layer that reads ids `(…,)`, the places of the ones in one-hot rows x; `in` is the vocabulary.
+    """A low-rank layer that reads token ids `(…,)` in place of one-hot rows x; `in` is the vocabulary size.
 
-    W `(out, in)` is the transpose of what nn.Embedding stores. A padding token's vector is computed as any other's.
+    W `(out, in)` is the transpose of the weight that nn.Embedding stores. Padding tokens get no special vector.
     """
 
     @staticmethod
     def project(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return columns of a matrix `(n, in)` by ids: `(…, n)`."""
+        """Return the columns of a matrix `(n, in)` for the ids x `(…,)`, plus bias: `(…, n)`."""
         columns = embedding(x, matrix.T)
         return columns if bias is None else columns + bias
 
 
 class LowRankEmbedding(_Embedding, LowRankLinear):
-    """An embedding in factors."""
+    """An embedding stored as two factors."""
 
 
 class PivotedEmbedding(_Embedding, PivotedLinear):
@@ -164,16 +164,16 @@ class PivotedEmbedding(_Embedding, PivotedLinear):
 
 
 class TiedHead(nn.Module):
-    """A head that computes with the factors of the embedding it is tied to: x `(…, out)` → `(…, rank)` → `(…, in)`.
+    """A head that uses the factors of the embedding tied to it: x `(…, out)` → `(…, rank)` → `(…, in)`.
 
-    It has no factors of its own, so transformers has no weights to tie.
+    The head has no factors of its own, so transformers has no weights to tie.
     """
 
     transposed = False
 
     def __init__(self, embedding: LowRankEmbedding, bias: bool) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple, which hides it from parameters() and state_dict()
+        self._embedding = (embedding,)  # the tuple hides it from parameters() and state_dict()
         self.bias = nn.Parameter(embedding.right.new_empty(embedding.right.shape[1])) if bias else None
 
     @property
@@ -182,7 +182,7 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Uninitialized memory, as in LowRankLayer."""
+        """Uninitialized memory in the dense weight's shape, as in LowRankLayer."""
         out_features, in_features = self.embedding.shape
         return self.embedding.right.new_empty(in_features, out_features)
 
@@ -193,10 +193,10 @@ class TiedHead(nn.Module):
 
 
 class HeadRows(LowRankLayer):
-    """A linear layer with the first `rank` outputs of each attention head, and zeros as its other outputs.
+    """A linear layer that computes `rank` outputs of each attention head; the head's other outputs are zero.
 
-    x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`. It replaces queries and keys, whose outputs only meet in
-    inner products (eckart/model/attention_products.py), to which zeros add nothing.
+    x `(…, in)` → `(…, heads · rank)` → `(…, heads · width)`. It replaces the query and the key layer. Their outputs
+    only meet in inner products (eckart/model/attention_products.py), and zeros add nothing to an inner product.
     """
 
     def __init__(self, in_features: int, out_features: int, heads: int, rank: int, bias: bool) -> None:
@@ -222,7 +222,7 @@ class HeadRows(LowRankLayer):
         return self._spread(self.factor)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Insert rows of zeros: `(heads · rank, n)` → `(heads · width, n)`."""
+        """Insert rows of zeros after the rows of each head: `(heads · rank, n)` → `(heads · width, n)`."""
         return pad(rows.unflatten(0, (self.heads, self.rank)), (0, 0, 0, self.width - self.rank)).flatten(0, 1)
 
     @property
@@ -247,16 +247,18 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 def low_rank_like(module: nn.Module, rank: int, rows: int = 0) -> LowRankLinear:
-    """Return an uninitialized low-rank layer with the shape, bias, dtype and device of a Linear, Conv1D or Embedding.
+    """Return an uninitialized low-rank layer with the shape, dtype and device of a Linear, Conv1D or Embedding.
+
+    The layer has a bias if `module` has one.
 
     Args:
-        rows: of its residual.
+        rows: number of rows of the residual.
     """
     return _like(module, LowRankEmbedding if _reads_ids(module) else LowRankLinear, rank=rank, rows=rows)
 
 
 def pivoted_like(module: nn.Module, rank: int) -> PivotedLinear:
-    """Return an uninitialized pivoted layer for a dense module, or for the low-rank layer that replaced it."""
+    """Return an uninitialized pivoted layer to replace a dense module or the low-rank layer `module`."""
     return _like(module, PivotedEmbedding if _reads_ids(module) else PivotedLinear, rank=rank)
 
 
@@ -274,12 +276,15 @@ def _reads_ids(module: nn.Module) -> bool:
 
 
 def head_rows_like(module: nn.Module, heads: int, rank: int) -> HeadRows:
-    """Return an uninitialized HeadRows with the shape, bias, dtype and device of a Linear or Conv1D."""
+    """Return an uninitialized HeadRows with the shape, dtype and device of a Linear or Conv1D.
+
+    The layer has a bias if `module` has one.
+    """
     return _like(module, HeadRows, heads=heads, rank=rank)
 
 
 def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
-    """Replace the module `name` by `layer`."""
+    """Put `layer` in place of the module `name`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
@@ -287,14 +292,14 @@ def replace(model: PreTrainedModel, name: str, layer: nn.Module) -> None:
 def factorize_target(
     model: PreTrainedModel, name: str, left: Tensor, right: Tensor, residual: Tensor | None = None
 ) -> LowRankLinear:
-    """Replace the target `name` by a low-rank layer with these factors; its bias is kept.
+    """Replace the target `name` by a low-rank layer with the given factors and the target's bias.
 
     Args:
-        left, right: `(out, rank)` and `(rank, in)`.
-        residual: `(out, in)`, added to their product.
+        left, right: the factors, `(out, rank)` and `(rank, in)`.
+        residual: matrix `(out, in)` that is added to left @ right; None: nothing is added.
 
     Raises:
-        ValueError: a device map left the target on the CPU or the disk.
+        ValueError: a device map has offloaded the target to the CPU or the disk.
     """
     module = present(model, name)
     layer = low_rank_like(module, right.shape[0], 0 if residual is None else len(residual))
@@ -310,7 +315,7 @@ def factorize_target(
 
 
 def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
-    """Replace the head `name` by one that uses the factors of `embedding`, a low-rank layer; its bias is kept."""
+    """Replace the head `name` by a TiedHead that uses the factors of the low-rank layer `embedding`; keep the bias."""
     layer = model.get_submodule(embedding)
     assert isinstance(layer, LowRankEmbedding)
     bias = getattr(model.get_submodule(name), "bias", None)
@@ -324,10 +329,10 @@ def tie_head(model: PreTrainedModel, name: str, embedding: str) -> TiedHead:
 
 
 def present(model: PreTrainedModel, name: str) -> nn.Module:
-    """Return the module `name`, after checking that its weight is in memory.
+    """Return the module `name`, after checking that its weight is not offloaded.
 
     Raises:
-        ValueError: a device map left it on the CPU or the disk.
+        ValueError: a device map has offloaded the module to the CPU or the disk.
     """
     module = model.get_submodule(name)
     if module.get_parameter("weight").is_meta:
@@ -345,7 +350,7 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
 
 
 def merge(model: PreTrainedModel, name: str) -> nn.Module:
-    """Replace the factorized target `name` by a dense module of the architecture's type with the weight Ŵ.
+    """Replace the factorized target `name` by a dense module of its original type (such as Linear) with the weight Ŵ.
 
     Raises:
         ValueError: the target is not factorized.
@@ -369,7 +374,7 @@ def merge(model: PreTrainedModel, name: str) -> nn.Module:
 
 
 def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
-    """Give the head `name` the weight of the dense `embedding`."""
+    """Replace the head `name` by a Linear that shares the weight of the dense `embedding`."""
     weight, bias = embedding.get_parameter("weight"), model.get_submodule(name).bias
     rows, columns = weight.shape
     with torch.device("meta"):
@@ -380,7 +385,7 @@ def _untie(model: PreTrainedModel, name: str, embedding: nn.Module) -> None:
 
 
 def _set_tied(model: PreTrainedModel, tied: bool) -> None:
-    """Set `tie_word_embeddings` in the config, and in the text config that it may hold."""
+    """Set `tie_word_embeddings` in the model's config, and in its text config if there is one."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config.tie_word_embeddings = tied
 
@@ -395,31 +400,31 @@ def _dense(layer: LowRankLayer) -> nn.Module:
 
 
 def low_rank_layers(model: nn.Module) -> dict[str, LowRankLinear]:
-    """Return name → layer of every target in `model` that is stored as factors."""
+    """Return every layer of `model` that is stored as two factors: name → layer."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLinear)}
 
 
 def factorized(model: nn.Module) -> dict[str, int]:
-    """Return name → rank of every factorized layer in `model`; for one of a product, the rank of each head."""
+    """Return the ranks of the factorized layers of `model`: name → rank (of each head, for a layer of a product)."""
     return {name: layer.rank for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
 
 
 def pivoted(model: nn.Module) -> list[str]:
-    """Return the names of the targets in `model` that are in pivoted storage."""
+    """Return the names of the layers of `model` in pivoted storage."""
     return [name for name, layer in model.named_modules() if isinstance(layer, PivotedLinear)]
 
 
 def head_counts(model: nn.Module) -> dict[str, int]:
-    """Return name → number of heads of every layer of a factorized product in `model`."""
+    """Return the head counts of the layers of factorized products: name → number of heads."""
     return {name: layer.heads for name, layer in model.named_modules() if isinstance(layer, HeadRows)}
 
 
 def tied_heads(model: nn.Module) -> dict[str, str]:
-    """Return the name of each head that uses an embedding's factors → the name of that embedding."""
+    """Return the heads that use an embedding's factors: name of the head → name of the embedding."""
     names = {module: name for name, module in model.named_modules()}
     return {name: names[head.embedding] for head, name in names.items() if isinstance(head, TiedHead)}
 
 
 def residual_rows(model: nn.Module) -> dict[str, int]:
-    """Return name → rows of the residual of every factorized target that has one."""
+    """Return the sizes of the residuals: name of each layer with a residual → number of its rows."""
     return {name: len(layer.rows) for name, layer in low_rank_layers(model).items() if layer.rows is not None}

@@ -1,11 +1,11 @@
-"""An LSTM language model made of nn.Linear, as an ordinary Hugging Face model.
+"""An LSTM language model made of nn.Linear layers, as an ordinary Hugging Face model that can be compressed.
 
-`torch.nn.LSTM` runs all of its weights in one kernel, where no layer can be hooked or replaced. Here an LSTM layer has
-two `nn.Linear`: `input_map` `(4 hidden, in)` runs once over the whole sequence, `hidden_map` `(4 hidden, hidden)` once
-for each token. Together with the softmax layer `lm_head` `(vocabulary, hidden)` these are the matrices that DRONE
-compresses in its language model of Penn Treebank (section 4 and appendix D.1), whose sizes are the defaults.
+`torch.nn.LSTM` runs all of its weights in one kernel, in which no layer can be hooked or replaced. Here an LSTM layer
+has two `nn.Linear`: `input_map` `(4 hidden, in)` runs once over the whole sequence, `hidden_map` `(4 hidden, hidden)`
+runs once for each token. DRONE compresses these matrices and the softmax layer `lm_head` `(vocabulary, hidden)` of a
+language model of Penn Treebank (section 4 and appendix D.1). The sizes of that model are the defaults.
 
-Importing this module registers the model, so that AutoModelForCausalLM loads it.
+Importing this module registers the model, so that AutoModelForCausalLM can load it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class LSTMConfig(PreTrainedConfig):
 
     Attributes:
         bias: whether the linear layers of an LSTM layer have biases.
-        head_bias: whether the softmax layer has one.
-        dropout: on the inputs of each LSTM layer and of the softmax layer, never on the state (Zaremba et al. 2014).
-        tie_word_embeddings: whether the softmax layer shares the embedding's weight; both must then be of one width.
+        head_bias: whether the softmax layer has a bias.
+        dropout: dropout probability on the inputs of each LSTM layer and of the softmax layer, never on the state
+            (Zaremba et al. 2014).
+        tie_word_embeddings: whether the softmax layer shares the embedding's weight. This needs embedding_size equal to
+            hidden_size.
         use_cache: must stay false: no state is kept, so `generate` reads the whole text again for each token.
     """
 
@@ -50,7 +52,7 @@ class LSTMConfig(PreTrainedConfig):
 class LSTMLayer(nn.Module):
     """One LSTM layer, with gates in torch's order: input, forget, cell, output.
 
-    In the names of torch.nn.LSTM, b_ih is the bias of `input_map` and b_hh that of `hidden_map`.
+    The bias of `input_map` is b_ih in torch.nn.LSTM, and the bias of `hidden_map` is b_hh.
     """
 
     def __init__(self, in_features: int, hidden: int, bias: bool) -> None:
@@ -60,11 +62,13 @@ class LSTMLayer(nn.Module):
         self.hidden_map = nn.Linear(hidden, 4 * hidden, bias=bias)
 
     def forward(self, x: Tensor, carries: Tensor | None) -> Tensor:
-        """Run over x `(batch, tokens, in)` → `(batch, tokens, hidden)`, in the order of operations of torch's kernel.
+        """Run the layer over a sequence, x `(batch, tokens, in)` → `(batch, tokens, hidden)`.
+
+        The order of operations is that of torch's kernel.
 
         Args:
-            carries: `(batch, tokens, 1)`, 1 where a token continues from the state before it, 0 where it starts from
-                zeros; None if all continue.
+            carries: `(batch, tokens, 1)`; 1 if a token continues from the state before it, 0 if the token starts from a
+                state of zeros. None if all tokens continue.
         """
         inputs = self.input_map(x).unbind(1)
         hidden = cell = x.new_zeros(len(x), self.hidden_size)
@@ -80,14 +84,14 @@ class LSTMLayer(nn.Module):
 
 
 class LSTMPreTrainedModel(PreTrainedModel):
-    """The common base of the LSTM models."""
+    """Common base class of the LSTM models."""
 
     config_class = LSTMConfig
     base_model_prefix = "model"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw uniformly within ±1/√hidden, as `torch.nn.LSTM` does; (choice) also for the embedding and the head."""
+        """Draw weights uniformly within ±1/√hidden, like `torch.nn.LSTM`; (choice) also for embedding and head."""
         if isinstance(module, nn.Linear | nn.Embedding):
             bound = self.config.hidden_size**-0.5
             for parameter in module.parameters():
@@ -95,7 +99,7 @@ class LSTMPreTrainedModel(PreTrainedModel):
 
 
 class LSTMModel(LSTMPreTrainedModel):
-    """The embedding and the LSTM layers."""
+    """The LSTM model without its head: the embedding and the LSTM layers."""
 
     def __init__(self, config: LSTMConfig) -> None:
         super().__init__(config)
@@ -113,11 +117,11 @@ class LSTMModel(LSTMPreTrainedModel):
         output_hidden_states: bool | None = None,
         **_: Any,
     ) -> BaseModelOutput:
-        """Return the last hidden states, and on request the embeddings and each layer's outputs, before dropout.
+        """Return the outputs of the last layer, and on request the embeddings and each layer's outputs, before dropout.
 
         Args:
-            input_ids, attention_mask: `(batch, tokens)`. Padding may be on either side: no state passes through it, so
-                the outputs at real tokens do not depend on it.
+            input_ids, attention_mask: `(batch, tokens)`. Padding may be on either side: no state passes through padding
+                tokens, so the outputs at real tokens do not depend on them.
         """
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -133,7 +137,7 @@ class LSTMModel(LSTMPreTrainedModel):
 
 
 def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return where a token and the one before it are both real `(batch, tokens, 1)`; None if there is no padding."""
+    """Return 1 if neither a token nor the one before it is padding, else 0 `(batch, tokens, 1)`; None: no padding."""
     if mask is None or bool(mask.all()):
         return None
     real = mask.bool()
@@ -142,10 +146,10 @@ def _carries(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
-    """A causal language model: the logits at a token predict the next one. Every text starts from a state of zeros.
+    """A causal LSTM language model: the logits at a token predict the next token. Every text starts from a zero state.
 
     Raises:
-        ValueError: the configuration ties embeddings whose width differs from that of the state.
+        ValueError: the configuration ties the embedding to the head, but embedding_size differs from hidden_size.
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -186,18 +190,18 @@ class LSTMForCausalLM(LSTMPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_torch(cls, embedding: nn.Embedding, lstm: nn.LSTM, head: nn.Linear) -> Self:
-        """Convert the model `head(lstm(embedding(input_ids))[0])`; weights are copied, and it is in eval mode.
+        """Convert the torch model `head(lstm(embedding(input_ids))[0])` to this class, in eval mode, weights copied.
 
-        The logits are the same up to rounding, as oneDNN and cuDNN add in another order. The dropout of `lstm` becomes
-        that of LSTMConfig, which also applies to the inputs of the first layer and of the head.
+        The logits are the same up to rounding, because oneDNN and cuDNN add in another order. The dropout probability
+        of `lstm` is kept, but dropout here also applies to the inputs of the first layer and of the head.
 
         Args:
-            embedding: with a weight `(vocabulary, in)`.
-            lstm: `(…, in)` → `(…, hidden)`, in one direction and without projection.
-            head: `(…, hidden)` → `(…, vocabulary)`; if it shares the embedding's weight, they stay tied.
+            embedding: embedding with a weight `(vocabulary, in)`.
+            lstm: LSTM `(…, in)` → `(…, hidden)`, in one direction and without projection.
+            head: head `(…, hidden)` → `(…, vocabulary)`. A weight shared with the embedding stays shared.
 
         Raises:
-            ValueError: the parts do not fit together, or this model cannot do what they do.
+            ValueError: the parts do not fit together, or have a feature that this class lacks.
         """
         _check(embedding, lstm, head)
         tied = head.weight is embedding.weight

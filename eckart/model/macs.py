@@ -1,4 +1,4 @@
-"""Multiply-accumulates of a forward pass."""
+"""Counting the multiply-accumulates of a forward pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from eckart.model.module_context import frozen
 
 @torch.no_grad()
 def macs(model: PreTrainedModel, batch: Batch) -> int:
-    """Count the multiply-accumulates of a forward pass of `batch`; an expert counts only the tokens that reach it."""
-    # The counter knows plain attention, but not every fused kernel.
+    """Count the multiply-accumulates of a forward pass of `batch`; for an expert, only of the tokens routed to it."""
+    # The math backend is chosen because torch's counter does not know every fused attention kernel.
     counter = FlopCounterMode(display=False, custom_mapping=_EXPERTS)
-    with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # the counter would follow gradients
+    with frozen(model), sdpa_kernel(SDPBackend.MATH), counter:  # frozen: the counter would follow gradients
         model(**batch)
     return int(counter.get_total_flops()) // 2
 
 
 def _grouped_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """Return the operations for shapes `(tokens, in)` and `(experts, in, out)`: one expert's matrix a token."""
+    """Return the operations of a grouped product: each token is multiplied with the matrix of one expert.
+
+    Args:
+        rows: shape of the inputs, `(tokens, in)`.
+        weights: shape of the experts' weights, `(experts, in, out)`.
+    """
     return 2 * int(torch.Size(rows).numel()) * int(weights[-1])
 
 
@@ -34,4 +39,4 @@ _EXPERTS = {
     for library, name in ((torch.ops.aten, "_grouped_mm"), (torch.ops.transformers, "grouped_mm_fallback"))
     if (operation := getattr(library, name, None))
 }
-"""The operations with which transformers runs experts; torch's counter does not know them."""
+"""Torch operations that run experts in transformers → function that counts them; torch's counter does not know them."""

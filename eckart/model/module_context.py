@@ -1,4 +1,4 @@
-"""Context managers that change a model for a while: eval mode, frozen parameters."""
+"""Context managers that change a model temporarily: eval mode, frozen parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode; afterwards each module, or its replacement, returns to its own mode."""
+    """Put the model into eval mode; on exit, restore the mode of each module, or of the module that replaced it."""
     modes = {name: module.training for name, module in model.named_modules()}
     try:
         model.eval()
@@ -22,7 +22,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode without parameter gradients or a key-value cache; restore all afterwards."""
+    """Put the model into eval mode without parameter gradients or a key-value cache; on exit, restore all."""
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = getattr(model, "config", None)
     caches = getattr(config, "use_cache", None)
@@ -35,6 +35,6 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         if config is not None and caches is not None:
             config.use_cache = caches
-        for name, parameter in model.named_parameters():  # by name, as they may have been replaced
+        for name, parameter in model.named_parameters():  # by name: parameters may have been replaced
             if name in trainable:
                 parameter.requires_grad_(True)

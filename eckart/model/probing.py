@@ -1,8 +1,8 @@
-"""A probe of linear layers: what they read when the model runs, and whether each input belongs to one example.
+"""Probing of linear layers: runs a model to find out whether each input vector of a layer belongs to one example.
 
-Calibration statistics need each input vector of a layer to belong to one example and, if examples are padded, to one
-token of a mask. The probe runs the model for a batch, for every example twice and for other numbers of tokens, and
-compares what the layers read.
+Calibration statistics need this: each input vector of a layer must belong to one example and, if examples are padded,
+to one token of a mask. The probe runs the model on a batch, on a batch with every example twice, and on batches with
+other numbers of tokens, and compares the inputs of the layers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 ATTENTION = "attention_mask"
-"""The entry of a batch that is 0 where a token of the text is padding. Masks of other entries end with this name, as
-`decoder_attention_mask` does."""
+"""Name of the batch entry that is 0 at padding tokens of the text. The names of other masks end with this name, such as
+`decoder_attention_mask`."""
 PICTURES = "pixel_mask"
-"""The entry that is 0 where a picture is padding, pixel by pixel; no layer's inputs can be matched to it."""
+"""Name of the batch entry that is 0 at padding pixels of pictures; no layer's inputs can be matched to pixels."""
 _NO_PADDING = "global_attention_mask"
+"""Name of a batch entry that looks like a padding mask but is none."""
 _NOT_TEXT = ("pixel", "visual", "image")
-"""Beginnings of the names of entries that are not tokens of a text."""
+"""Beginnings of the names of batch entries that do not hold tokens of a text."""
 
 NEVER_RAN = "its forward ran 0 times for one batch"
 
 
 def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the padding masks, each `(batch, tokens)`, or `(batch, choices, tokens)` if the ids are."""
+    """Return the names of a batch's padding masks: `(batch, tokens)`, or `(batch, choices, tokens)` like input_ids."""
     ids = batch.get("input_ids")
     shapes = [] if ids is None else [ids.shape]
     names = [name for name in batch if name.endswith(ATTENTION) and name != _NO_PADDING]
@@ -39,22 +40,23 @@ def masks_of(batch: Mapping[str, Tensor]) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or a subclass of one, which may compute something else (`Probe.unusable`)."""
+    """Whether `module` is a Linear, a Conv1D or a subclass; `Probe.unusable` tells if a subclass computes x Wᵀ + b."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether it is an embedding: no subclass, and none whose lookups change its weight."""
+    """Whether `module` is an nn.Embedding, no subclass, with a weight that lookups do not change (no max_norm)."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
 @dataclass
 class _Reads:
-    """The inputs of a layer in a forward of another batch than the probe's.
+    """Inputs of a layer when the model ran on a second batch, compared with the inputs for the probe's own batch.
 
     Attributes:
-        counts: the number of input vectors of each call.
-        same: whether each call read what it reads of the probe's batch, as far as the two can be compared.
+        counts: number of input vectors in each call of the layer.
+        same: whether, in all calls, these vectors equal those for the probe's batch. If one of the batches has more
+            examples than the other, only the examples of both are compared.
     """
 
     counts: list[int] = field(default_factory=list)
@@ -62,11 +64,16 @@ class _Reads:
 
 
 _OtherLength = tuple[int, Mapping[str, _Reads]]
-"""A forward with another number of tokens: how many more each sequence has, and what each layer read."""
+"""Result of a forward with another number of tokens: how many more each sequence has, and the reads of each layer."""
 
 
 class Probe:
-    """Records what layers read when the model runs a batch, every example of it twice, and other lengths.
+    """Records the inputs of layers for a batch and variants of it, and tells whether they belong to single examples.
+
+    The variants are: the same batch again, every example twice, only the first example, and other numbers of tokens.
+
+    Attributes:
+        order: names of the layers that ran, in order of execution.
 
     Raises:
         ValueError: the model cannot be called with the batch.
@@ -77,13 +84,13 @@ class Probe:
         self._layers = layers
         self._examples = next(iter(batch.values())).shape[0]
         self._not_linear: dict[str, str] = {}
-        self._inputs: dict[str, list[Tensor]] = {}  # holds the tensors, so that no two share an id
+        self._inputs: dict[str, list[Tensor]] = {}  # keeps the tensors alive, so that no two share an id
         try:
             self._run(batch, lambda name, x: self._inputs.setdefault(name, []).append(x))
             self._again = self._compare(batch, _close)
             self._doubled = self._compare({name: torch.cat([x, x]) for name, x in batch.items()}, _is_first_half)
             self._first = self._compare({name: x[:1] for name, x in batch.items()}, _is_beginning)
-        except Exception as error:  # each model has errors of its own for what it misses
+        except Exception as error:  # the type of the error depends on the model
             raise ValueError(
                 f"{type(model).__name__} cannot be called with a batch of {', '.join(batch)}: {error}"
             ) from error
@@ -93,7 +100,7 @@ class Probe:
         self._others = {mask: list(self._at_other_lengths(batch, mask)) for mask in self._masks}
 
     def _run(self, batch: Mapping[str, Tensor], visit: Callable[[str, Tensor], object]) -> None:
-        """Run the model and call `visit` with what each layer reads in each of its calls, in order of execution."""
+        """Run the model and call `visit` with name and input of each layer call, in order of execution."""
 
         def hook(name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             visit(name, args[0])
@@ -109,7 +116,11 @@ class Probe:
                 handle.remove()
 
     def _compare(self, batch: Mapping[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> dict[str, _Reads]:
-        """Run another batch and compare, by `same`, what the layers read with what they read of the probe's."""
+        """Run the model on a second batch and compare each layer's inputs with those for the probe's batch.
+
+        Args:
+            same: function that compares two inputs, first the one for the second batch.
+        """
         reads: dict[str, _Reads] = {}
 
         def visit(name: str, x: Tensor) -> None:
@@ -122,39 +133,39 @@ class Probe:
         return reads
 
     def _at_other_lengths(self, batch: Mapping[str, Tensor], mask: str) -> Iterator[_OtherLength]:
-        """Run the batch with about one token less or more, and with half of them, as far as the model allows it."""
+        """Run the batch with one token less or more, and with half of its tokens, if the model accepts such lengths."""
         for group in _other_lengths(batch, mask):
             for more, other in group:
                 try:
                     reads = self._compare(other, torch.equal)
-                except Exception:  # a token that must stay, a fixed number of tokens: each model has its own error
+                except Exception:  # the model needs this token, or a fixed number of tokens; error types differ
                     continue
                 yield more, reads
                 break
 
     def _count(self, name: str, x: Tensor) -> int:
-        """Return how many input vectors a tensor holds: the tokens of all examples."""
+        """Return how many input vectors (tokens of all examples) a layer's input holds."""
         return x.numel() // (1 if is_embedding(self._layers[name]) else x.size(-1))
 
     def reads(self, name: str) -> tuple[int, ...]:
-        """Return the ids of the tensors that the layer reads, which are unique as long as the probe lives."""
+        """Return the Python ids of the layer's input tensors; they are unique as long as the probe exists."""
         return tuple(map(id, self._inputs[name]))
 
     def calls(self, name: str) -> int:
-        """Return how often the layer runs for the batch."""
+        """Return how often the layer ran for the batch."""
         return len(self._counts[name])
 
     def repeated(self, name: str) -> bool:
-        """Return whether the layer may run several times: a recurrent cell does if a batch has several tokens."""
+        """Return whether the layer ran several times in any forward: a recurrent cell, for example, once a token."""
         others = [reads[name].counts for runs in self._others.values() for _, reads in runs if name in reads]
         return any(len(counts) > 1 for counts in (self._counts[name], *others))
 
     def mask(self, name: str) -> str | None:
-        """Return the mask whose tokens the layer reads, if any."""
+        """Return the name of the mask that belongs to the tokens that the layer reads; None if there is none."""
         return next((mask for mask in self._masks if self._relation(name, mask) == "tokens"), None)
 
     def unusable(self, name: str) -> str | None:
-        """Return why the layer cannot be a target, statistics or not; None if it can."""
+        """Return why the layer cannot be a target, even without statistics; None if it can."""
         if not self._counts.get(name):
             return NEVER_RAN
         if any(x.is_nested for x in self._inputs[name]):
@@ -162,7 +173,7 @@ class Probe:
         return self._not_linear.get(name)
 
     def mixes_examples(self, name: str) -> str | None:
-        """Return why the layer's inputs cannot be attributed to examples and tokens; None if they can."""
+        """Return why the layer's input vectors cannot be assigned to examples and tokens; None if they can."""
         doubled, first = self._doubled.get(name, _Reads()), self._first.get(name, _Reads())
         if not self._again.get(name, _Reads(same=False)).same:
             return "its inputs are drawn at random"
@@ -183,11 +194,11 @@ class Probe:
         return f"its inputs are not the tokens of {' or '.join(self._masks)}"
 
     def _relation(self, name: str, mask: str) -> Literal["tokens", "as many", "none"] | None:
-        """Return what the layer's inputs are to the tokens of `mask`.
+        """Return how the layer's input vectors are related to the tokens of `mask`, or None if this is unclear.
 
-        tokens: these tokens; a recurrent cell has a call for each of them.
-        as many: their number does not change with the tokens.
-        none: nothing that the mask could hide; they are the same whatever the tokens, or one for each sequence.
+        tokens: there is one input vector for each token; a recurrent cell gets them in one call for each token.
+        as many: the number of input vectors does not change with the number of tokens.
+        none: the mask does not concern them: there is one for each sequence, or they do not change with the tokens.
         """
         counts, sequences = self._counts[name], math.prod(self._masks[mask].shape[:-1])
         tokens = self._masks[mask].shape[-1]
@@ -204,7 +215,7 @@ class Probe:
 
 
 def _computes_linear(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> bool:
-    """Return whether a subclass of Linear computed x Wᵀ + b and has no other parameters."""
+    """Return whether a subclass of Linear or Conv1D computed x Wᵀ + b and has no other parameters."""
     weight, bias, x = module.get_parameter("weight"), getattr(module, "bias", None), args[0]
     more = {name for name, _ in module.named_parameters()} - {"weight", "bias"}
     if more or not (isinstance(output, Tensor) and weight.is_floating_point() and weight.dim() == 2):
@@ -214,7 +225,7 @@ def _computes_linear(module: nn.Module, args: tuple[Tensor, ...], output: Tensor
 
 
 def _close(a: Tensor, b: Tensor, tolerance: float = 0.05) -> bool:
-    """Return whether both are equal but for rounding, by default that of a whole model in bfloat16."""
+    """Return whether two tensors are equal up to rounding; the default tolerance suits a whole model in bfloat16."""
     if a.shape != b.shape or not a.is_floating_point():
         return torch.equal(a, b)
     a, b = a.float().nan_to_num(), b.float().nan_to_num()
@@ -222,22 +233,26 @@ def _close(a: Tensor, b: Tensor, tolerance: float = 0.05) -> bool:
 
 
 def _is_first_half(doubled: Tensor, x: Tensor) -> bool:
-    """Return whether the inputs of every example twice begin with those of every example once."""
+    """Return whether the first half of a layer's input for the doubled batch equals its input `x` for the batch."""
     if x.dim() == 0 or x.is_nested:
         return not x.is_nested
     return len(doubled) == 2 * len(x) and _close(doubled[: len(x)], x)
 
 
 def _is_beginning(first: Tensor, x: Tensor) -> bool:
-    """Return whether the inputs of the first example alone are the beginning of those of all."""
+    """Return whether a layer's input for the first example alone equals the beginning of its input `x` for all."""
     return x.dim() == 0 or _close(first, x[: len(first)])
 
 
 def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[tuple[int, dict[str, Tensor]]]]:
-    """Yield groups of batches with another number of tokens of `mask`, each with how many these are more; no labels.
+    """Yield groups of (number of added tokens, batch with another number of tokens, without labels) for the probe.
 
-    The first batch of a group that the model takes is enough. Less comes before more, as a model may take no longer
-    batch; the first token is left out before the last, as a model may look for one at the end.
+    Of each group, only the first batch that the model accepts is needed. Shorter batches come first, because a model
+    may accept no longer ones. The batch without the first token comes before the batch without the last token, because
+    a model may need a special token at the end.
+
+    Args:
+        mask: name of the mask; only its tokens, and entries that belong to it, are added or left out.
     """
     tokens = batch[mask].shape[-1]
     places, longer = torch.arange(tokens), torch.tensor([0, *range(tokens)])
@@ -252,10 +267,11 @@ def _other_lengths(batch: Mapping[str, Tensor], mask: str) -> Iterator[Sequence[
 
 
 def columns(batch: Mapping[str, Tensor], mask: str, places: Tensor) -> dict[str, Tensor]:
-    """Return the batch without labels and, of all that `mask` masks, only the tokens at `places`.
+    """Return the batch without labels, and with only the tokens at `places` in all entries that belong to `mask`.
 
-    A mask masks the entries of its shape whose name begins as its own does; the text's masks those that begin as no
-    other mask does.
+    An entry belongs to a mask if it has the mask's shape (and possibly further dimensions) and its name begins like the
+    mask's name: `decoder_input_ids` belongs to `decoder_attention_mask`. All other entries of this shape belong to
+    `attention_mask`, the text's mask, unless their names say that they are no text.
     """
     shape, beginnings = batch[mask].shape, [name.removesuffix(ATTENTION) for name in masks_of(batch)]
     others = [*filter(None, beginnings), "decoder_", *_NOT_TEXT]

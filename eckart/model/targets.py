@@ -1,4 +1,4 @@
-"""Targets: the linear layers of a model that can be factorized, found by running the model with a real batch."""
+"""Targets: the linear layers of a model that can be factorized; the model is run on a real batch to find them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from eckart.model.module_context import eval_mode
 from eckart.model.probing import ATTENTION, PICTURES, Probe, float_tensors, is_embedding, is_linear
 
 Storage = Literal["factors", "pivoted"]
-"""The storage of a layer of rank r: as two factors, r (out + in) parameters, or as r rows of the matrix and the
+"""Storage of a layer of rank r. factors: two factors, r (out + in) parameters. pivoted: r rows of the matrix, and the
 coefficients that give its other rows, r (out + in − r) parameters (eckart/factorization/pivoted_storage.py)."""
 
 
 class Target(BaseModel):
-    """A linear layer y = x Wᵀ + b that is to be factorized; W is always `(out, in)`.
+    """Description of a linear layer y = x Wᵀ + b that is to be factorized; W is always `(out, in)`.
 
-    An embedding can be one too: x are one-hot rows of the vocabulary, which is `in`.
+    An embedding can be a target, too. Then the rows of x are one-hot, and `in` is the vocabulary size.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,47 +37,47 @@ class Target(BaseModel):
     out_features: int
     in_features: int
     input_of: str
-    """The first target that reads the same tensors (the query's name, for key and value); its own name if it is it."""
+    """Name of the first target with the same input tensors (for key and value, the query); may be the target itself."""
     repeated: bool = False
-    """Whether its forward may run several times for a batch (a shared layer, a recurrent cell that runs for each
-    token); its tokens are those of all its calls."""
+    """Whether the layer may run several times for a batch (a shared layer, a recurrent cell that runs for each token).
+    The tokens of all calls then count as its tokens."""
     mask: str | None = ATTENTION
-    """The entry of a batch that masks its tokens; None if there is none (a pooler, a model of images)."""
+    """Name of the batch entry that masks the layer's tokens; None if there is none (a pooler, a model of images)."""
     sampled: bool = True
-    """Whether each of its inputs belongs to one example and token; if not, there are no statistics of it."""
+    """Whether each input vector of the layer belongs to one example and token; otherwise it has no statistics."""
     looks_up: bool = False
-    """Whether it is an embedding and no more; its columns are looked up, so they take memory but hardly any time."""
+    """Whether the target is an embedding without a tied head, which takes memory but hardly any time."""
     of_vocabulary: bool = False
-    """Whether it has an output for each word of the vocabulary; then only the diagonal of C_out is gathered."""
+    """Whether the layer has an output for each word of the vocabulary; then only the diagonal of C_out is gathered."""
     storage: Storage = Field(default="factors", exclude=True)
-    """The storage that a recipe chooses for it; set by `stored` of eckart/ranks/budget.py, not by probing."""
+    """Storage that the recipe chooses for the layer; `stored` of eckart/ranks/budget.py sets it, not probing."""
 
     @property
     def parameters(self) -> int:
-        """Weights of the dense layer; its bias is kept and not counted."""
+        """Number of weights of the dense layer, without the bias, which stays as it is."""
         return self.out_features * self.in_features
 
     @property
     def step(self) -> int:
-        """Parameters that one more rank costs as factors: a column of `left` and a row of `right`."""
+        """Parameters that one more rank costs in two factors: a column of `left` and a row of `right`."""
         return self.out_features + self.in_features
 
     @property
     def layers(self) -> tuple[Target, ...]:
-        """Its linear layers: itself alone, but two for a Product or Tied."""
+        """The target's linear layers: two for a Product or Tied, otherwise the target itself."""
         return (self,)
 
 
 class Product(Target):
-    """Two layers whose outputs meet in inner products, head by head, and nowhere else: query and key of attention.
+    """Description of the query and the key layer of an attention as one target.
 
-    The inherited fields are those of the first layer. Its rank is that of each head's product: each layer keeps so
-    many outputs of every head.
+    Their outputs only meet in inner products, separately for each head. The inherited fields describe the first layer.
+    A rank is the rank of each head's product: both layers keep `rank` outputs of every head.
     """
 
     heads: int
     other: Target
-    """The second layer, with as many outputs."""
+    """The second layer; it has the same number of outputs."""
 
     @property
     def parameters(self) -> int:
@@ -93,10 +93,10 @@ class Product(Target):
 
 
 class Tied(Target):
-    """An embedding and the head that shares its weight. The inherited fields are those of the embedding."""
+    """Description of an embedding and the head that shares its weight; inherited fields describe the embedding."""
 
     other: Target
-    """The head, `(vocabulary, in)`."""
+    """The head; its weight is `(vocabulary, in)`."""
 
     @property
     def layers(self) -> tuple[Target, ...]:
@@ -104,9 +104,11 @@ class Tied(Target):
 
 
 class Targets(BaseModel):
-    """The targets of a model in order of execution, and why each other linear layer is none.
+    """The targets of a model in order of execution, and the reason why each other linear layer is no target.
 
-    `excluded` also names matrices outside of linear layers, such as experts that share one tensor.
+    Attributes:
+        excluded: name of each other linear layer, or of a matrix outside of linear layers (such as a tensor that holds
+            several experts) → why it is no target.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,9 +119,9 @@ class Targets(BaseModel):
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a linear layer as `(out, in)`; a GPT-2 Conv1D and an embedding store its transpose.
+    """Return the weight of a linear layer as `(out, in)`; a GPT-2 Conv1D and an embedding store the transpose.
 
-    A weight that a device map left on the CPU or the disk is brought to where its module runs.
+    A weight that a device map has offloaded to the CPU or the disk is copied to the device on which its module runs.
     """
     with align_module_device(module):
         weight = module.get_parameter("weight").detach()
@@ -136,19 +138,24 @@ def find_targets(
     unsampled: bool = False,
     tied: bool = False,
 ) -> Targets:
-    """Find the targets of `model`.
+    """Find the targets of `model`: the linear layers that can be factorized.
 
-    A linear layer is a target if it runs for `batch` on inputs that belong to single examples, if nothing but its
-    forward uses its weight and no other layer shares it, if its name matches a pattern of `include` and none of
-    `exclude`, and if it is no head (a module outside `model.base_model`), unless `heads`. A subclass of Linear is one
-    if it computes x Wᵀ + b.
+    A linear layer is a target if
+
+    - the layer runs for `batch`, and its input vectors belong to single examples,
+    - only its own forward uses its weight, and no other layer shares the weight,
+    - its name matches a pattern of `include` and none of `exclude`,
+    - the layer is no head (a module outside `model.base_model`), unless `heads` is true,
+    - the layer computes x Wᵀ + b, if it is a subclass of Linear.
 
     Args:
-        batch: model inputs, each `(batch, …)`; those of an encoder-decoder with `decoder_input_ids` and
+        batch: model inputs, each `(batch, …)`. For an encoder-decoder, these include `decoder_input_ids` and
             `decoder_attention_mask`, unless its decoder reads the encoder's tokens.
-        include, exclude: shell patterns over module names, such as `*.attention.*`.
+        include, exclude: shell patterns for module names, such as `*.attention.*`.
+        heads: whether heads may be targets.
         embeddings: whether embeddings may be targets.
-        unsampled: whether layers may be targets whose inputs belong to no example, so that they have no statistics.
+        unsampled: whether a layer may be a target if its input vectors belong to no example. Such a layer has no
+            statistics.
         tied: whether an embedding and the head that shares its weight may be a target, together.
 
     Raises:
@@ -184,7 +191,11 @@ def find_targets(
 def _described(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], probe: Probe, mixed: Collection[str]
 ) -> list[Target]:
-    """Return `layers` as targets, in order of execution; those in `mixed` cannot have statistics."""
+    """Return `layers` as targets, in the same order.
+
+    Args:
+        mixed: names of layers with input vectors that belong to no example, so that there are no statistics.
+    """
     first_reader: dict[tuple[int, tuple[int, ...]], str] = {}
     targets: list[Target] = []
     for name, module in layers.items():
@@ -206,7 +217,7 @@ def _described(
 
 
 def _grouped(excluded: Mapping[str, str]) -> str:
-    """Return each reason once, with the first of its layers and the number of the others."""
+    """Return a text that names each reason once, with the first layer it applies to and the number of other layers."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in excluded.items():
         by_reason.setdefault(reason, []).append(name)
@@ -217,7 +228,11 @@ def _grouped(excluded: Mapping[str, str]) -> str:
 
 
 def _check_batch(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> None:
-    """Check that the batch says which tokens are padding, for a decoder with tokens of its own, too."""
+    """Check that masks in the batch show which tokens are padding, also the tokens of a decoder.
+
+    Raises:
+        ValueError: they do not; the message says what to add.
+    """
     if PICTURES in batch and not bool(batch[PICTURES].all()):
         raise ValueError(
             f"{PICTURES} hides parts of pictures, and no layer's inputs can be matched to pixels: give pictures of one "
@@ -250,7 +265,7 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
     """Return the names of the embedding and of the head that shares its weight.
 
     Raises:
-        ValueError: there are none, or other modules share the weight, too.
+        ValueError: there is no such pair, or other modules share the weight, too.
     """
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = [next((name for name, module in model.named_modules() if module is end), "") for end in ends]
@@ -265,7 +280,13 @@ def _tied_pair(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _join_pair(targets: list[Target], pair: Sequence[str], reasons: dict[str, str]) -> list[Target]:
-    """Return `targets` with both of `pair` as one; if only one of them is a target, exclude it, with a reason."""
+    """Return `targets` with an embedding and its head joined into one target.
+
+    If only one of the two is a target, it is left out, and the reason is added to `reasons`.
+
+    Args:
+        pair: names of the embedding and of the head; empty if none are to be joined.
+    """
     both = {target.name: target for target in targets if target.name in pair}
     if len(both) < len(pair):
         reasons |= {name: f"shares its weight with what is no target, of {' and '.join(pair)}" for name in both}
@@ -288,7 +309,11 @@ def _static_reasons(
     heads: bool,
     pair: Sequence[str],
 ) -> dict[str, str]:
-    """Return why layers are no targets by name, hooks or weight; those of `pair` may share their weight."""
+    """Return the reasons against layers that can be seen without a forward, in their names, hooks and weights.
+
+    Args:
+        pair: names of an embedding and of a head that may share their weight.
+    """
     owners = _weight_owners(model)
     reasons = {
         name: _unwanted(name, include, exclude)
@@ -310,13 +335,16 @@ def _unwanted(name: str, include: Sequence[str], exclude: Sequence[str]) -> str 
 def _head(model: PreTrainedModel, name: str, heads: bool) -> str | None:
     base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     is_head = not name.startswith(base) or model.get_submodule(name) is model.get_output_embeddings()
-    if not base and "For" in type(model).__name__:  # a model for a task whose backbone is no module of its own
+    if not base and "For" in type(model).__name__:  # a model for a task that does not have its backbone in one module
         is_head |= "." not in name
     return "is a head" if is_head and not heads else None
 
 
 def _patched(module: nn.Module) -> str | None:
-    """Our own hooks are removed by now, and those of accelerate do not change what a module computes."""
+    """Return a reason against a module with hooks or a patched forward, as these may change its outputs; or None.
+
+    The probe's hooks have been removed by now. The forward patched by accelerate is fine: it only moves weights.
+    """
     changed = "forward" in vars(module) and not hasattr(module, "_hf_hook")
     hooked = changed or module._forward_hooks or module._forward_pre_hooks
     return "a hook or a forward of its own may change what it computes" if hooked else None
@@ -330,9 +358,10 @@ def _tied(name: str, owners: Sequence[str] | None) -> str | None:
 
 
 def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
-    """Return the modules that have each parameter, by its name; tied ones (an embedding and its head) have several.
+    """Return the names of the modules that own each parameter: name of the parameter → names of the modules.
 
-    By name, as a device map replaces the parameters that it left on the disk after each forward.
+    A tied parameter has several owners. Keys are names and not parameters, because with a device map, accelerate
+    replaces offloaded parameters after each forward.
     """
     owners: dict[int, list[str]] = {}
     parameters = list(model.named_parameters(remove_duplicate=False))
@@ -345,9 +374,9 @@ def _weight_owners(model: nn.Module) -> dict[str, list[str]]:
 
 
 class _StandIn(nn.Module):
-    """A layer in the place of another that computes the same; whoever reads its weight gets nan.
+    """Stands in for a layer and gives the same outputs, but its weight is nan, to show if other code uses the weight.
 
-    A low-rank layer has no such weight either.
+    Such code could not use a low-rank layer, because a low-rank layer has no dense weight.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -369,12 +398,12 @@ class _StandIn(nn.Module):
 
 
 def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int]) -> dict[str, str]:
-    """Return which layers cannot be replaced, and why: the model uses more of them than their forward.
+    """Find the layers that cannot be replaced, because the model uses more than their forward: name → reason.
 
-    A look at the weight's type or device is no use of it (T5).
+    Reading the weight's dtype or device (T5) does not count as use.
 
     Args:
-        calls: layer → how often its forward runs for `batch`.
+        calls: name of a layer → how often its forward runs for `batch`.
     """
     expected = _has_nan(model(**batch))
     failed, readers = _try_replacing(model, batch, calls, expected)
@@ -388,10 +417,14 @@ def _used_outside(model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[
 def _try_replacing(
     model: nn.Module, batch: Mapping[str, Tensor], calls: Mapping[str, int], expected: Sequence[bool]
 ) -> tuple[str | None, list[str]]:
-    """Run the model with stand-ins for these layers.
+    """Run the model with stand-ins for the layers in `calls`.
+
+    Args:
+        expected: whether each of the original model's outputs has a nan.
 
     Returns:
-        What goes wrong, and the layers to look at one by one: those whose weights were read or that were bypassed.
+        The problem, or None if all layers can be replaced; and the layers to test one by one, because their weight was
+        read or their forward was bypassed.
     """
     modules = {name: model.get_submodule(name) for name in calls}
     stand_ins = {name: _StandIn(module).eval() for name, module in modules.items()}

@@ -1,1 +1,1 @@
-"""Text: windows of question answering, and tokens aligned with words."""
+"""Preparation of text: windows for question answering, and alignment of words with tokens."""

@@ -1,7 +1,7 @@
-"""Extractive question answering: contexts cut into windows, and the best answer over a question's windows.
+"""Extractive question answering: cuts long contexts into windows, and finds a question's best answer in its windows.
 
-A context that is too long is cut into windows that overlap by some tokens. Each window is one input of a model that
-predicts where the answer starts and ends. The answer to a question is the best over its windows.
+A context that is too long for the model is cut into windows that overlap by some tokens. Each window is one input of
+the model, which predicts where the answer starts and ends.
 
 Source: windows as in Devlin et al., NAACL 2019.
 """
@@ -16,37 +16,38 @@ from numpy.lib.stride_tricks import sliding_window_view
 from transformers import PreTrainedTokenizerBase
 
 LONGEST = 30
-"""The most tokens of an answer, as in BERT's script for SQuAD."""
+"""Maximum number of tokens of an answer, as in BERT's script for SQuAD."""
 NOT_CONTEXT = -1
+"""Offset of tokens that do not belong to the context."""
 
-_CHUNK = 1000  # questions that are tokenized at once: the tokenizer's own lists take much memory
+_CHUNK = 1000  # number of questions that are tokenized at once; the tokenizer's lists of more would take much memory
 
 
 class NoRoom(ValueError):
-    """A question is so long that its windows have too little room for the context; the message says how much."""
+    """Error: a question is so long that its windows have too little room for the context."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A question and a part of its context."""
+    """Input of a model: a question and a part of its context."""
 
     row: int
-    """The number of the question."""
+    """Number of the question, from 0."""
     inputs: Mapping[str, np.ndarray]
     """The model's inputs, `(tokens,)` each."""
     offsets: np.ndarray
-    """The characters of the context that each token covers, `(tokens, 2)`; NOT_CONTEXT for other tokens."""
+    """First character of each token in the context, and the end `(tokens, 2)`; NOT_CONTEXT for all other tokens."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best answer to a question; empty if its context has no token."""
+    """The best answer to a question; empty if the context has no token."""
 
     text: str = ""
     sum_of_logits: float = -np.inf
-    """The logit of its start plus that of its end."""
+    """Logit of the answer's start + logit of its end."""
     probability: float = 0.0
-    """The probability of its start times that of its end, among all tokens of their window."""
+    """Probability of the start · probability of the end, each among all tokens of the window."""
 
 
 def windows(
@@ -59,12 +60,13 @@ def windows(
     """Yield all windows of all questions, in order.
 
     Args:
-        tokenizer: a fast one, which gives offsets of its tokens.
-        max_length: the most tokens of a window.
-        stride: tokens of the context that neighbouring windows share.
+        questions, contexts: a question and its context at each place.
+        tokenizer: a fast tokenizer, because only these return offsets of tokens.
+        max_length: maximum number of tokens of a window.
+        stride: number of context tokens that neighbouring windows share.
 
     Raises:
-        NoRoom: a question is too long.
+        NoRoom: a question is so long that its windows have too little room for the context.
     """
     for begin in range(0, len(questions), _CHUNK):
         chunk = [question.strip() for question in questions[begin : begin + _CHUNK]]
@@ -102,10 +104,12 @@ def _check_room(questions: Sequence[str], tokenizer: PreTrainedTokenizerBase, ma
 def best_answers(
     windows: Sequence[Window], starts: Iterable[np.ndarray], ends: Iterable[np.ndarray], contexts: Sequence[str]
 ) -> list[Answer]:
-    """Return the best answer to each question: the span with the largest sum of logits over its windows.
+    """Return the best answer to each question: among all its windows, the span with the largest sum of logits.
 
     Args:
-        starts, ends: the logits of each window, `(tokens or more,)`; the rest is padding.
+        windows: the windows of all questions.
+        starts, ends: logits for start and end in each window, `(tokens or more,)`; more are for padding.
+        contexts: the context of each question.
     """
     best = [Answer()] * len(contexts)
     for window, start, end in zip(windows, starts, ends, strict=True):
@@ -119,13 +123,16 @@ def best_answers(
 
 
 def best_span(start: np.ndarray, end: np.ndarray, offsets: np.ndarray) -> tuple[float, tuple[int, int]]:
-    """Return the largest sum of a start's and an end's logit within the context, and the characters of that span.
+    """Find the span of the context with the largest sum of logits (start + end) in one window.
 
-    It compares all spans of up to LONGEST tokens, where BERT's script only takes the 20 best starts and ends.
+    All spans of up to LONGEST tokens are compared; BERT's script only compares the 20 best starts and ends.
 
     Args:
-        start, end: `(tokens or more,)`; the rest is padding.
+        start, end: logits `(tokens or more,)`; more are for padding.
         offsets: `(tokens, 2)`, as in `Window`.
+
+    Returns:
+        The sum of logits, and the span's first character and its end in the context.
     """
     context = offsets[:, 0] != NOT_CONTEXT
     start, end = (np.where(context, logits[: len(context)], -np.inf) for logits in (start, end))

@@ -1,4 +1,4 @@
-"""Alignment of labelled words with the tokens of a tokenizer."""
+"""Alignment of words with the tokens of a tokenizer, for tasks with a label for each word."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import numpy as np
 
 
 def first_tokens(words: Sequence[str], offsets: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the position of each word's first token, `(words,)`, in the text of all words joined by single spaces.
-
-    It is -1 for a word without a token: one that was cut off, or that the tokenizer drops.
+    """Return the position of each word's first token `(words,)`; -1 for words that were cut off or have no token.
 
     Args:
-        offsets: `(tokens, 2)`, the characters that each token covers.
-        real: `(tokens,)`, whether a token belongs to the text; special tokens and padding do not.
+        words: the words; the tokenized text was these words, joined by single spaces.
+        offsets: first character of each token and its end `(tokens, 2)`.
+        real: whether a token belongs to the text, `(tokens,)`; special tokens and padding do not.
     """
     lengths = np.array([len(word) for word in words], dtype=int)
     word_ends = np.cumsum(lengths + 1) - 1
