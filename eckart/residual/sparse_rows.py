@@ -127,7 +127,7 @@ class _Rows:
         return self.price(places + 1) - self.price(places)
 
     def is_dense(self, kept: Tensor) -> Tensor:
-        """Return whether the factors with the rows `kept` `(out,)` are as large as the dense weight: a mask `()`."""
+        """Return, as a tensor `()`, whether factors and rows `kept` `(out,)` are as large as the dense weight."""
         return self.price(kept.sum()) == self.dense - self.factors
 
 
