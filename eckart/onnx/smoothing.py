@@ -62,7 +62,7 @@ class _Activation:
     """Activation that is read only by products.
 
     Attributes:
-        made_by: weights to divide so that the activation is divided.
+        made_by: weights that must be divided to divide the activation.
         read_by: weights of the products, which are multiplied.
     """
 
@@ -130,7 +130,7 @@ def _weight(product: ir.Node, place: int) -> _Weight | None:
 
 
 def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
-    """Return the weights to divide so that `value` is divided; None if there are none."""
+    """Return the weights that must be divided to divide `value`, or None if its node cannot absorb the division."""
     node = value.producer()
     if node is None or not node.inputs:
         return None

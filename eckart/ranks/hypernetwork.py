@@ -12,8 +12,8 @@ T is the number of parameters, and R grows with the excess of T over the budget.
 singular values. The rank of a target is the number of ones in its mask, without noise. Three points are ours:
 
 - T counts min(dense, factorized) for each target, because a target stays dense if its factors are larger than its dense
-  weight. The gradient of T is always that of the factorized count (choice): above the break-even rank, min has no
-  gradient, and masks that start there would never be pushed down.
+  weight. The gradient of T is always that of the factorized count (choice). Above the break-even rank, at which both
+  sizes are equal, min has no gradient, and masks that start there would never be pushed down.
 - R_align can use singular values of norm 1, so that γ means the same for all targets, models and weightings. The paper
   uses raw singular values.
 - The masks meet the budget only roughly: R stops pushing at the budget, and the noise, with its median above 0, is
@@ -53,7 +53,7 @@ class Hypernetwork(Optimization, Method):
     """Settings of a rank search that learns one mask for each target with the weights frozen."""
 
     alone = True
-    schedule = "constant"  # section 4.1
+    schedule = "constant"  # as in section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
         "it.",

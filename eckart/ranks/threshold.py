@@ -19,7 +19,8 @@ All weights, U, Σ, V and α train together until the components with σ > α me
   largest σ just above α would have T(Σ) ≈ 0 and could hardly train. This matters if the scales of targets differ,
   because α starts and moves alike for all targets. It passes all σ of a pooler (near 0.3) long before it reaches the σ
   of a feed-forward layer (near 2).
-- α stays in [0, largest σ] (choice). A negative α would let negative σ pass, and the loss would push it ever harder.
+- α stays in [0, largest σ] (choice). A negative α would let negative σ pass, and the loss would push that α ever
+  harder.
 - A target counts as dense until its factors are smaller than the dense weight, as in all rank searches here.
 - The paper does not give s. T rises from 0 to σ within about 2/s above α. This width should be small compared with the
   singular values that matter, because T shrinks the values within it. It should also take α several steps to cross, so

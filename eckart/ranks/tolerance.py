@@ -2,13 +2,16 @@
 
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.3, algorithm 2 and appendices B and H.
 
-The allowed relative increase r of the loss is divided among the targets in proportion to their running times E_i: 1 +
-R_i = (1 + r)^(E_i / Σ E), so that Π (1 + R_i) = 1 + r. The search handles the targets in order of execution. It
-decomposes each target with statistics of the model in its current state, and takes the smallest rank of a grid with::
+The allowed relative increase r of the loss is divided among the targets according to their running times E_i::
 
-    loss < L · Π_{j ≤ i} (1 + R_j),
+    1 + R_i = (1 + r)^(E_i / Σ E), so that Π (1 + R_i) = 1 + r
 
-for L the loss before any target was approximated. If no rank of the grid satisfies this, the target stays dense. The
+The search handles the targets in order of execution. It decomposes each target with statistics of the model in its
+current state, and takes the smallest rank of a grid with::
+
+    loss < L · Π_{j ≤ i} (1 + R_j)
+
+L is the loss before any target was approximated. If no rank of the grid satisfies this, the target stays dense. The
 final loss is therefore at most (1 + r) L.
 
 Algorithm 2 prints L_new / L < 1 + R_i with an L that it never updates. This would not divide r: the whole model would

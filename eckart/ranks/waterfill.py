@@ -1,11 +1,11 @@
 """Waterfill (ours): a rank search that spends each parameter of the budget where it saves the most predicted loss.
 
-A target at rank r costs as many parameters as its storage needs, and its predicted loss is Σ_{k>r} S_k². Dense, it
-costs out · in and loses nothing. A move takes a target to any higher rank, or makes it dense. Among the moves of all
-targets, the search always makes the one that saves the most loss per parameter. Each target so follows the lower convex
-hull of its points (parameters, predicted loss). As factors, all ranks cost the same and S_k descends, so a move is a
-single rank (or a single `multiple`) until going dense saves more per parameter. Pivoted, each rank costs less than the
-one before, out + in − 2r − 1, so a move may be many ranks at once.
+A target at rank r costs as many parameters as its storage needs, and its predicted loss is Σ_{k>r} S_k², with S its
+weighted singular values. Dense, it costs out · in and loses nothing. A move takes a target to any higher rank, or makes
+it dense. Among the moves of all targets, the search always makes the one that saves the most loss per parameter. Each
+target thus follows the lower convex hull of its points (parameters, predicted loss). As factors, all ranks cost the
+same and S_k descends, so a move is a single rank (or a single `multiple`) until going dense saves more per parameter.
+Pivoted, each rank costs less than the one before, out + in − 2r − 1, so a move may be many ranks at once.
 
 While every such move is affordable, the loss is the smallest that the budget allows. If the best move of a target is
 not affordable, the target makes the best affordable one. The loss then exceeds the optimum by at most the saving of the

@@ -30,8 +30,8 @@ from eckart.training.rules import Rule
 class MixedRank(Optimization, Method):
     """Settings of mixed-rank fine-tuning.
 
-    A target runs with its dense weight at a probability p that falls linearly to 0. Each step has two passes, which are
-    trained to agree.
+    A target runs with its dense weight at a probability p that falls linearly to 0. While p is above 0, each step has
+    two passes, which are trained to agree.
     """
 
     alone = True

@@ -1,4 +1,4 @@
-"""Recovery in turn: two trainings, where the second begins once the first has pruned the model to its final size.
+"""Two trainings in turn: the second begins once the first has pruned the model to its final size.
 
 Source: LoSparse (Li et al., ICML 2023), appendix E: the model is pruned first, and then distilled.
 """

@@ -191,12 +191,12 @@ class RowPruning(Rule):
     def after_update(self, step: int) -> None:
         """Prune the rows by eq. 9 after the update, with scores from before the update.
 
-        The optimizer also moves pruned rows, by gradient and momentum, so they are set to zero again. They do not come
-        back: the sensitivity of a zero row is zero, so its score shrinks by the factor β at each step, and no score
-        shrinks faster. t counts from 0 (choice, as in the authors' code).
+        The optimizer also moves pruned rows, by gradient and momentum, so they are set to zero again. Without a window,
+        they do not come back: the sensitivity of a zero row is zero, so its score shrinks by the factor β at each step,
+        and no score shrinks faster. With a window, a pruned row moves until the next pruning, and its score is the
+        effect that it has on the loss meanwhile.
 
-        With a window, a pruned row moves until the next pruning, and its score is the effect that it has on the loss
-        meanwhile.
+        t counts from 0 (choice, as in the authors' code).
         """
         if self.window is not None:
             self._average(step % self.window)
@@ -250,7 +250,7 @@ class RowPruning(Rule):
             rows.mean = (mean * done + score) / (done + 1)
 
     def _prune(self, room: int) -> None:
-        """Keep the rows with the best scores of all targets that fit into `room` parameters; zero the others."""
+        """Keep rows of all targets in descending order of score until `room` parameters are used; zero the others."""
         targets = list(self.targets.values())
         order = _order(torch.cat([rows.scores for rows in targets]))
         prices = torch.cat([rows.prices() for rows in targets])

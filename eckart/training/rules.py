@@ -21,9 +21,9 @@ class Rule:
     """Base class of training rules. Here no hook does anything."""
 
     settings: Any = None
-    """Everything that decides what the rule does, with a `repr`.
+    """Value that contains everything that decides what the rule does.
 
-    A training resumes from a checkpoint only if the `repr` is the same.
+    A training resumes from a checkpoint only if the `repr` of this value is the same.
     """
 
     forward_options: Mapping[str, Any] = {}
