@@ -438,7 +438,7 @@ def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[
             does.
 
     Raises:
-        ExportError: the logits differ by more than twice that, or predict other classes.
+        ExportError: the logits differ by more than the tolerance and twice `rounding`, or predict other classes.
     """
     difference = _farthest(expected, actual)
     allowed = TOLERANCE * max(1.0, float(expected.abs().max()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 KEPT = "num_logits_to_keep"
-"""Optional input of a causal language model's graph: for how many last tokens to return logits (as transformers.js)."""
+"""Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
 
 OUTPUTS = ("logits", "start_logits", "end_logits")
 """Names of the outputs of a head."""

@@ -217,7 +217,7 @@ class HypernetworkSearch(Rule):
         return soft.detach().round() + (soft - soft.detach())
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
-        """Return λ R + γ/L Σ R_align, which eq. 8 adds to the task loss."""
+        """Return the penalty λ R + γ/L Σ R_align of eq. 8, which is added to the task loss."""
         parameters = self._parameters()
         # R(a, b) = log(max(a, b)/b), with a = parameters and b = budget; here without a gradient at a = b
         excess = torch.log1p(torch.relu(parameters / self.budget - 1))
@@ -230,7 +230,7 @@ class HypernetworkSearch(Rule):
         return loss if self.method.selection == "elements" else loss + self.method.alignment_weight * gap
 
     def _parameters(self) -> Tensor:
-        """Return T(m), with the value of Σ min(dense, factorized) and the gradient of Σ (out + in) 1ᵀm_l."""
+        """Return the parameter count T(m): the value of Σ min(dense, factorized), the gradient of Σ (out + in) 1ᵀm."""
         ranks = torch.stack([mask.sum() for mask in self.masks])
         steps = ranks.new_tensor([target.step for target in self.masked])
         dense = ranks.new_tensor([target.parameters for target in self.masked])
@@ -277,7 +277,7 @@ class HypernetworkSearch(Rule):
         self.masks, self.layers = [], []
 
     def ranks(self) -> Ranks:
-        """Return target name → rank, or None if the target stays dense.
+        """Return the rank of each target by name, or None if the target stays dense.
 
         The parameters meet the budget and fall short of it by less than the price of one rank.
         """
@@ -287,9 +287,10 @@ class HypernetworkSearch(Rule):
         return ranks
 
     def selected(self) -> dict[str, Tensor] | None:
-        """Return target name → ascending indices of its kept components `(rank,)`, without the targets that stay dense.
+        """Return the ascending indices of the components that each target keeps, `(rank,)`, by target name.
 
-        None if the setting `selection` is `ranks`: the leading components are kept then.
+        Targets that stay dense are left out. None if the setting `selection` is `ranks`: the leading components are
+        kept then.
         """
         if self.method.selection == "ranks":
             return None
@@ -297,9 +298,10 @@ class HypernetworkSearch(Rule):
         return {target.name: torch.tensor(sorted(indices)) for target, indices in chosen}
 
     def shaped_weights(self) -> dict[str, Tensor] | None:
-        """Return target name → sum of its `selected` components `(out, in)`, or None if `selected` returns None.
+        """Return the sum of the `selected` components of each target, `(out, in)`, by name.
 
-        The decomposition of such a weight under the same weighting has exactly these components, in the same order.
+        None if `selected` returns None. The decomposition of such a weight under the same weighting has exactly these
+        components, in the same order.
         """
         if (selected := self.selected()) is None:
             return None

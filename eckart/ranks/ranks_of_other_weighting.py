@@ -67,7 +67,7 @@ class Borrowed(Method):
 
 @dataclass(frozen=True)
 class _Lender:
-    """Recipe with the weighting and the search of `Borrowed`, against which these two check for contradictions."""
+    """Recipe with the weighting and the search of `Borrowed`, to find contradictions between its parts."""
 
     shaping: Method | None
     weighting: Method

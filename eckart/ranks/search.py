@@ -33,7 +33,7 @@ class Shaped:
 
 @dataclass(frozen=True)
 class ChosenRanks:
-    """Ranks that a search chose, and the loss that they predict.
+    """Ranks that a search chose, and the loss predicted for them.
 
     Attributes:
         targets: the targets, with the recipe's storage, so that their parameters are counted for it.

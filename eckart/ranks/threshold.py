@@ -237,7 +237,7 @@ class ThresholdSearch(Rule):
         self.layers = []
 
     def ranks(self) -> Ranks:
-        """Return target name → number of surviving components, or None if their factors make the target no smaller.
+        """Return the number of surviving components of each target by name, or None if the target stays dense.
 
         Raises:
             ValueError: the budget was never met.

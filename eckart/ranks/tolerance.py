@@ -114,11 +114,11 @@ def tolerated_ranks(
 ) -> Ranks:
     """Return ranks within `keep`, and replace the weight of every factorized target by its approximation of that rank.
 
-    If `settings.increase` is None, r is the smallest increase found that meets `keep` (choice: the paper sets r and
-    accepts any resulting size). It is found by bisection on a geometric scale of log(1 + r), because it can be orders
-    of magnitude below the increase that the smallest ranks need. If ranks that do not raise the loss already meet
-    `keep`, these are taken, however far below `keep` they are. Biases stay. After an error, `model` has its dense
-    weights again.
+    If `settings.increase` is None, the loss may rise by the smallest relative increase r found that meets `keep`
+    (choice: the paper sets r and accepts any resulting size). It is found by bisection on a geometric scale of
+    log(1 + r), because it can be orders of magnitude below the increase that the smallest ranks need. If ranks that do
+    not raise the loss already meet `keep`, these are taken, however far below `keep` they are. Biases stay. After an
+    error, `model` has its dense weights again.
 
     Args:
         targets: in order of execution, as `find_targets` returns them.
