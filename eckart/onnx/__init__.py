@@ -1,4 +1,4 @@
-"""Export models as ONNX, in float32 and in int8, and run them by onnxruntime. Needs the extra `onnx`."""
+"""Export of models to ONNX, in float32 and in int8, and inference with onnxruntime. Needs the extra `onnx`."""
 
 from eckart.onnx.exporting import Exported as Exported
 from eckart.onnx.exporting import export as export

@@ -1,4 +1,4 @@
-"""Export a model as ONNX, once onnxruntime gives the outputs that torch gives. Needs the extra `onnx`.
+"""Export of a model to ONNX, with a check that onnxruntime gives the same outputs as torch. Needs the extra `onnx`.
 
 A low-rank layer stays two matrix products, so the file is as small as the factors or pivots are.
 """
@@ -39,23 +39,24 @@ from eckart.onnx.running import (
 )
 
 TOLERANCE = 1e-4
-"""Largest difference of two logits, ÷ the largest logit of the batch where that is above 1."""
+"""Largest allowed difference between logits of torch and onnxruntime, ÷ the largest logit of the batch if above 1."""
 
-_TIES = 1e-3  # share of predictions that may be another class: of thousands of tokens, some have two as likely
+_TIES = 1e-3  # share of predictions that may differ in class: some of thousands of tokens have two equally likely ones
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LONGEST = 64  # tokens of a random text
-_SPECIAL_ATTENTION = ("softcap", "s_aux", "position_bias")  # arguments of attention that only a model's own code knows
-_DECODER_OPSET = 23  # has nodes for rotary embeddings and RMS norms, which are seven nodes each before it
+_SPECIAL_ATTENTION = ("softcap", "s_aux", "position_bias")  # arguments that only a model's own attention handles
+_DECODER_OPSET = 23  # has one node for a rotary embedding or an RMS norm; earlier opsets need seven
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The file that was written, and how near its outputs are to torch's.
+    """Result of an export: the size of the file, and the difference between its outputs and torch's.
 
     Attributes:
-        parameters: floating-point numbers in the file.
-        rows: examples on which both were compared.
-        difference: the largest difference of two logits.
+        parameters: number of floating-point numbers in the file.
+        bytes: size of the file, including separate weights.
+        rows: number of examples on which the outputs were compared.
+        difference: largest difference between two logits.
     """
 
     parameters: int
@@ -72,25 +73,26 @@ def export(
     int8: bool = False,
     calibration: Iterable[Batch] = (),
 ) -> Exported:
-    """Write `model` as ONNX, with the tokenizer's outputs as inputs, `(batch, tokens)`, for any batch size and length.
+    """Export `model` to ONNX, for any batch size and length. The inputs are the tokenizer's outputs, `(batch, tokens)`.
 
     The outputs are `logits`: `(batch, classes)`, or `(batch, tokens, classes)` for token classification and causal
-    language models; or for question answering `start_logits` and `end_logits`, `(batch, tokens)`.
+    language models. For question answering they are `start_logits` and `end_logits`, `(batch, tokens)`.
 
-    The graph of a causal language model has the cache as inputs `past_key_values.N.key` and `.value`, `(batch, heads,
-    past, size)`, where past is 0 before the first token, and as outputs `present.N.key` and `.value`, `(batch, heads,
-    past + tokens, size)`. Its `attention_mask` is `(batch, past + tokens)`; examples may be padded on either side. The
-    optional input `num_logits_to_keep` asks for the logits of so many last tokens; 0: of all. Caches of another kind
-    (Mamba's states) are left out, and with them this input.
+    The graph of a causal language model also has its cache as inputs `past_key_values.N.key` and `.value`, `(batch,
+    heads, past, size)`, and as outputs `present.N.key` and `.value`, `(batch, heads, past + tokens, size)`. past is 0
+    before the first token. Its `attention_mask` is `(batch, past + tokens)`; examples may be padded on either side. The
+    optional input `num_logits_to_keep` is the number of last tokens to compute logits for; 0: all tokens. A cache of
+    another kind (Mamba's states) is not exported, and then this input does not exist either.
 
-    The model is put into eval mode. `file` is written as a whole, and only after onnxruntime has given torch's outputs
-    for texts of several lengths and for `batches`, padding aside. Above 2 GB the weights are in `FILE.data` beside it.
+    The model is put into eval mode. `file` is replaced only at the end, once onnxruntime has given torch's outputs,
+    except on padding, for texts of several lengths and for `batches`. Above 2 GB, the weights are in `FILE.data` beside
+    it.
 
     Args:
-        model: in float32, with a head that gives logits.
-        batches: more inputs to compare on, each `(batch, tokens)`; names that are no input are ignored.
-        int8: quantize the weights by `quantize`; the outputs may then differ.
-        calibration: typical inputs to quantize by; none: random texts.
+        model: in float32, with a head that returns logits.
+        batches: further inputs for the comparison, each `(batch, tokens)`; names that are no input are ignored.
+        int8: whether to quantize the weights with `quantize`; the outputs may then differ from torch's.
+        calibration: typical inputs for the quantization; if empty, random texts.
 
     Raises:
         ExportError: a package is missing, the model cannot be exported, or the outputs differ.
@@ -125,7 +127,7 @@ def export(
 
 
 class _Logits(nn.Module):
-    """Runs a model on tensors in a fixed order."""
+    """Model that takes its inputs as positional tensors in a fixed order, as torch.onnx needs them."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
         super().__init__()
@@ -137,13 +139,12 @@ class _Logits(nn.Module):
 
 
 def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Return those of OUTPUTS that the model has and, where the inputs hold a cache, the new cache."""
+    """Return the model's outputs that are named in OUTPUTS and, if the inputs contain a cache, the new cache."""
     past = [values for name, values in inputs.items() if name.startswith(PAST)]
     given: dict[str, Any] = {name: values for name, values in inputs.items() if not name.startswith(PAST)}
     accepted = inspect.signature(model.forward).parameters
-    if (
-        model.can_generate() and "attention_mask" in given and "position_ids" in accepted
-    ):  # counted from where each text begins, as `generate` does
+    # positions count from the first real token of each text, as in `generate`
+    if model.can_generate() and "attention_mask" in given and "position_ids" in accepted:
         positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         given["position_ids"] = positions[:, past[0].shape[2] if past else 0 :]
     cache = DynamicCache(list(zip(past[::2], past[1::2], strict=True))) if past else None
@@ -153,7 +154,7 @@ def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
 
 
 def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
-    """Return the keys and values of each layer, `(batch, heads, tokens, size)`."""
+    """Return the keys and values of each layer, `(batch, heads, tokens, size)`, under names that begin with `name`."""
     layers = enumerate(cache.layers)
     return {
         f"{name}{number}.{part}": getattr(layer, f"{part}s") for number, layer in layers for part in ("key", "value")
@@ -161,12 +162,13 @@ def _cached(cache: DynamicCache, name: str) -> dict[str, Tensor]:
 
 
 def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Return the inputs with a cache of some earlier tokens, if the model keeps keys and values."""
+    """Return the inputs, with a cache of some earlier tokens if the model keeps keys and values."""
     accepted = inspect.signature(model.forward).parameters
     if not (model.can_generate() and "past_key_values" in accepted and "attention_mask" in inputs):
         return dict(inputs)
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values  # training leaves it off in the config
+        # use_cache is explicit, because training turns it off in the config
+        cache = model(**inputs, use_cache=True).past_key_values
     if not isinstance(cache, DynamicCache) or not all(type(layer) is DynamicLayer for layer in cache.layers):
         return dict(inputs)
     past = {name: values[:, :, : values.shape[2] // 3] for name, values in _cached(cache, PAST).items()}
@@ -176,9 +178,9 @@ def _with_cache(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
 
 
 def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Tensor]]:
-    """Yield batches of random texts: a padded one, single texts down to one word, and a larger padded one."""
+    """Yield batches of random texts: a padded one, a single text, a text of one word, and a larger padded one."""
     positions = getattr(model.config, "max_position_embeddings", None) or 2 * _LONGEST
-    longest = min(_LONGEST, positions // 2)  # half, as some models do not count positions from 0
+    longest = min(_LONGEST, positions // 2)  # half, because some models do not count positions from 0
     accepted = inspect.signature(model.forward).parameters
     words = [token for token in range(len(tokenizer)) if token not in tokenizer.all_special_ids]
     generator = torch.Generator().manual_seed(0)
@@ -190,12 +192,12 @@ def _random_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
-    """Write the graph that `model` runs for `sample`; return how many floating-point numbers it holds."""
+    """Write the graph that `model` runs for `sample`, and return the number of floating-point numbers in it."""
     with torch.no_grad():
         outputs = list(_outputs(model, sample))
     if not outputs:
         raise ExportError(f"a {type(model).__name__} gives no logits: load it with the head of a task")
-    with quiet(), _eager_attention(model) as eager, torch.no_grad():  # to follow a backward pass takes longer
+    with quiet(), _eager_attention(model) as eager, torch.no_grad():  # tracing is slower with gradients
         try:
             program = torch.onnx.export(
                 _Logits(model, list(sample)).eval(),
@@ -203,7 +205,7 @@ def _write(model: PreTrainedModel, sample: Batch, file: Path) -> int:
                 dynamo=True,
                 input_names=list(sample),
                 output_names=outputs,
-                # some models have torch's own attention alone, which opset 23 has for as many keys as queries
+                # opset 23 exports torch's own attention, which some models always use, only for as many keys as queries
                 opset_version=_DECODER_OPSET if _has_cache(sample) and eager else None,
                 dynamic_shapes=(tuple(_dynamic_axes(name, sample) for name in sample),),
                 verbose=False,
@@ -228,23 +230,24 @@ def _has_cache(inputs: Batch) -> bool:
 
 
 def _add_kept_logits(model: Any) -> None:
-    """Add the optional input KEPT: for how many last tokens to compute logits; 0: for all.
+    """Add the optional input KEPT, the number of last tokens to compute logits for; 0: all.
 
-    The head is half of a small language model's work on a prompt, of which generation needs the last token's logits
-    alone. A graph whose logits are a sum of products stays as it is.
+    The head is half of the work of a small language model on a prompt, but generation needs only the logits of the last
+    token. If the logits of a graph are a sum of products, the graph stays unchanged.
     """
     import onnx_ir as ir
 
     (logits,) = (value for value in model.graph.outputs if value.name == "logits")
     product = logits.producer()
-    while product.op_type != "MatMul":  # nodes that bound or scale logits
+    while product.op_type != "MatMul":  # skip nodes that bound or scale the logits
         makers = [value.producer() for value in product.inputs if value is not None]
         computed = [maker for maker in makers if maker is not None and maker.op_type != "Constant"]
         if len(computed) != 1:
             return
         (product,) = computed
     count = ir.Value(name=KEPT, shape=ir.Shape([]), type=ir.TensorType(ir.DataType.INT64))
-    count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)  # an initializer is an input's default
+    # an initializer is the default value of an input
+    count.const_value = ir.tensor(0, dtype=ir.DataType.INT64, name=KEPT)
     one, end = (
         ir.Value(name=f"{KEPT}.{name}", const_value=ir.tensor([number], name=f"{KEPT}.{name}"))
         for name, number in (("one", 1), ("end", torch.iinfo(torch.int64).max))
@@ -262,9 +265,9 @@ def _add_kept_logits(model: Any) -> None:
 
 
 def _store_tables_by_rows(graph: Any) -> None:
-    """Transpose each stored weight that embeddings are looked up in, so that a lookup needs no transposed copy of it.
+    """Store the table of each embedding by rows, so that a lookup needs no transposed copy of it.
 
-    Products with the same weight transpose it back.
+    Such a table was stored transposed, for a product with the same weight. That product transposes it back now.
     """
     import onnx_ir as ir
 
@@ -290,7 +293,7 @@ def _store_tables_by_rows(graph: Any) -> None:
 
 
 def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
-    """Return the axes of an input that may have any size, and their names."""
+    """Return the axes of an input that may have any size, with their names."""
     if name.startswith(PAST):
         return {0: "batch", 2: "past"}
     return {0: "batch", 1: "past_and_tokens" if _has_cache(sample) and name == "attention_mask" else "tokens"}
@@ -298,9 +301,9 @@ def _dynamic_axes(name: str, sample: Batch) -> dict[int, str]:
 
 @contextmanager
 def _eager_attention(model: PreTrainedModel) -> Iterator[bool]:
-    """Run attention as products and a softmax; yield whether the model can.
+    """Run attention as matrix products and a softmax while the context is open; yield whether the model supports this.
 
-    Torch's own attention adds nodes for rows without tokens, which cost time.
+    Torch's own attention adds nodes for rows without tokens, and these cost time.
     """
     before = model.config._attn_implementation
     config = model.config.get_text_config()
@@ -327,9 +330,9 @@ def _grouped_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute eager attention without repeating keys and values for each query head that shares them.
+    """Compute eager attention without copying each key and value for all query heads that share it.
 
-    Queries `(batch, heads, tokens, size)` of the heads that share a key are handled as more tokens of one head.
+    The queries `(batch, heads, tokens, size)` of heads that share a key are treated as further tokens of one head.
     """
     if scaling is None or any(others.get(name) is not None for name in _SPECIAL_ATTENTION):
         eager: Callable[..., tuple[Tensor, Tensor | None]] = sys.modules[
@@ -345,10 +348,10 @@ def _grouped_attention(
 
 
 def _strip(model: Any) -> None:
-    """Remove the exporter's notes: stack traces with paths of this machine, which are larger than the graph.
+    """Remove the exporter's stack traces: they contain paths of this machine and are larger than the graph.
 
-    Also remove the shapes of all but inputs and outputs: onnx infers them, and a tool that transposes a weight would
-    refuse the file for the shape that is noted.
+    Also remove all shapes except those of inputs and outputs. onnx infers them, and a tool that transposes a weight
+    would otherwise refuse the file because the noted shape is wrong.
     """
     nodes = list(model.graph.all_nodes())
     values = [value for node in nodes for value in node.outputs]
@@ -362,7 +365,15 @@ def _strip(model: Any) -> None:
 def _compare(
     model: PreTrainedModel, file: Path, sample: Batch, batches: Iterable[Batch], same: bool = True
 ) -> tuple[int, float]:
-    """Return the number of examples and the largest difference of logits; fail unless outputs are the `same`."""
+    """Compare the outputs of `file` with torch's. Return the number of examples and the largest difference of logits.
+
+    Args:
+        same: whether to raise an error if the outputs differ.
+
+    Raises:
+        ExportError: onnxruntime cannot run the file, its logits are not finite, or they differ although they should
+            not.
+    """
     names = [name for name in sample if not name.startswith(PAST)]
     answer = runner(file, torch.get_num_threads())
     rows, largest = 0, 0.0
@@ -386,9 +397,10 @@ def _compare(
 
 
 def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> dict[str, Tensor]:
-    """Run a graph with a cache on half of the tokens, then on the others with the cache of the first half.
+    """Run a graph with a cache on half of the tokens, then on the other half with the cache of the first.
 
-    The last token's logits are computed apart, by KEPT, so that this input is compared, too.
+    The logits of the last token are computed in a separate run with KEPT, so that the comparison covers this input,
+    too.
     """
     half, keep_one = inputs["input_ids"].shape[1] // 2, {KEPT: torch.tensor(1)}
     if not half:
@@ -401,11 +413,14 @@ def _in_parts(answer: Callable[[Batch], dict[str, Tensor]], inputs: Batch) -> di
 
 
 def _compared(name: str, expected: Tensor, actual: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
-    """Return two outputs of that name as `(predictions, classes)`, without padding, where a model may give anything."""
+    """Return the outputs of torch and onnxruntime under this name as `(predictions, classes)`, without padding.
+
+    On padding a model may return anything.
+    """
     real = inputs["attention_mask"].cpu() == 1 if "attention_mask" in inputs else None
-    if expected.dim() == 3:  # a label for each token
+    if expected.dim() == 3:  # one prediction for each token
         return (expected.flatten(0, 1), actual.flatten(0, 1)) if real is None else (expected[real], actual[real])
-    if name != "logits" and real is not None:  # a token is chosen among all
+    if name != "logits" and real is not None:  # one prediction for each text, whose classes are its tokens
         return expected.where(real, expected.min()), actual.where(real, expected.min())
     return expected, actual
 
@@ -418,15 +433,16 @@ def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[
     """Return the largest difference of logits `(predictions, classes)`.
 
     Args:
-        rounding: returns how far torch's own logits are from exact ones. It is called where the difference is above the
-            tolerance: onnxruntime may round as far as torch does on inputs that the model never saw.
+        rounding: returns the difference of torch's own logits from exact ones. It is called only if the logits differ
+            by more than the tolerance: on inputs that the model never saw, onnxruntime may round as badly as torch
+            does.
 
     Raises:
-        ExportError: the logits differ by more than that, or predict other classes.
+        ExportError: the logits differ by more than the tolerance and twice `rounding`, or predict other classes.
     """
     difference = _farthest(expected, actual)
     allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
-    if not difference <= allowed and not difference <= 2 * rounding():  # also where it is nan
+    if not difference <= allowed and not difference <= 2 * rounding():  # also true if the difference is nan
         raise ExportError(f"onnxruntime's logits differ from torch's by {difference:.2g}: {name} was not written")
     changed = int((expected.argmax(-1) != actual.argmax(-1)).sum())
     if changed > _TIES * len(expected):
@@ -435,7 +451,7 @@ def _difference(expected: Tensor, actual: Tensor, name: str, rounding: Callable[
 
 
 def _rounding(model: PreTrainedModel, inputs: Batch, name: str) -> float:
-    """Return how far the model's logits are from its logits in float64."""
+    """Return the largest difference between the model's logits and its logits in float64."""
     on_cpu, copy = {key: values.cpu() for key, values in inputs.items()}, deepcopy(model).cpu()
     with torch.no_grad():
         own = _outputs(copy, on_cpu)[name]
@@ -444,9 +460,9 @@ def _rounding(model: PreTrainedModel, inputs: Batch, name: str) -> float:
 
 
 def _move(written: Path, file: Path) -> None:
-    """Move a file to `file`, with its weights if they are apart.
+    """Move `written` to `file`, together with its weights if they are in a separate file.
 
-    Two files cannot be replaced at once: in between there is none, rather than one with another's weights.
+    Two files cannot be replaced at once. In between, there is no file rather than a file with the weights of another.
     """
     weights, old = weights_of(written), weights_of(file)
     if weights.exists() or old.exists():

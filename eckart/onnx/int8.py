@@ -1,4 +1,4 @@
-"""Quantize a graph to int8: smooth activations, scale weights by output and embeddings by row."""
+"""Quantization of a graph to int8, with smoothed activations and a scale for each output or embedding row."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from eckart.onnx.smoothing import smooth
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_LARGEST = 63  # of seven bits
+_LARGEST = 63  # largest integer of seven bits with a sign
 
 
 def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> None:
-    """Write the graph in `file` with int8 weights: linear layers with a scale for each output, embeddings for each row.
+    """Write the graph in `file` with int8 weights.
 
-    Activations stay float32 between linear layers; each layer rounds its inputs by the range that they have.
-    Weights take seven of the eight bits: processors without VNNI sum two products in 16 bits, and cut off what
-    overflows. A dense model hardly notices; a factorized one, whose first component is large, predicts at chance.
+    Linear layers get one scale for each output, and embeddings one for each row. Activations stay float32 between
+    linear layers. Each layer rounds its inputs to int8, by the range that they have at run time.
+
+    Weights use seven of the eight bits, because processors without VNNI add two products in 16 bits and cut off
+    overflow. With eight bits, a dense model hardly changes, but a factorized one predicts at chance: its first
+    component is large.
 
     Args:
-        file: as `export` wrote it.
-        calibration: typical inputs of the graph, each `(batch, tokens)`, by which activations are smoothed
-            (eckart/onnx/smoothing.py). None: activations stay as they are.
+        file: a graph that `export` wrote.
+        calibration: typical inputs of the graph, each `(batch, tokens)`, for smoothing activations
+            (eckart/onnx/smoothing.py). If empty, activations are not smoothed.
 
     Raises:
         ExportError: onnxruntime cannot quantize the graph.
@@ -58,9 +61,9 @@ def quantize(file: Path, quantized: Path, calibration: Iterable[Batch] = ()) -> 
 
 
 def _round_tables(file: Path, rounded: Path) -> None:
-    """Round the tables of embeddings with a scale for each row; heads that share a table then multiply in int8.
+    """Round the tables of embeddings to int8, with one scale for each row; heads that share a table multiply in int8.
 
-    `quantize_dynamic` has one scale for all rows, and converts the weight of such a head to float32 for each token.
+    `quantize_dynamic` uses one scale for all rows, and converts the weight of such a head to float32 for each token.
     """
     import onnx_ir as ir
 
@@ -74,7 +77,7 @@ def _round_tables(file: Path, rounded: Path) -> None:
 
 
 def _readers(table: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
-    """Return the nodes that look up rows of a table, and those that transpose it for a product."""
+    """Return the nodes that look up rows of a table, and the nodes that transpose the table for a product."""
     import onnx_ir as ir
 
     nodes, weight = table.consumers(), table.const_value
@@ -129,7 +132,7 @@ def _initializer(graph: ir.Graph, name: str, values: Tensor) -> ir.Value:
 
 
 def _put(graph: ir.Graph, node: ir.Node, *others: ir.Node) -> None:
-    """Replace `node` by `others`, the last of which computes its output."""
+    """Replace `node` with `others`; the last of these computes the output."""
     from onnx_ir.convenience import replace_nodes_and_values
 
     replace_nodes_and_values(graph, node, [node], others, node.outputs, others[-1].outputs)

@@ -1,4 +1,4 @@
-"""Run an ONNX graph by onnxruntime on the CPU, alone or in place of a model's forward."""
+"""Inference of an ONNX graph with onnxruntime on the CPU, alone or in place of the forward of a model."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 KEPT = "num_logits_to_keep"
-"""Optional input of a causal language model's graph: of how many last tokens to give logits (as transformers.js)."""
+"""Optional input of a causal language model's graph, as in transformers.js: how many last tokens get logits."""
 
 OUTPUTS = ("logits", "start_logits", "end_logits")
-"""Outputs of a head."""
+"""Names of the outputs of a head."""
 
 PAST, PRESENT = "past_key_values.", "present."
-"""Prefixes of the names of a decoder's cache, before and after (as optimum)."""
+"""Prefixes of the names of a decoder's cache, as input and as output (as in optimum)."""
 
 SLOW_FUSIONS = ["SkipLayerNormFusion"]
-"""Optimizations of onnxruntime that `runner` turns off: this kernel takes longer than the sum and the norm that it
-replaces; without it MiniLM in int8 is 1.15 times as fast (docs/files-to-ship.md)."""
+"""Optimizations of onnxruntime that `runner` turns off.
+
+The kernel of this fusion is slower than the sum and the norm that it replaces. Without it, MiniLM in int8 is 1.15 times
+as fast (docs/files-to-ship.md).
+"""
 
 
 class ExportError(RuntimeError):
-    """No ONNX file was written, and an older one stays; the message says why."""
+    """Failure of an export or of onnxruntime, explained in the message. No file was written, and an older one stays."""
 
 
 def runner(file: Path, threads: int = 0) -> Callable[[Batch], dict[str, Tensor]]:
-    """Return a function from inputs to outputs that runs `file` on the CPU; a cache that is not given is empty.
+    """Return a function that runs `file` on the CPU: inputs → outputs. A cache that is missing in the inputs is empty.
 
     Args:
-        threads: threads of a matrix product; 0: as many as there are cores.
+        threads: number of threads of a matrix product; 0: one for each core.
 
     Raises:
-        ExportError: onnxruntime cannot run it.
+        ExportError: onnxruntime cannot run the file.
     """
     session = _session(file, threads)
     shapes = {value.name: value.shape for value in session.get_inputs()}
@@ -74,7 +77,8 @@ def _session(file: Path, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # it would take time from what runs next
+    # spinning threads would take time from the code that runs next
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     with explained():
         return onnxruntime.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=SLOW_FUSIONS
@@ -82,33 +86,36 @@ def _session(file: Path, threads: int) -> Any:
 
 
 def cache_of(outputs: Batch) -> dict[str, Tensor]:
-    """Return the cache among the outputs of a causal language model, as inputs for the next tokens."""
+    """Return the cache in the outputs of a causal language model, renamed to inputs for the next tokens."""
     return {name.replace(PRESENT, PAST, 1): values for name, values in outputs.items() if name.startswith(PRESENT)}
 
 
 def answer_by(model: PreTrainedModel, answer: Callable[[Batch], dict[str, Tensor]]) -> None:
-    """Make `model` return the logits of a `runner`, so that it can be scored; it cannot be trained then."""
+    """Replace the forward of `model` with a function from `runner`, so that an ONNX graph can be scored like a model.
+
+    The model cannot be trained afterwards.
+    """
 
     @wraps(model.forward)
     def forward(**inputs: Any) -> ModelOutput:
         logits = {name: values.to(model.device) for name, values in answer(inputs).items() if name in OUTPUTS}
-        return ModelOutput({"loss": torch.zeros(()), **logits})  # a loss, since the Trainer asks for one
+        return ModelOutput({"loss": torch.zeros(()), **logits})  # the Trainer needs some loss
 
     model.forward = forward
 
 
 @contextmanager
 def explained(what: str = "cannot run what torch exported") -> Iterator[None]:
-    """Raise errors of onnxruntime as ExportError."""
+    """Raise every error in this context as an ExportError that names onnxruntime."""
     try:
         yield
-    except Exception as error:  # they have no class in common
+    except Exception as error:  # errors of onnxruntime have no common class
         raise ExportError(f"onnxruntime {what}: {error}") from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence exporter and quantizer, which warn of internals and print what could not be traced."""
+    """Silence the exporter and the quantizer, which warn about internals and print what could not be traced."""
     levels = {logger: logger.level for logger in map(logging.getLogger, ("", "torch.onnx", "torch.fx"))}
     for logger in levels:
         logger.setLevel(logging.ERROR)
@@ -122,12 +129,12 @@ def quiet() -> Iterator[None]:
 
 
 def weights_of(file: Path) -> Path:
-    """Return the path of the weights of a file that is too large to hold them."""
+    """Return the path of the separate file for the weights of `file`, if `file` is too large to contain them."""
     return file.with_name(f"{file.name}.data")
 
 
 def save_graph(model: ir.Model, file: Path, like: Path) -> None:
-    """Write a graph, with its weights in a file of their own if those of `like` are."""
+    """Write a graph; its weights get a file of their own if those of the graph `like` have one."""
     import onnx_ir as ir
 
     ir.save(model, file, external_data=weights_of(file).name if weights_of(like).exists() else None)

@@ -1,14 +1,14 @@
-"""Smoothing: rescale channels so that activations lose less when all channels share one range of eight bits.
+"""Smoothing: a rescaling of channels before quantization, so that activations lose less in one common range of 8 bits.
 
-A few channels are often a hundred times as large as the others, which then share a few of 255 steps. Dividing channel j
-of a product's input by s_j and multiplying row j of its weight by s_j changes nothing but the rounding error. With a
-share α of the difficulty moved to the weights::
+A few channels are often a hundred times as large as the others. The others then use only a few of the 255 steps. If
+channel j of a product's input is divided by s_j and row j of the weight is multiplied by s_j, nothing changes but the
+rounding error. A share α of the difficulty is moved to the weights with::
 
     s_j = max |X_j|^α ÷ max |W_j|^(1 − α).
 
-Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, where α is 1/2. The paper divides the outputs of
-norms. Here every output is divided whose node can absorb the division: a norm in its scale; a product in the columns of
-its weight, so the components between two factors, too; a gate in the value that it multiplies.
+Source: SmoothQuant (Xiao et al., ICML 2023), equations 3 and 4, with α = 1/2. The paper divides the outputs of norms.
+Here every output is divided if the weights of its node can absorb the division: the scale of a norm; the columns of a
+product's weight, including the components between two factors; or one factor of a gate.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _SHARE = 0.65  # α (choice)
-_LEAST = 0.1  # of a maximum, ÷ the median one: a channel that calibration never saw must not fill the range later
-_CHANNELWISE = ("Relu", "Reshape", "Slice")  # each output channel depends on the same input channel alone
-_WITHOUT_STEPS = 4  # inputs of a Slice; a fifth could reverse the channels
-_MAXIMUM = "maximum."  # prefix of the outputs that measure
+_LEAST = 0.1  # smallest maximum, ÷ the median: a channel unused in calibration must not fill the range later
+_CHANNELWISE = ("Relu", "Reshape", "Slice")  # each output channel depends only on the same input channel
+_WITHOUT_STEPS = 4  # largest number of inputs of a Slice; a fifth, the steps, could reverse the channels
+_MAXIMUM = "maximum."  # prefix of the outputs that are maxima
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A stored weight that one node reads, and its axis of channels."""
+    """Stored weight that only one node reads, and the axis of its channels."""
 
     value: ir.Value
     axis: int
@@ -59,11 +59,11 @@ class _Weight:
 
 @dataclass(frozen=True)
 class _Activation:
-    """An activation that products read, and nothing else.
+    """Activation that is read only by products.
 
     Attributes:
-        made_by: weights that are divided in order to divide it.
-        read_by: weights of the products.
+        made_by: weights that must be divided to divide the activation.
+        read_by: weights of the products, which are multiplied.
     """
 
     value: ir.Value
@@ -73,10 +73,12 @@ class _Activation:
 
 
 def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
-    """Write the graph in `file` with the same nodes and outputs, but smooth activations where that costs nothing.
+    """Write the graph in `file` with the same nodes and outputs, but with smoothed activations.
+
+    Activations that need an additional node for this stay as they are.
 
     Args:
-        batches: typical inputs of the graph, each `(batch, tokens)`, by which channels are measured.
+        batches: typical inputs of the graph, each `(batch, tokens)`, on which the channels are measured.
     """
     import onnx_ir as ir
 
@@ -92,12 +94,12 @@ def smooth(file: Path, smoothed: Path, batches: Iterable[Batch]) -> None:
         for weight in activation.read_by:
             weight.scale(factors)
     for value in model.graph.initializers.values():
-        value.shape = value.type = None  # a tool that transposes a weight would refuse the noted shape
+        value.shape = value.type = None  # else a tool that transposes a weight would find the noted shape wrong
     save_graph(model, smoothed, like=file)
 
 
 def _positive(maxima: Tensor) -> Tensor:
-    """Raise small maxima `(channels,)` to a share of the median; ones where all are zero."""
+    """Raise small maxima `(channels,)` to a share of their median; return ones if all are zero."""
     used = maxima[maxima > 0]
     return maxima.clamp(min=_LEAST * float(used.median())) if len(used) else torch.ones_like(maxima)
 
@@ -118,14 +120,17 @@ def _activations(graph: ir.Graph) -> list[_Activation]:
 
 
 def _weight(product: ir.Node, place: int) -> _Weight | None:
-    """Return the weight of a product that reads an activation at `place`, with its axis of inputs."""
+    """Return the weight of `product`, with the axis of its inputs, if `product` reads an activation at `place`.
+
+    None if the node is no such product.
+    """
     if place or product.op_type not in ("MatMul", "Gemm") or product.attributes.get_int("transA", 0):
         return None
     return _owned(product.inputs[1], product.attributes.get_int("transB", 0))
 
 
 def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
-    """Return the weights that are divided in order to divide `value`; None where there are none such."""
+    """Return the weights that must be divided to divide `value`, or None if its node cannot absorb the division."""
     node = value.producer()
     if node is None or not node.inputs:
         return None
@@ -152,14 +157,14 @@ def _makers(value: ir.Value, channels: int) -> list[_Weight] | None:
 
 
 def _makers_or_own(value: ir.Value | None, channels: int) -> list[_Weight] | None:
-    """Return `value` itself if it is a stored weight, or else its makers."""
+    """Return `value` itself if it is a stored weight, or else its makers (see `_makers`)."""
     if own := _owned(value, -1, channels):
         return [own]
     return _makers_of_unshared(value, channels)
 
 
 def _makers_of_unshared(value: ir.Value | None, channels: int) -> list[_Weight] | None:
-    """Return the makers of `value`; None where something else reads it, too."""
+    """Return the makers of `value`, or None if another node reads it, too."""
     if value is None or len(value.uses()) > 1 or value.is_graph_output():
         return None
     return _makers(value, channels)
@@ -170,7 +175,10 @@ def _all(parts: list[list[_Weight] | None]) -> list[_Weight] | None:
 
 
 def _owned(value: ir.Value | None, axis: int, channels: int | None = None) -> _Weight | None:
-    """Return `value` if it is a stored matrix, or for axis -1 a vector, of so many channels that nothing else reads."""
+    """Return `value` with its axis of channels if only one node reads it; None if it does not fit.
+
+    It must be a stored matrix, or for axis -1 a vector, with this number of channels.
+    """
     if value is None or not value.is_initializer() or len(value.uses()) > 1 or value.const_value is None:
         return None
     weight, dimensions = _Weight(value, axis), 1 if axis < 0 else 2
@@ -181,10 +189,10 @@ def _owned(value: ir.Value | None, axis: int, channels: int | None = None) -> _W
 def _maxima(
     file: Path, measured: Path, activations: Iterable[_Activation], batches: Iterable[Batch]
 ) -> dict[str, Tensor]:
-    """Return the largest magnitude of each channel; nothing where there are no batches.
+    """Return the largest magnitude of each channel of the activations, by output name; empty if there are no batches.
 
     Args:
-        measured: path of a graph that is written to measure them.
+        measured: path for the graph that measures them.
     """
     import onnx_ir as ir
 

@@ -1,4 +1,4 @@
-"""Rank searches: how the budget is shared out among the targets. One file each."""
+"""Rank searches: methods that divide the parameter budget among the targets. Each search has its own file."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ RankSearch = Annotated[
     Field(discriminator="kind"),
 ]
 
-Borrowed.model_rebuild(_types_namespace={"RankSearch": RankSearch})  # it holds one of these
+Borrowed.model_rebuild(_types_namespace={"RankSearch": RankSearch})  # one of its fields is a RankSearch

@@ -1,6 +1,7 @@
-"""Budgets: keep ↔ ranks ↔ parameters.
+"""Conversions between keep, ranks and numbers of parameters.
 
-`keep` is parameters of all targets after ÷ before, in (0, 1]. Biases stay and are not counted on either side.
+`keep` is the number of parameters of all targets after compression ÷ before, in (0, 1]. Biases are counted on neither
+side.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from eckart.model.targets import Storage, Target
 
 Rank = int | None
-"""The rank of a target, or None where it stays dense."""
+"""Rank of a target, or None if the target stays dense."""
 
 Ranks = Mapping[str, Rank]
-"""Target → rank."""
+"""Target name → rank."""
 
 
 class NoRank(ValueError):
-    """A keep is too small for rank 1 of every target."""
+    """`keep` is too small for rank 1 of every target."""
 
 
 def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
-    """Return `targets` with this storage, by which a recipe counts their parameters.
+    """Return copies of `targets` with the storage that a recipe chose, so that `cost` counts their parameters for it.
 
-    Targets of two layers stay as they are: those of a product lose rows, an embedding and its head have factors.
+    Targets of two layers are returned unchanged: a product always loses rows, and an embedding tied to its head always
+    gets factors.
     """
     return tuple(
         target if len(target.layers) > 1 else target.model_copy(update={"storage": storage}) for target in targets
@@ -31,34 +33,34 @@ def stored(targets: Iterable[Target], storage: Storage) -> tuple[Target, ...]:
 
 
 def cost(target: Target, rank: Rank) -> int:
-    """Return the parameters of `target` at `rank`: r (out + in) as factors, r (out + in − r) pivoted."""
+    """Return the number of parameters of `target` at `rank`: r (out + in) as factors, r (out + in − r) pivoted."""
     if rank is None:
         return target.parameters
     return rank * (target.step - (rank if target.storage == "pivoted" else 0))
 
 
 def largest_rank(target: Target) -> int:
-    """Return the largest rank at which it has fewer parameters than the dense weight; 0 if there is none."""
+    """Return the largest rank at which `target` has fewer parameters than its dense weight, or 0 if there is none."""
     if target.storage == "pivoted":
         return min(target.out_features, target.in_features) - 1
     return (target.parameters - 1) // target.step
 
 
 def rank_or_dense(target: Target, rank: int) -> Rank:
-    """Return `rank`, or None where the dense weight is no larger."""
+    """Return `rank`, or None if the dense weight would be no larger."""
     return rank if rank <= largest_rank(target) else None
 
 
 def total(targets: Iterable[Target], ranks: Ranks) -> int:
-    """Return the parameters of all `targets` at `ranks`."""
+    """Return the number of parameters of all `targets` at `ranks`."""
     return sum(cost(target, ranks[target.name]) for target in targets)
 
 
 def allowance(targets: Iterable[Target], keep: float) -> int:
-    """Return the parameters that `keep` leaves to all `targets`.
+    """Return the number of parameters that all `targets` together may have at `keep`.
 
     Raises:
-        ValueError: keep lies outside (0, 1].
+        ValueError: `keep` lies outside (0, 1].
     """
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep} is no share: write a number above 0 and up to 1")
@@ -67,10 +69,12 @@ def allowance(targets: Iterable[Target], keep: float) -> int:
 
 
 def ranked_allowance(targets: Sequence[Target], keep: float) -> int:
-    """Return the `allowance`, if it pays for rank 1 of every target, or for its dense weight where no rank is smaller.
+    """Return the `allowance`, after a check that it pays for the smallest choice of every target.
+
+    The smallest choice is rank 1, or the dense weight if no rank makes the target smaller.
 
     Raises:
-        NoRank: `keep` does not pay for that.
+        NoRank: `keep` does not pay for these.
     """
     budget = allowance(targets, keep)
     if budget < sum(cost(target, rank_or_dense(target, 1)) for target in targets):

@@ -1,24 +1,27 @@
-"""Hypernetwork: ranks by differentiable binary masks over singular values.
+"""Hypernetwork: a rank search that learns differentiable binary masks over the singular values of the targets.
 
 Source: ARS (Gao et al., NAACL 2024), sections 3.3 to 3.6, algorithm 1, appendix B; the ablations are those of table 5.
 
-With the weights frozen, every target is W = left diag(m_l) right, and a network learns the masks m_l::
+The weights stay frozen. Every target l is written as W = left diag(m_l) right, and a small network learns the logits
+o_l of all masks m_l::
 
     m_l = round(σ((o_l + g + b) / τ)), g ~ Gumbel(0, 1)                             (eq. 9, straight-through)
     task loss + λ R(T(m), keep · T_total) + γ/L Σ_l R_align(m_l)                    (eq. 8)
 
-The rank of a target is the number of ones in its mask, without noise. What is ours:
+T is the number of parameters, and R grows with the excess of T over the budget. R_align draws each mask to the largest
+singular values. The rank of a target is the number of ones in its mask, without noise. Three points are ours:
 
-- T counts min(dense, factorized) of each target, for at full rank the factors are larger than the dense weight, which
-  then stays. Its gradient is that of the factors at any rank (choice): past break-even min has none, and masks that
-  start there would never be pushed down.
-- The singular values in R_align can have norm 1, so that γ means the same to all targets, models and weightings; the
-  paper has them raw.
-- R stops pushing at the budget and the noise, whose median is above 0, goes at the end, so the masks keep about what
-  they may and not exactly. One threshold on o_l + b over all targets makes it exact (choice): the least confident
-  components go where there are too many, and those that are nearest to being kept come back where there are too few,
-  so that recipes of the same keep compare. A component past break-even is free: it makes its target dense. How many
-  ranks that adds is a measure of the search; it falls with its steps.
+- T counts min(dense, factorized) for each target, because a target stays dense if its factors are larger than its dense
+  weight. The gradient of T is always that of the factorized count (choice). Above the break-even rank, at which both
+  sizes are equal, min has no gradient, and masks that start there would never be pushed down.
+- R_align can use singular values of norm 1, so that γ means the same for all targets, models and weightings. The paper
+  uses raw singular values.
+- The masks meet the budget only roughly: R stops pushing at the budget, and the noise, with its median above 0, is
+  absent at the end. So that recipes of the same keep can be compared, one threshold on o_l + b over all targets makes
+  the ranks meet it exactly (choice). If the masks keep too many components, the threshold drops the least confident
+  ones. If they keep too few, it adds those that were nearest to being kept. Components above a target's break-even rank
+  are free, because the target is dense by then. The measure `added` tells how many ranks the threshold adds; it falls
+  with more steps.
 """
 
 from __future__ import annotations
@@ -43,14 +46,14 @@ from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
-_NOISE = "generator"  # the key of its state
+_NOISE = "generator"  # key of the noise generator in the state of the rule
 
 
 class Hypernetwork(Optimization, Method):
-    """Learn one mask a target with the weights frozen."""
+    """Settings of a rank search that learns one mask for each target with the weights frozen."""
 
     alone = True
-    schedule = "constant"  # section 4.1
+    schedule = "constant"  # as in section 4.1
     captions: ClassVar = {
         "R": "By how much the masks exceed the budget: the logarithm of their parameters ÷ what keep allows, 0 within "
         "it.",
@@ -111,7 +114,10 @@ class Hypernetwork(Optimization, Method):
 
 
 class _Network(nn.Module):
-    """z `(L, 32)` → bidirectional GRU → LayerNorm → GELU → a linear layer for each target → o_l `(N_l,)`: table A1."""
+    """Network that computes the mask logits o_l `(N_l,)` of every target from random constants z `(L, 32)` (table A1).
+
+    It consists of a bidirectional GRU, LayerNorm, GELU and one linear layer for each target.
+    """
 
     z: Tensor
 
@@ -128,7 +134,7 @@ class _Network(nn.Module):
 
 
 class _Gates(nn.Module):
-    """Free o_l `(N_l,)`: table 5, without hypernetwork."""
+    """Mask logits o_l `(N_l,)` that are trained directly, without a network (ablation of table 5)."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
@@ -139,7 +145,7 @@ class _Gates(nn.Module):
 
 
 class HypernetworkSearch(Rule):
-    """Trains masks over the components of `model`'s targets; `finish` puts the dense targets back."""
+    """Training rule that learns masks over the components of the targets; `finish` puts the dense targets back."""
 
     def __init__(
         self,
@@ -153,15 +159,15 @@ class HypernetworkSearch(Rule):
         """Freeze `model` and replace its targets by their factors of full rank, min(out, in).
 
         Args:
-            decompositions: target name → its components.
-            keep: share of the parameters of `targets`.
+            decompositions: target name → its weighted decomposition.
+            keep: share of the targets' parameters that may be kept.
 
         Raises:
-            NoRank: `keep` does not pay for rank 1 everywhere.
-            ValueError: no factorization makes a target smaller.
+            NoRank: `keep` does not pay for rank 1 of every target.
+            ValueError: no rank makes any target smaller.
         """
         self.names = [target.name for target in targets]
-        # a target that no rank makes smaller stays dense and has no mask
+        # targets that no rank makes smaller stay dense and have no mask
         self.masked = [target for target in targets if largest_rank(target)]
         self.unmasked_parameters = sum(target.parameters for target in targets if not largest_rank(target))
         if not self.masked:
@@ -192,38 +198,39 @@ class HypernetworkSearch(Rule):
             module.requires_grad_(False)
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """Return the network's parameters, moved to where the model is."""
+        """Return the network's parameters, after moving the network to the model's device."""
         self.network.to(self.layers[0].left.device)
         options = {"lr": self.method.learning_rate, "weight_decay": self.method.weight_decay}
         return [{"params": list(self.network.parameters()), **options}]
 
     def before_forward(self, step: int) -> None:
-        self.network.zero_grad()  # the Trainer clears the gradients of its model alone
+        self.network.zero_grad()  # the Trainer clears only the gradients of the model
         self.masks = [self._mask(logits) for logits in self.network()]
         for layer, mask in zip(self.layers, self.masks, strict=True):
             layer.gate = mask.to(layer.left)
 
     def _mask(self, logits: Tensor) -> Tensor:
-        """Return m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
-        noise = -torch.empty(logits.shape).exponential_(generator=self.generator).log()  # on the CPU wherever it trains
+        """Return the mask m_l of eq. 9: zeros and ones, with the gradient of the sigmoid."""
+        # drawn on the CPU, so that training on any device sees the same noise
+        noise = -torch.empty(logits.shape).exponential_(generator=self.generator).log()
         soft = torch.sigmoid((logits + noise.to(logits) + self.method.offset) / self.method.temperature)
         return soft.detach().round() + (soft - soft.detach())
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
-        """Return λ R + γ/L Σ R_align of eq. 8."""
+        """Return the penalty λ R + γ/L Σ R_align of eq. 8, which is added to the task loss."""
         parameters = self._parameters()
-        # R(a, b) = log(max(a, b)/b), here without a gradient at a = b
+        # R(a, b) = log(max(a, b)/b), with a = parameters and b = budget; here without a gradient at a = b
         excess = torch.log1p(torch.relu(parameters / self.budget - 1))
         gap = torch.stack(
             [self._gap(target, mask) for target, mask in zip(self.masked, self.masks, strict=True)]
         ).mean()
         self._measured = {"R": excess.detach(), "R_align": gap.detach(), "kept": parameters.detach() / self.total}
         loss = self.method.budget_weight * excess
-        # the indices of `elements` are what they are: nothing is to be aligned
+        # `elements` may keep any components, so masks need not be drawn to the leading ones
         return loss if self.method.selection == "elements" else loss + self.method.alignment_weight * gap
 
     def _parameters(self) -> Tensor:
-        """T(m): the value of Σ min(dense, factorized), the gradient of Σ (out + in) 1ᵀm_l."""
+        """Return the parameter count T(m): the value of Σ min(dense, factorized), the gradient of Σ (out + in) 1ᵀm."""
         ranks = torch.stack([mask.sum() for mask in self.masks])
         steps = ranks.new_tensor([target.step for target in self.masked])
         dense = ranks.new_tensor([target.parameters for target in self.masked])
@@ -232,7 +239,11 @@ class HypernetworkSearch(Rule):
         return counted + (slope - slope.detach())
 
     def _gap(self, target: Target, mask: Tensor) -> Tensor:
-        """Return R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7) with m′ as many leading ones, and s raw or of norm 1."""
+        """Return R_align = ‖m ⊙ s − m′ ⊙ s‖² (eq. 7), the distance of a mask from keeping the leading components.
+
+        The mask m′ has as many ones as m, at the leading components. s are the singular values, raw or scaled to norm
+        1.
+        """
         s = self.decompositions[target.name].spectrum.to(mask)
         if self.method.alignment_values == "normalized":
             s = s / s.norm().clamp(min=torch.finfo(s.dtype).tiny)
@@ -240,8 +251,8 @@ class HypernetworkSearch(Rule):
         return ((mask - leading.to(mask)) * s).square().sum()
 
     def measures(self) -> dict[str, float]:
-        """Return R, the mean R_align, the kept share of the last masks, and the ranks that the threshold adds."""
-        dense_from = [largest_rank(target) + 1 for target in self.masked]  # rank at which a target is dense
+        """Return R, the mean R_align, the share of parameters kept by the last masks, and `added` (see captions)."""
+        dense_from = [largest_rank(target) + 1 for target in self.masked]  # smallest rank at which a target is dense
         with torch.no_grad():
             without_noise = [int((logits + self.method.offset > 0).sum()) for logits in self.network()]
         after_threshold = [len(chosen) for _, chosen in self._chosen()]
@@ -249,7 +260,7 @@ class HypernetworkSearch(Rule):
         return {**{name: float(value) for name, value in self._measured.items()}, "added": added}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the network, its z included, and of the noise's generator."""
+        """Return the state of the network, including its input z, and the state of the noise generator."""
         return {**module_state(self.network), _NOISE: self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -257,7 +268,7 @@ class HypernetworkSearch(Rule):
         self.generator.set_state(state[_NOISE].cpu())
 
     def finish(self) -> None:
-        """Put the dense targets back, untouched, and let the model train as before."""
+        """Put the unchanged dense targets back, and unfreeze the parameters that were trainable before the search."""
         device = self.layers[0].left.device
         for name, module in self.dense.items():
             replace(self.model, name, module.to(device).train(self.model.training))
@@ -266,16 +277,20 @@ class HypernetworkSearch(Rule):
         self.masks, self.layers = [], []
 
     def ranks(self) -> Ranks:
-        """Return target → rank, or None where no rank makes the target smaller; within one rank of the budget."""
+        """Return the rank of each target by name, or None if the target stays dense.
+
+        The parameters meet the budget and fall short of it by less than the price of one rank.
+        """
         ranks: dict[str, Rank] = dict.fromkeys(self.names)
         for target, chosen in self._chosen():
             ranks[target.name] = rank_or_dense(target, len(chosen))
         return ranks
 
     def selected(self) -> dict[str, Tensor] | None:
-        """Return target → ascending indices of its components `(rank,)`, without the targets that stay dense.
+        """Return the ascending indices of the components that each target keeps, `(rank,)`, by target name.
 
-        None where the leading components of each target are the selection.
+        Targets that stay dense are left out. None if the setting `selection` is `ranks`: the leading components are
+        kept then.
         """
         if self.method.selection == "ranks":
             return None
@@ -283,9 +298,10 @@ class HypernetworkSearch(Rule):
         return {target.name: torch.tensor(sorted(indices)) for target, indices in chosen}
 
     def shaped_weights(self) -> dict[str, Tensor] | None:
-        """Return target → sum of its `selected` components `(out, in)`; None as there.
+        """Return the sum of the `selected` components of each target, `(out, in)`, by name.
 
-        The decomposition of such a weight under the same weighting has just these components, in the same order.
+        None if `selected` returns None. The decomposition of such a weight under the same weighting has exactly these
+        components, in the same order.
         """
         if (selected := self.selected()) is None:
             return None
@@ -294,21 +310,22 @@ class HypernetworkSearch(Rule):
 
     @torch.no_grad()
     def _chosen(self) -> list[tuple[Target, list[int]]]:
-        """Return each target's components above the one threshold on confidence o_l that just meets the budget.
+        """Return each target with the indices of the components that it keeps.
 
-        The most confident component of every target is kept in any case: no target has rank 0.
+        These are the components with a confidence o_l above one threshold, shared by all targets, at which the budget
+        is just met. The most confident component of every target is always kept, so that no target has rank 0.
         """
         confidences = [logits.tolist() for logits in self.network()]
         best = [max(range(len(values)), key=values.__getitem__) for values in confidences]
         chosen = [[index] for index in best]
         left = self.budget - self.unmasked_parameters - sum(target.step for target in self.masked)
-        # equals in order of their index, so that they are shared out among the targets
+        # equal confidences are sorted by their index, so that they spread over the targets
         order = sorted((-value, index, n) for n, values in enumerate(confidences) for index, value in enumerate(values))
         for _, index, n in order:
             if index == best[n]:
                 continue
             target, rank = self.masked[n], len(chosen[n])
-            # one rank more costs less where it makes the target dense, and nothing where it is
+            # one more rank costs less if it makes the target dense, and nothing if the target is dense already
             price = min(cost(target, rank + 1), target.parameters) - min(cost(target, rank), target.parameters)
             if price > left:
                 break

@@ -1,10 +1,11 @@
-"""Borrowed: the ranks that a search finds under another weighting, for factors under the recipe's own.
+"""Borrowed: a rank search under another weighting, for a recipe that factorizes under its own weighting.
 
-So weightings are compared at the same ranks. DRONE's tables compare so (Chen et al., NeurIPS 2021, section 4.2): SVD at
-the ranks that algorithm 2 chose under the inputs.
+With this, weightings can be compared at the same ranks. DRONE's tables do so (Chen et al., NeurIPS 2021, section 4.2):
+they show plain SVD at the ranks that algorithm 2 chose with the weighting by inputs.
 
-The search is written out and runs again here, rather than named: what a stage reads must be the same files for all
-recipes, and a name would tie it to the stages of another.
+The recipe contains the settings of that search, and the search runs again; it does not refer to another recipe by name.
+Every DVC stage must read the same files for all recipes, and a name would make a stage depend on the stages of another
+recipe.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Borrowed(Method):
-    """Search as a recipe of this `weighting` and these `ranks` does, and take nothing but the ranks."""
+    """Settings of a rank search under another `weighting`; the recipe takes only the ranks that the search finds."""
 
     alone = True
 
@@ -66,7 +67,7 @@ class Borrowed(Method):
 
 @dataclass(frozen=True)
 class _Lender:
-    """The recipe whose ranks are borrowed."""
+    """Recipe with the weighting and the search of `Borrowed`, to find contradictions between its parts."""
 
     shaping: Method | None
     weighting: Method

@@ -1,4 +1,4 @@
-"""Choose the rank of every target, after shaping the weights where a recipe says so."""
+"""The choice of the rank of every target, after the weights are shaped if the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from eckart.shaping.outcome import average_rank, empty_rows, share_left
 
 @dataclass(frozen=True)
 class Shaped:
-    """The result of shaping the targets' weights.
+    """Result of shaping the targets' weights.
 
     Attributes:
-        scores: statistics that shaping gathered.
+        scores: statistics that the shaping gathered, for a weighting that reads them.
         share_left: share of the weights that are not zero.
         average_rank: mean numerical rank of the weights.
-        empty_rows: rows of the weights `(out, in)` that are all zero.
+        empty_rows: number of rows of the weights `(out, in)` that are all zero.
     """
 
     scores: Statistics
@@ -33,14 +33,14 @@ class Shaped:
 
 @dataclass(frozen=True)
 class ChosenRanks:
-    """The ranks that a search chose, and what it expects of them.
+    """Ranks that a search chose, and the loss predicted for them.
 
     Attributes:
-        targets: as the recipe's storage counts their parameters.
-        ranks: target → rank; None where it stays dense.
-        predicted_loss: target → half the weighted error that its rank leaves, ½ Σ_{k>r} S_k²; None where the search
-            itself reduced the weights to their ranks, or all ranks are 0.
-        shaped: None where nothing was shaped.
+        targets: the targets, with the recipe's storage, so that their parameters are counted for it.
+        ranks: target name → rank; None if the target stays dense.
+        predicted_loss: target name → half the squared weighted error after truncation to its rank, ½ Σ_{k>r} S_k². None
+            if the search itself reduced the weights to their ranks, or if all ranks are 0.
+        shaped: result of the shaping, or None if nothing was shaped.
         changed: whether the search changed the model's weights.
     """
 
@@ -52,7 +52,7 @@ class ChosenRanks:
 
     @property
     def parameters(self) -> tuple[int, int]:
-        """Parameters of all targets, before and after; without biases and a residual."""
+        """Numbers of parameters of all targets before and after, without biases and the residual."""
         return sum(target.parameters for target in self.targets), total(self.targets, self.ranks)
 
 
@@ -64,16 +64,18 @@ def search_ranks(
     residual: Residual | None = None,
     storage: Storage = "factors",
 ) -> ChosenRanks:
-    """Choose ranks within `problem.keep`; shaping, and searches that train, change `problem.model` in place.
+    """Choose ranks within `problem.keep`, after shaping the weights if `shaping` is given.
+
+    Shaping and some searches change the weights of `problem.model` in place.
 
     Args:
-        method: the search that shares the budget out.
-        residual: sparse rows beside the factors, which take their part of the budget.
-        storage: how factors will be stored, which decides what a rank costs.
+        method: the rank search.
+        residual: sparse rows beside the factors, which take a part of the budget.
+        storage: storage of the factors, which decides how many parameters a rank costs.
 
     Raises:
-        NoRank: `keep` leaves some target no rank.
-        ValueError: a weight or its statistics are not fit; or `method` exceeded the budget.
+        NoRank: `keep` does not pay for rank 1 of every target.
+        ValueError: a weight or its statistics cannot be decomposed, or `method` exceeded the budget.
     """
     problem, shaped = replace(problem, targets=stored(problem.targets, storage)), None
     if shaping:
@@ -101,7 +103,7 @@ def _shape(problem: SearchProblem, shaping: Shaping) -> Shaped:
 
 
 def _search_beside(residual: Residual, problem: SearchProblem, method: RankSearch) -> SearchResult:
-    """Choose ranks within the part of the budget that `residual` leaves to the factors."""
+    """Choose ranks for the factors within their part of the budget; `residual` gets the other part."""
     if not residual.low_rank:
         return SearchResult({target.name: 0 for target in problem.targets})
     try:

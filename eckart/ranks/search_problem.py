@@ -1,4 +1,4 @@
-"""The input of shaping and rank searches, before anything is factorized, and the result of a search."""
+"""The input of shaping and rank searches, which run before the factorization, and the result of a search."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from eckart.training.problem import Problem
 from eckart.training.rules import Rule
 
 Spectra = Mapping[str, Tensor]
-"""Target → weighted singular values, descending `(min(out, in),)`."""
+"""Target name → its weighted singular values `(min(out, in),)`, descending."""
 
 KEPT = {"kept": "Parameters of all targets after ÷ before, were they factorized at this step."}
-"""The caption of a measure that several searches have."""
+"""Caption of the measure `kept`, which several searches report."""
 
 
 class Train(Protocol):
-    """Runs the one training loop on the task and leaves the model on the CPU.
+    """Function that trains the model on the task with the common training loop, and leaves the model on the CPU.
 
-    Called with the settings of an optimizer, a rule, and the rows of the training split, at random, that it sees at
-    most; None is all.
+    Its arguments are the settings of the optimizer, the rule of the method, and the largest number of training examples
+    to use, drawn at random (None: all).
     """
 
     def __call__(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None: ...
@@ -40,13 +40,14 @@ class Train(Protocol):
 
 @dataclass(frozen=True)
 class SearchProblem(Problem):
-    """The input of shaping and of rank searches; the model is dense.
+    """Input of shaping and of rank searches, with a model that is still dense.
 
     Attributes:
-        weighting: the recipe's.
-        statistics: what `weighting` reads, of the dense model.
-        train: the training loop, for searches that train.
-        calibration: batches of so many rows of the calibration sample at most, to where it brings the model.
+        weighting: weighting of the recipe.
+        statistics: calibration statistics of the dense model that `weighting` reads.
+        train: runs the training loop, for searches that train.
+        calibration: returns batches of at most the given number of calibration examples, and moves the model to their
+            device.
     """
 
     weighting: Weighting
@@ -55,15 +56,15 @@ class SearchProblem(Problem):
     calibration: Callable[[int], Sequence[Batch]]
 
     def spectra(self) -> Spectra:
-        """Return the weighted singular values of every target's present weight.
+        """Return the weighted singular values of every target's current weight.
 
         Raises:
-            ValueError: a weight or its statistics are not fit; the message names the target.
+            ValueError: a weight or its statistics cannot be decomposed; the message names the target.
         """
         return {target.name: self._spectrum(target) for target in self.targets}
 
     def decompositions(self) -> dict[str, Decomposition]:
-        """Return the weighted decompositions of all targets, none of which may be a Product.
+        """Return the weighted decomposition of every target. No target may be a Product.
 
         Raises:
             ValueError: as `spectra`.
@@ -86,12 +87,12 @@ class SearchProblem(Problem):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Result of a rank search.
 
     Attributes:
-        ranks: of every target; None where it stays dense.
-        spectra: that the ranks cut; None where there is none to predict a loss by.
-        changed: whether the weights of the model are others now.
+        ranks: rank of every target; None if it stays dense.
+        spectra: weighted singular values that the ranks truncate; None if no loss can be predicted from them.
+        changed: whether the search changed the weights of the model.
     """
 
     ranks: Ranks
@@ -100,7 +101,7 @@ class SearchResult:
 
 
 class ByFormula(Method):
-    """Base class of a search that needs nothing but spectra."""
+    """Base class of rank searches that compute ranks from spectra, sizes and `keep` alone."""
 
     @property
     def pairs(self) -> bool:
@@ -112,8 +113,8 @@ class ByFormula(Method):
 
     @abstractmethod
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
-        """Return ranks for `targets` that keep at most `keep` of their parameters.
+        """Return ranks at which `targets` keep at most the share `keep` of their parameters.
 
         Raises:
-            NoRank: `keep` leaves some target no rank.
+            NoRank: `keep` does not pay for rank 1 of every target.
         """

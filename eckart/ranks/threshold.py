@@ -1,26 +1,30 @@
-"""Threshold: ranks by a soft threshold on the singular values, learned with the weights.
+"""Threshold: a rank search that learns soft thresholds on the singular values together with the weights.
 
 Source: SoftLM (Bhatnagar et al., 2024), sections 4.1 to 4.5 and the algorithm there.
 
-Every target is W = U T(Σ) Vᵀ, and each has one threshold α_i, 0 at first::
+Every target is written as W = U T(Σ) Vᵀ and has one threshold α_i, which starts at 0. With a steepness s and a weight
+γ::
 
     T(σ) = σ tanh(s (σ − α)) where σ ≥ α, else 0                                    (eq. 6, c = 0)
     task loss + γ Σ_i e^−α_i                                                        (eq. 9 and 10)
 
-All weights, U, Σ, V and α train together until the components that survive meet the budget. What is ours:
+All weights, U, Σ, V and α train together until the components with σ > α meet the budget. What is ours:
 
-- Training ends there: Σ is merged, and recovery trains the factors of the same weights (choice). The paper freezes α
-  alone and goes on with U, Σ and V, where a σ may still cross its threshold and change the size.
-- The step that meets the budget can remove many components at once. It is taken back, for Σ and α alike, to where the
-  budget is just met (choice): the component that went last would exceed it. Singular values that are equal to rounding
-  go together, and then more is lost.
-- The largest σ of a target is cut at 0 instead of α (choice): no factorization has rank 0, and where the largest σ were
-  just above α nothing would be left that trains. It matters where scales differ, for α starts and moves alike for all
-  targets: it has passed all of a pooler with σ near 0.3 long before it reaches the σ near 2 of a feed-forward layer.
-- α stays in [0, largest σ] (choice). Below 0 it would let negative σ pass and be pressed ever harder.
-- A target counts as dense until its factors are smaller, as everywhere here.
-- The paper does not give s. T rises from 0 to σ within about 2/s of α. That should be small against the singular values
-  that matter, for T shrinks them, and α should take several steps to pass it, for the loss to say which must stay.
+- Training ends there: U T(Σ) Vᵀ becomes the dense weight, and recovery trains its factors (choice). The paper freezes α
+  alone and goes on training U, Σ and V; a σ may then still cross its threshold and change the size.
+- The step that meets the budget can remove many components at once. It is shortened, for Σ and α alike, so that the
+  budget is only just met (choice): the component that was removed last would exceed the budget. Singular values that
+  are equal up to rounding are removed together, and then more is lost.
+- The largest σ of a target is cut at 0 instead of α (choice): no factorization has rank 0, and a target with its
+  largest σ just above α would have T(Σ) ≈ 0 and could hardly train. This matters if the scales of targets differ,
+  because α starts and moves alike for all targets. It passes all σ of a pooler (near 0.3) long before it reaches the σ
+  of a feed-forward layer (near 2).
+- α stays in [0, largest σ] (choice). A negative α would let negative σ pass, and the loss would push that α ever
+  harder.
+- A target counts as dense until its factors are smaller than the dense weight, as in all rank searches here.
+- The paper does not give s. T rises from 0 to σ within about 2/s above α. This width should be small compared with the
+  singular values that matter, because T shrinks the values within it. It should also take α several steps to cross, so
+  that the loss can show which components must stay.
 """
 
 from __future__ import annotations
@@ -43,15 +47,18 @@ from eckart.recipe_parts import Contradiction, Method, RecipeParts
 from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule, module_state
 
-_HALVINGS = 40  # of the last step: to well below the rounding of float32
-_DONE = "done"  # the key of its state
+_HALVINGS = 40  # bisections of the last step; 2^−40 is well below the rounding of float32
+_DONE = "done"  # key of `ThresholdSearch.done` in the state of the rule
 
 
 class Threshold(Optimization, Method):
-    """Train U, Σ, V and one threshold a target until the ranks meet the budget, for `steps` steps at most."""
+    """Settings of a rank search that trains U, Σ, V and one threshold for each target until the ranks meet the budget.
+
+    The search takes at most `steps` optimizer steps.
+    """
 
     alone = True
-    schedule = "constant"  # so that `steps` is a limit and decides nothing else
+    schedule = "constant"  # so that `steps` limits the training and has no effect on the learning rate
     captions: ClassVar = {**KEPT, "threshold": "Mean over the targets of the size below which singular values are cut."}
 
     kind: Literal["threshold"] = Field("threshold", description="learn a soft threshold on singular values (SoftLM)")
@@ -80,12 +87,12 @@ class Threshold(Optimization, Method):
 
 
 def soft_threshold(sigma: Tensor, alpha: Tensor, sharpness: float) -> Tensor:
-    """Return T(σ) of eq. 6 with c = 0, for `sigma` `(k,)` and `alpha` `()` or `(k,)`."""
+    """Return T(σ) of eq. 6 with c = 0, for singular values `sigma` `(k,)` and thresholds `alpha` `()` or `(k,)`."""
     return torch.where(sigma >= alpha, sigma * torch.tanh(sharpness * (sigma - alpha)), 0.0)
 
 
 class _Values(nn.Module):
-    """Σ of every target, each `(min(out, in),)` in float32, and their thresholds `(targets,)`."""
+    """Parameters of the search: Σ of every target, each `(min(out, in),)` in float32, and all α `(targets,)`."""
 
     def __init__(self, spectra: Sequence[Tensor]) -> None:
         super().__init__()
@@ -94,16 +101,19 @@ class _Values(nn.Module):
 
 
 class ThresholdSearch(Rule):
-    """Trains soft thresholds in `model`; `finish` puts dense targets back, whose weights have the ranks found."""
+    """Training rule that learns soft thresholds on the singular values of the targets.
+
+    `finish` replaces each target by a dense layer; its weight has the rank that was found.
+    """
 
     def __init__(self, model: PreTrainedModel, targets: Sequence[Target], settings: Threshold, keep: float) -> None:
-        """Replace the targets of `model` by U, V and a gate T(Σ).
+        """Replace the targets of `model` by low-rank layers of U, V and a gate T(Σ).
 
         Args:
-            keep: share of the parameters of `targets`.
+            keep: share of the targets' parameters that may be kept.
 
         Raises:
-            NoRank: `keep` does not pay for rank 1 everywhere.
+            NoRank: `keep` does not pay for rank 1 of every target.
             ValueError: a weight is not finite.
         """
         self.settings = (settings, keep)
@@ -129,7 +139,10 @@ class ThresholdSearch(Rule):
         self._set_gates()
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """Return Σ and the thresholds, moved to where the model is; neither decays (choice)."""
+        """Return Σ and the thresholds α, after moving them to the model's device.
+
+        Neither has weight decay (choice).
+        """
         self.values.to(self.layers[0].left.device)
         return [
             {"params": list(self.values.sigma), "lr": self.method.learning_rate, "weight_decay": 0.0},
@@ -137,7 +150,7 @@ class ThresholdSearch(Rule):
         ]
 
     def before_forward(self, step: int) -> None:
-        self.values.zero_grad()  # a trainer clears the gradients of its model, not these
+        self.values.zero_grad()  # the Trainer clears only the gradients of the model
         self.before = module_state(self.values)
         self._set_gates()
 
@@ -147,7 +160,7 @@ class ThresholdSearch(Rule):
             layer.gate = soft_threshold(sigma, alpha * not_largest, self.method.sharpness).to(layer.left)
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor:
-        """Return γ Σ e^−α."""
+        """Return γ Σ e^−α, the term of the loss that raises the thresholds."""
         return self.method.pressure * torch.exp(-self.values.alpha).sum()
 
     @torch.no_grad()
@@ -161,18 +174,18 @@ class ThresholdSearch(Rule):
             self._freeze()
 
     def _bound(self) -> None:
-        """Keep every α in [0, largest σ]."""
+        """Clip every α to [0, largest σ of its target]."""
         largest = torch.stack([sigma.max() for sigma in self.values.sigma])
         self.values.alpha.copy_(self.values.alpha.minimum(largest).clamp(min=0))
 
     def _take_back(self) -> None:
-        """Take the last step back to where the budget is just met, by bisection.
+        """Shorten the last optimizer step so that the budget is only just met.
 
-        Before the step the budget is not met and after it is, so there is such a point even where some α fell.
+        The point is found by bisection between Σ and α before the step (budget not met) and after it (met).
         """
         after = module_state(self.values)
         self._move(after, 0.0)
-        if self._parameters() <= self.budget:  # keep asks for nothing
+        if self._parameters() <= self.budget:  # the budget was met before the step, too
             return
         missed, met = 0.0, 1.0
         for _ in range(_HALVINGS):
@@ -185,7 +198,7 @@ class ThresholdSearch(Rule):
         self._move(after, met)
 
     def _move(self, after: Mapping[str, Tensor], part: float) -> None:
-        """Go to `part` of the way from before the last step to `after` it."""
+        """Set Σ and α to the values at the fraction `part` of the last step, which ended at `after`."""
         for name, value in self.values.named_parameters():
             value.copy_(torch.lerp(self.before[name].to(value), after[name], part))
         self._bound()
@@ -196,15 +209,15 @@ class ThresholdSearch(Rule):
 
     @property
     def done(self) -> bool:
-        """Whether the budget is met."""
+        """Whether the budget is met, so that training may stop."""
         return self._done
 
     def measures(self) -> dict[str, float]:
-        """Return the kept share of the parameters and the mean threshold."""
+        """Return the share of parameters that is kept and the mean threshold."""
         return {"kept": self._share(), "threshold": float(self.values.alpha.detach().mean())}
 
     def state(self) -> dict[str, Tensor]:
-        """Return Σ, the thresholds and whether they are frozen."""
+        """Return Σ, the thresholds α, and whether they are frozen."""
         return {**module_state(self.values), _DONE: torch.tensor([self._done])}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -214,14 +227,17 @@ class ThresholdSearch(Rule):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Merge U T(Σ) Vᵀ into dense targets. Truncated at the ranks found they lose nothing but rounding."""
+        """Merge U T(Σ) Vᵀ into dense weights.
+
+        Truncated at the rank that was found, such a weight loses nothing but rounding.
+        """
         self._set_gates()
         for target in self.targets:
             merge(self.model, target.name)
         self.layers = []
 
     def ranks(self) -> Ranks:
-        """Return target → number of surviving components, or None where these are no smaller than the dense weight.
+        """Return the number of surviving components of each target by name, or None if the target stays dense.
 
         Raises:
             ValueError: the budget was never met.
@@ -235,7 +251,7 @@ class ThresholdSearch(Rule):
 
     @torch.no_grad()
     def _ranks(self) -> Ranks:
-        """Count the components of each target that are above α now; the largest always survives."""
+        """Count the components of each target above its α (None: dense). The largest component always survives."""
         counts = [(sigma > alpha).sum() for sigma, alpha in zip(self.values.sigma, self.values.alpha, strict=True)]
         survivors = zip(self.targets, torch.stack(counts).clamp(min=1).tolist(), strict=True)
         return {target.name: rank_or_dense(target, rank) for target, rank in survivors}

@@ -1,18 +1,22 @@
-"""Tolerance: the smallest rank of a grid whose loss stays within a target's share of an allowed increase.
+"""Tolerance: a rank search that takes the smallest ranks within an allowed increase of the loss.
 
 Source: DRONE (Chen et al., NeurIPS 2021), section 3.3, algorithm 2 and appendices B and H.
 
-The allowed relative increase r of the loss is shared out by time, 1 + R_i = (1 + r)^(E_i / Σ E), so that
-Π (1 + R_i) = 1 + r. Targets are settled in order of execution: each is decomposed under the statistics of the model as
-it is by then, and takes the smallest rank of its grid with::
+The allowed relative increase r of the loss is divided among the targets according to their running times E_i::
 
-    loss < L · Π_{j ≤ i} (1 + R_j),
+    1 + R_i = (1 + r)^(E_i / Σ E), so that Π (1 + R_i) = 1 + r
 
-or stays dense; L is the loss before anything was approximated. The loss at the end is therefore at most (1 + r) L.
+The search handles the targets in order of execution. It decomposes each target with statistics of the model in its
+current state, and takes the smallest rank of a grid with::
 
-Algorithm 2 prints L_new / L < 1 + R_i with an L that it never updates, which shares nothing out: the whole model would
-be held to the last target's R. The authors' listing (appendix H) multiplies its bound by 1 + R_i at each module, as
-here, so what one target leaves unused passes on to the next.
+    loss < L · Π_{j ≤ i} (1 + R_j)
+
+L is the loss before any target was approximated. If no rank of the grid satisfies this, the target stays dense. The
+final loss is therefore at most (1 + r) L.
+
+Algorithm 2 prints L_new / L < 1 + R_i with an L that it never updates. This would not divide r: the whole model would
+have to satisfy the R of the last target alone. The authors' listing (appendix H) multiplies its bound by 1 + R_i at
+each module, as here. If a target does not use up its share, the rest passes on to the next target.
 """
 
 from __future__ import annotations
@@ -41,14 +45,17 @@ from eckart.ranks.budget import Rank, Ranks, allowance, largest_rank, total
 from eckart.ranks.search_problem import SearchProblem, SearchResult
 from eckart.recipe_parts import Contradiction, Method, RecipeParts
 
-_WALKS = 8  # over the model, to find the increase that meets keep
-_SPAN = 1e-4  # least log(1 + r) that is looked at, relative to the largest that can matter
-_REPETITIONS = 10  # of a measured forward, as in section 4.1
-_LARGEST = 700.0  # log(1 + r) beyond which the exponential overflows
+_WALKS = 8  # walks over all targets, at most, to find the increase r that meets keep
+_SPAN = 1e-4  # smallest log(1 + r) that is tried, ÷ the largest that is; also the least value of the largest
+_REPETITIONS = 10  # timed forward passes, as in section 4.1
+_LARGEST = 700.0  # largest log(1 + r); the exponential overflows beyond it
 
 
 class Tolerance(Method):
-    """Give each target, in order of execution, the smallest rank within its share of an allowed loss."""
+    """Settings of a rank search that spends an allowed increase of the loss.
+
+    Each target, in order of execution, gets the smallest rank within its share of the increase.
+    """
 
     kind: Literal["tolerance"] = Field("tolerance", description="the smallest ranks within an allowed loss (DRONE)")
     increase: float | None = Field(
@@ -105,28 +112,29 @@ def tolerated_ranks(
     loss: Loss = mean_loss_times_batch,
     calibration_loss: Loss | None = None,
 ) -> Ranks:
-    """Return ranks within `keep`; every factorized target's module in `model` gets its weight of that rank, in place.
+    """Return ranks within `keep`, and replace the weight of every factorized target by its approximation of that rank.
 
-    Without `increase`, r is the smallest found to meet `keep` (choice: the paper sets r and takes the size that comes).
-    It is bisected on a geometric scale of log(1 + r), as it can lie orders of magnitude below what the smallest ranks
-    need. Where ranks that do not raise the loss meet `keep` already, they are taken, however far below `keep` they are.
-    Biases stay. On an error the model comes back as it was.
+    If `settings.increase` is None, the loss may rise by the smallest relative increase r found that meets `keep`
+    (choice: the paper sets r and accepts any resulting size). It is found by bisection on a geometric scale of
+    log(1 + r), because it can be orders of magnitude below the increase that the smallest ranks need. If ranks that do
+    not raise the loss already meet `keep`, these are taken, however far below `keep` they are. Biases stay. After an
+    error, `model` has its dense weights again.
 
     Args:
-        targets: in order of execution, as `find_targets` gives them.
-        batches: model inputs with labels, each tensor `(batch, …)`; both statistics and loss are of these.
-        seconds: target name → time of its module, for times `measured`; None measures them here. Ranks by times that
-            are measured anew can differ between two runs.
-        loss: sum over samples of each sample's loss.
-        calibration_loss: whose gradients are statistics; by default `loss`.
+        targets: in order of execution, as `find_targets` returns them.
+        batches: model inputs with labels, each tensor `(batch, …)`, for both the statistics and the loss.
+        seconds: target name → running time of its module, for the setting `times: measured`. None: the times are
+            measured here, and two runs can find different ranks.
+        loss: returns the sum of the losses of all examples.
+        calibration_loss: loss for gradient statistics; by default `loss`.
 
     Raises:
-        ValueError: the ranks that `increase` allows exceed `keep`, or the smallest of every grid do, or there is no
-            batch, or the loss of `model` is not above 0 and finite.
+        ValueError: the ranks that `increase` allows exceed `keep`, the smallest ranks of all grids exceed `keep`, there
+            is no batch, or the loss of `model` is not positive and finite.
     """
     budget = allowance(targets, keep)
     if settings.increase is None and total(targets, dict.fromkeys(_names(targets))) <= budget:
-        return dict.fromkeys(_names(targets))  # r = 0 meets keep
+        return dict.fromkeys(_names(targets))  # the dense weights meet keep
     if not batches:
         raise ValueError("there is no calibration sample: raise data.sizes.calibration")
     with eval_mode(model):
@@ -150,30 +158,33 @@ def tolerated_ranks(
 
 
 def allowed_increases(times: Mapping[str, float], increase: float) -> dict[str, float]:
-    """R_i = exp(log(1 + r) / Σ E)^{E_i} − 1 of every module, where r is `increase` (algorithm 2).
+    """Return the allowed relative increase R_i of the loss for each module (algorithm 2).
+
+    R_i = exp(log(1 + r) / Σ E)^{E_i} − 1, where r is `increase`.
 
     Args:
-        times: module name → E_i above 0, in any unit: the paper's division by the least time cancels.
+        times: module name → E_i above 0, in any unit: the paper's division by the smallest time cancels.
 
     Raises:
-        ValueError: a time is not above 0 and finite.
+        ValueError: a time is not positive and finite.
     """
     return {name: math.expm1(math.log1p(increase) * share) for name, share in _shares(times).items()}
 
 
 def grid_ranks(target: Target, count: int) -> list[int]:
-    """`count` ranks or fewer, evenly spaced up to the largest at which the factors are smaller than the dense weight.
+    """Return at most `count` ranks, evenly spaced up to the largest rank that makes the target smaller.
 
-    The paper's grid is spread over all ranks up to min(out, in) (appendix B), but its listing skips from half of that,
-    the break-even rank of a square weight, to leaving the module as it is (appendix H), so that no trial enlarges it.
+    The paper spreads its grid over all ranks up to min(out, in) (appendix B). Its listing tries only ranks up to half
+    of that, the break-even rank of a square weight, and then leaves the module dense (appendix H). So no trial enlarges
+    the module, as here.
     """
     top = largest_rank(target)
     return sorted({-(-top * position // count) for position in range(1, count + 1)} - {0})
 
 
 def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> dict[str, float]:
-    """Multiply-accumulates of every target's dense module for `batch`, padding included."""
-    rows = {target.name: target.out_features for target in targets}  # the maps of a product have as many
+    """Return the number of multiply-accumulates of every target's dense module for `batch`, padding included."""
+    rows = {target.name: target.out_features for target in targets}  # both layers of a product have as many outputs
     counts = dict.fromkeys(rows, 0.0)
 
     def count(name: str, x: Tensor) -> None:
@@ -186,9 +197,10 @@ def module_macs(model: PreTrainedModel, targets: Sequence[Target], batch: Batch)
 def module_seconds(
     model: PreTrainedModel, targets: Sequence[Target], batch: Batch, repetitions: int
 ) -> dict[str, float]:
-    """Median seconds of every target's module in `repetitions` forwards of `batch`, after one that is not counted.
+    """Return the median seconds that every target's module takes in a forward pass of `batch`.
 
-    A forward's seconds are those of all calls of the module.
+    The median is over `repetitions` passes, after one pass that is not counted. The seconds of a pass are the sum over
+    all calls of the module.
 
     Raises:
         ValueError: `repetitions` is below 1.
@@ -214,14 +226,14 @@ def module_seconds(
 
 @dataclass(frozen=True)
 class _Walk:
-    """The decisions of one walk over the model, and the loss after each target that it factorized."""
+    """Ranks that one walk over the targets chose, and the loss after each target that it factorized."""
 
     ranks: dict[str, Rank]
     losses: dict[str, float]
 
 
 class _Walks:
-    """Walks over one model, each of which starts from its dense weights."""
+    """Walks over the targets of one model; each walk starts from the dense weights and chooses all ranks."""
 
     def __init__(
         self,
@@ -252,7 +264,11 @@ class _Walks:
             )
 
     def within(self, increase: float, keep: float) -> Ranks:
-        """The ranks that an increase of the loss allows."""
+        """Return the ranks that a relative increase of the loss allows.
+
+        Raises:
+            ValueError: these ranks exceed `keep`.
+        """
         ranks = self._walk(increase).ranks
         parameters, budget = total(self.targets, ranks), allowance(self.targets, keep)
         if parameters > budget:
@@ -263,7 +279,11 @@ class _Walks:
         return ranks
 
     def meet(self, keep: float) -> Ranks:
-        """The ranks at the smallest increase of the loss that was found to meet `keep`."""
+        """Return the ranks at the smallest increase of the loss that was found to meet `keep`.
+
+        Raises:
+            ValueError: even the smallest ranks of all grids exceed `keep`.
+        """
         budget = allowance(self.targets, keep)
         best = self._walk(math.inf)
         if (parameters := total(self.targets, best.ranks)) > budget:
@@ -291,7 +311,10 @@ class _Walks:
         self._put(self.dense)
 
     def _walk(self, increase: float, budget: float = math.inf) -> _Walk:
-        """Settle all targets in order; stop where even the smallest ranks for those after would exceed `budget`."""
+        """Choose the ranks of all targets in order, for a relative increase of the loss.
+
+        Stop early once the ranks exceed `budget` even with the smallest ranks for all remaining targets.
+        """
         self.restore()
         self.gathered = None
         walk, bound = _Walk({name: min(grid, default=None) for name, grid in self.grids.items()}, {}), self.loss
@@ -304,7 +327,10 @@ class _Walks:
         return walk
 
     def _settle(self, target: Target, bound: float, losses: dict[str, float]) -> Rank:
-        """The smallest rank of the grid with a loss below `bound`, put into the model; None leaves the dense weight."""
+        """Return the smallest rank of the grid with a loss below `bound`, or None if the target stays dense.
+
+        The weight of that rank is put into the model, and its loss into `losses`.
+        """
         grid = self.grids[target.name]
         if not grid:
             return None
@@ -325,10 +351,10 @@ class _Walks:
             set_weight(self.model.get_submodule(target.name), left @ right)
 
     def _statistics(self, target: Target) -> Statistics:
-        """The statistics of `target` on the model as it is (section 3.3).
+        """Return the statistics of `target`, gathered from the model in its current state (section 3.3).
 
-        Inputs are gathered once for all targets that read the same tensor: none of these changes what it reads, unless
-        it runs again. Gradients are gathered anew for each.
+        Input statistics are gathered once for all targets that read the same tensor. Factorizing one of them does not
+        change that tensor, unless the target runs repeatedly. Gradient statistics are gathered anew for each target.
         """
         kinds = self.weighting.statistics
         if not kinds:
@@ -342,7 +368,7 @@ class _Walks:
         return self.gathered[1]
 
     def _enough_for(self, walk: _Walk) -> float:
-        """The least log(1 + r) at which every rank of `walk` stays within its bound."""
+        """Return the smallest log(1 + r) at which every loss of `walk` stays within its bound."""
         shares = _shares(self.times)
         reached = dict(zip(shares, accumulate(shares.values()), strict=True))
         needed = (math.log(loss / self.loss) / reached[name] for name, loss in walk.losses.items() if loss > 0)
@@ -350,7 +376,7 @@ class _Walks:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Mean over samples."""
+        """Return the mean loss of all examples."""
         samples = sum(next(iter(batch.values())).shape[0] for batch in self.batches)
         return sum(float(self.of_samples(self.model, batch)) for batch in self.batches) / samples
 
@@ -369,7 +395,10 @@ def _names(targets: Sequence[Target]) -> list[str]:
 
 
 def _changed_by_approximation(model: PreTrainedModel, target: Target) -> list[Tensor]:
-    """The weight of a map; of a product those of the second map, with its bias."""
+    """Return the tensors that an approximation of `target` changes.
+
+    These are the weight of a single layer, or the weight and bias of a product's second layer.
+    """
     if not isinstance(target, Product):
         return [model.get_submodule(target.name).get_parameter("weight").detach()]
     return [parameter.detach() for parameter in model.get_submodule(target.other.name).parameters()]
@@ -382,7 +411,10 @@ def _times(
     batches: Sequence[Batch],
     seconds: Mapping[str, float] | None,
 ) -> Mapping[str, float]:
-    """E_i. The multiply-accumulates stand for the times (choice): they are the same in every run."""
+    """Return the running time E_i of each target, by default in multiply-accumulates (choice).
+
+    Unlike seconds, these are the same in every run.
+    """
     if settings.times == "macs":
         return module_macs(model, targets, batches[0])
     return module_seconds(model, targets, batches[0], _REPETITIONS) if seconds is None else seconds
@@ -403,7 +435,7 @@ def _run(
     before: Callable[[str, Tensor], None],
     after: Callable[[str, Tensor], None] = lambda name, y: None,
 ) -> None:
-    """Call `before` with each target's name and input and `after` with its name and output, in every call."""
+    """Run `model`; call `before` with the name and input of each target that runs, and `after` with name and output."""
     hooks: list[Any] = []
     for name, module in ((some.name, model.get_submodule(each.name)) for some in targets for each in some.layers):
         hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: before(name, args[0])))

@@ -1,7 +1,7 @@
-"""Uniform: no target is favoured. By share, every target keeps the same part of its parameters; by rank, all have one.
+"""Uniform: a rank search that favors no target, either with one share of parameters or with one rank for all targets.
 
-One rank for all is what the tables of ARS (Gao et al. 2024, table A2) and LPAF (Ren and Zhu 2024) have as their
-baseline: the largest that keeps the parameters of all targets within the budget.
+The tables of ARS (Gao et al. 2024, table A2) and LPAF (Ren and Zhu 2024) use one rank for all as their baseline: the
+largest rank that keeps the parameters of all targets within the budget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from eckart.ranks.search_problem import ByFormula, Spectra
 
 
 class Uniform(ByFormula):
-    """The same keep, or the same rank, for every target; dense only where `keep` pays for it."""
+    """Settings of a rank search with the same share, or the same rank, for every target."""
 
     by_size = True
 
@@ -32,9 +32,10 @@ class Uniform(ByFormula):
 
 
 def _same_share(targets: Sequence[Target], keep: float) -> Ranks:
-    """Return ranks by the same keep for all targets but those with few rows, which it would leave no rank.
+    """Return ranks at which every target keeps the same share of its parameters.
 
-    These have rank 1, or stay dense where no rank makes them smaller, and the others share what is left (choice).
+    Targets with few rows, for which that share pays no rank, get rank 1, or stay dense if no rank makes them smaller.
+    The other targets share the remaining budget (choice).
     """
     budget = ranked_allowance(targets, keep)
     least: dict[str, Rank] = {}
@@ -50,7 +51,10 @@ def _same_share(targets: Sequence[Target], keep: float) -> Ranks:
 
 
 def _rank(target: Target, keep: float) -> Rank:
-    """Return the largest r that `keep` pays for: ⌊keep · out · in / (out + in)⌋ as factors; 0 if none."""
+    """Return the largest rank that `keep` pays for, ⌊keep · out · in / (out + in)⌋ as factors.
+
+    0 if `keep` pays for no rank; None if it pays for the dense weight.
+    """
     allowed = allowance([target], keep)
     if allowed >= target.parameters:
         return None
@@ -58,9 +62,12 @@ def _rank(target: Target, keep: float) -> Rank:
 
 
 def _same_rank(targets: Sequence[Target], keep: float) -> Ranks:
-    """Return ranks by the largest common rank that meets `keep`; others stay dense (choice)."""
+    """Return the largest common rank that meets `keep`, for every target.
+
+    Targets that this rank does not make smaller stay dense (choice).
+    """
     budget = ranked_allowance(targets, keep)
-    highest = max(map(largest_rank, targets)) + 1  # at which all are dense
+    highest = max(map(largest_rank, targets)) + 1  # at this rank all targets are dense
 
     def ranks_at(rank: int) -> Ranks:
         return {target.name: rank_or_dense(target, rank) for target in targets}

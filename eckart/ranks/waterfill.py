@@ -1,22 +1,26 @@
-"""Waterfill (ours): spend the budget where a parameter saves most predicted loss.
+"""Waterfill (ours): a rank search that spends each parameter of the budget where it saves the most predicted loss.
 
-A target at rank r costs what its storage asks and loses Σ_{k>r} S_k²; dense it costs out · in and loses nothing. From
-where it stands it may go to any rank above, or dense, and over all targets the move that saves most per parameter comes
-first: this walks the lower convex hull of each target's (parameters, loss left). As factors all ranks cost the same and
-S_k descends, so the hull has single ranks (or single multiples) and, where that overtakes them, going dense. Pivoted,
-each rank costs less than the one before, out + in − 2r − 1, and a move may be many ranks at once.
+A target at rank r costs as many parameters as its storage needs, and its predicted loss is Σ_{k>r} S_k², with S its
+weighted singular values. Dense, it costs out · in and loses nothing. A move takes a target to any higher rank, or makes
+it dense. Among the moves of all targets, the search always makes the one that saves the most loss per parameter. Each
+target thus follows the lower convex hull of its points (parameters, predicted loss). As factors, all ranks cost the
+same and S_k descends, so a move is a single rank (or a single `multiple`) until going dense saves more per parameter.
+Pivoted, each rank costs less than the one before, out + in − 2r − 1, so a move may be many ranks at once.
 
-While every such move is affordable the loss is the least that the budget allows. A target whose best move is not takes
-the best that is; the loss then exceeds the optimum by at most the saving of the move that was missed: little for a
-rank, but it can be much for a target of flat spectrum that just misses going dense. A larger budget never loses more:
-it takes the same moves until it can pay for one that the smaller cannot, and that saves more than all that the smaller
-still can, for from there on no move saves more per parameter and its cost alone is more than the smaller has left.
+While every such move is affordable, the loss is the smallest that the budget allows. If the best move of a target is
+not affordable, the target makes the best affordable one. The loss then exceeds the optimum by at most the saving of the
+missed move. That saving is little for one rank, but it can be much for a target of flat spectrum that just misses going
+dense.
 
-Sound only where S² is comparable across targets: under a weighting in units of loss, such as kfac.
+A larger budget never gives a larger loss. It makes the same moves as a smaller budget, up to the first move that only
+the larger budget can pay for. No later move saves more per parameter, and this move alone costs more than the smaller
+budget has left. So it saves more than all moves that the smaller budget can still make.
 
-Parameters are bytes, and those of linear layers are time besides. So moves may be compared by prices that ask less for
-what an embedding looks up; within the budget, which counts parameters alone, linear layers then have smaller ranks and
-embeddings larger ones.
+The search is sound only if S² is comparable across targets, as under a weighting in units of loss, such as kfac.
+
+Every parameter takes memory, but only those of linear layers take time as well: embeddings are looked up. So an
+embedding's parameters can have a lower price when moves are compared. The budget still counts all parameters alike, so
+linear layers then get smaller ranks and embeddings larger ones.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from eckart.ranks.search_problem import ByFormula, Spectra
 
 
 class Waterfill(ByFormula):
-    """Ranks by predicted loss saved per parameter, over all targets at once."""
+    """Settings of a rank search that spends the budget where a parameter saves the most predicted loss."""
 
     kind: Literal["waterfill"] = Field("waterfill", description="spend the budget where a parameter saves most loss")
     multiple: PositiveInt = Field(
@@ -49,7 +53,7 @@ class Waterfill(ByFormula):
     )
 
     def ranks(self, targets: Sequence[Target], spectra: Spectra, keep: float) -> Ranks:
-        """Every target gets rank 1 at least."""
+        """Return the ranks of all targets; each gets at least rank 1, or stays dense if no rank makes it smaller."""
         left = ranked_allowance(targets, keep)
         states = []
         for target in targets:
@@ -63,7 +67,7 @@ class Waterfill(ByFormula):
             slope, position = states[number].best(left)
             if slope < 0:
                 continue
-            if slope >= -promised:  # else another target may save more: it comes again by what it saves now
+            if slope >= -promised:  # otherwise another target may save more, so queue it again
                 left += states[number].cost
                 states[number].position = position
                 left -= states[number].cost
@@ -73,13 +77,13 @@ class Waterfill(ByFormula):
 
 @dataclass
 class _State:
-    """A target with the ranks that it may have, and the position of the one that it has.
+    """State of one target in the search: the ranks that it may have, and the position of its current rank among them.
 
     Attributes:
-        choices: rank 1 and the multiples, ascending, then None.
-        costs: their parameters, ascending.
-        losses: the loss that each leaves, descending.
-        vertices: from each choice the position of the next on the hull of those after it.
+        choices: rank 1 and the multiples, ascending, then None for dense.
+        costs: number of parameters of each choice, ascending.
+        losses: predicted loss at each choice, descending.
+        vertices: for each choice, the position of the next choice on the lower convex hull of the later choices.
     """
 
     choices: Sequence[Rank]
@@ -90,7 +94,11 @@ class _State:
 
     @classmethod
     def of(cls, target: Target, savings: Tensor, multiple: int) -> _State:
-        """Begin at the smallest choice, where each component saves `savings` `(components,)`."""
+        """Return the state of `target` at its smallest choice.
+
+        Args:
+            savings: predicted loss that each component saves, `(components,)`.
+        """
         largest = largest_rank(target)
         ranks = sorted({*range(1, min(largest, 1) + 1), *range(multiple, largest + 1, multiple)})
         tails = savings.flip(0).cumsum(0).flip(0).tolist()
@@ -103,7 +111,10 @@ class _State:
         return self.costs[self.position]
 
     def best(self, left: int) -> tuple[float, int]:
-        """Return the most loss that one of `left` parameters can save, and the choice it leads to; below 0 if none."""
+        """Return the largest loss saved per parameter by a move that costs at most `left`, and the position after it.
+
+        The saving is negative if no move is possible.
+        """
         if self.position == len(self.choices) - 1:
             return -1.0, self.position
         vertex = self.vertices[self.position]
@@ -115,7 +126,10 @@ class _State:
 
 
 def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
-    """Return for each point the one after it with the steepest way down, of equals the furthest; the last has none."""
+    """Return for each point the position of the later point with the steepest descent; of equally steep ones, the last.
+
+    The last point has no such point; its entry lies outside.
+    """
     hull, vertices = [len(costs) - 1], [len(costs)] * len(costs)
     for here in reversed(range(len(costs) - 1)):
         while len(hull) > 1 and _slope(costs, losses, here, hull[-2]) >= _slope(costs, losses, here, hull[-1]):
@@ -126,5 +140,5 @@ def _vertices(costs: Sequence[int], losses: Sequence[float]) -> Sequence[int]:
 
 
 def _slope(costs: Sequence[int], losses: Sequence[float], here: int, there: int) -> float:
-    """Return the loss that each parameter saves between two choices."""
+    """Return the loss saved per parameter by going from choice `here` to choice `there`."""
     return (losses[here] - losses[there]) / (costs[there] - costs[here])

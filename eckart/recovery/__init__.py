@@ -1,4 +1,7 @@
-"""Recoveries: the training that heals a factorized model. One file each, all of them rules of one loop."""
+"""Recoveries: methods that train a factorized model until it predicts well again.
+
+Each recovery has its own file and adds its rules to the common training loop.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Distillation: the dense model teaches the small one, by its hidden states and by its logits.
+"""Distillation: the factorized model learns from the hidden states and logits of the original model, the teacher.
 
-Source: LoSparse (Li et al., ICML 2023), section 4.5 and appendix E. The loss is the task's plus α_layers times the
-error of the hidden states plus α_logits times that of the logits.
+Source: LoSparse (Li et al., ICML 2023), section 4.5 and appendix E. The loss is the task loss plus α_layers times the
+error of the hidden states plus α_logits times the error of the logits.
 
-(choice) The paper does not say what α multiplies. Here, as in its authors' code, it is the sum, not the mean, over all
-hidden states, that of the embeddings included, of the mean squared error over tokens and features: the paper's α = 15
-means the same. Unlike in that code, padding counts for nothing. The states of an encoder and of the decoder beside it
-are added up like those of more layers.
+(choice) The paper does not define the error of the hidden states. Here, as in the authors' code, it is the mean squared
+error over tokens and features, summed (not averaged) over all hidden states, including those of the embeddings. So the
+paper's α = 15 means the same here. Unlike in that code, padding does not count. In an encoder-decoder, the hidden
+states of both parts are summed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from eckart.training.rules import Rule
 _STATES = {
     "hidden_states": ("attention_mask",),
     "encoder_hidden_states": ("attention_mask",),
-    "decoder_hidden_states": ("decoder_attention_mask", "attention_mask"),  # a decoder may read the encoder's tokens
+    # a decoder may read the same tokens as the encoder
+    "decoder_hidden_states": ("decoder_attention_mask", "attention_mask"),
 }
-"""Hidden states that a model may return → the entry of a batch that masks them, the first that is there."""
+"""Hidden states that a model may return → possible masks of them in a batch; the first one present is used."""
 
 
 class Distillation(BaseModel):
-    """The terms that a teacher adds to the loss."""
+    """Settings of distillation: the weights of the terms that it adds to the loss."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -53,7 +54,10 @@ class Distillation(BaseModel):
 
 
 class DistillationRule(Rule):
-    """Adds the distance from a teacher to the loss. The teacher runs in eval mode and is never trained."""
+    """Training rule that adds to the loss the distance between the outputs of the model and those of a teacher.
+
+    The teacher runs in eval mode and is never trained.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,9 @@ class DistillationRule(Rule):
     ) -> None:
         """
         Args:
-            teacher: with the hidden states, as many and as wide, and the logits of the model that trains.
-            classification: whether logits are of classes; otherwise they are values.
-            predictions: the logits that are compared.
+            teacher: model with the same number and width of hidden states, and the same logits, as the trained model.
+            classification: whether the logits are those of classes; otherwise they are predicted values.
+            predictions: picks the logits to compare from a model's outputs.
         """
         self.settings = settings
         self.teacher = teacher.eval()
@@ -77,14 +81,15 @@ class DistillationRule(Rule):
         self.errors: dict[str, Tensor] = {}
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """Return the weighted sum of the terms that are on, or None.
+        """Return the weighted sum of the terms with a weight above 0, or None if there is none.
 
         Args:
-            batch: as the model got it; `attention_mask` and `decoder_attention_mask`, each `(batch, tokens)`, tell
-                which tokens are real.
+            batch: inputs of the model; `attention_mask` and `decoder_attention_mask`, each `(batch, tokens)`, mark
+                tokens that are not padding.
 
         Raises:
-            ValueError: a model does not return what a term compares, or the two differ in shape.
+            ValueError: a model does not return the outputs that a term compares, or those of the two models differ in
+                shape.
         """
         if not self.layers and not self.logits:
             return None
@@ -102,7 +107,7 @@ class DistillationRule(Rule):
         return sum(terms[1:], terms[0])
 
     def measures(self) -> dict[str, float]:
-        """Return the errors of the last step, before they are weighted."""
+        """Return the errors of the last step, not multiplied by their weights."""
         return {name: float(error) for name, error in self.errors.items()}
 
     def _run_teacher(self, batch: Batch) -> ModelOutput:
@@ -115,11 +120,11 @@ class DistillationRule(Rule):
 
 
 def hidden_error(student: Sequence[Tensor], teacher: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-    """Return the sum over hidden states of their mean squared distance.
+    """Return the mean squared distance between two models' hidden states, summed over the states.
 
     Args:
-        student, teacher: `(batch, tokens, features)` each.
-        mask: `(batch, tokens)`, 0 where a token is padding, or None where none is.
+        student, teacher: hidden states, `(batch, tokens, features)` each.
+        mask: `(batch, tokens)`, 0 for padding; None if there is no padding.
 
     Raises:
         ValueError: the states differ in number or shape, or the mask does not fit them.
@@ -139,7 +144,7 @@ def _distance(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
                 f"hidden states of {tuple(student.shape[:2])} tokens do not fit an attention_mask of "
                 f"{tuple(mask.shape)}, so padding cannot be told from data: set distillation.layers to 0"
             )
-        # picked out, not multiplied by 0: a state of padding may hold what is not finite
+        # select real tokens instead of multiplying padding by 0: its states may be inf or nan
         student, teacher = student[mask.bool()], teacher[mask.bool()]
     return mse_loss(student.float(), teacher.float())
 

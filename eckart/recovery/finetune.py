@@ -15,7 +15,7 @@ from eckart.training.rules import Rule
 
 
 class Finetune(Optimization, Method):
-    """Train all parameters of the factorized model."""
+    """Settings of plain fine-tuning, which trains all parameters of the model."""
 
     for_dense: ClassVar = True
     captions: ClassVar = Distillation.captions

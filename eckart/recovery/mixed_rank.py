@@ -1,4 +1,4 @@
-"""Mixed-rank fine-tuning: at each step every target runs at random as its factors or as the weight they came from.
+"""Mixed-rank fine-tuning: each step runs each target at random with its factors or with the weight that they replaced.
 
 Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 4.3.
 """
@@ -28,7 +28,11 @@ from eckart.training.rules import Rule
 
 
 class MixedRank(Optimization, Method):
-    """Train with dense weights at a probability p that falls linearly to 0; two passes of a step must agree."""
+    """Settings of mixed-rank fine-tuning.
+
+    A target runs with its dense weight at a probability p that falls linearly to 0. While p is above 0, each step has
+    two passes, which are trained to agree.
+    """
 
     alone = True
     captions: ClassVar = {
@@ -72,11 +76,13 @@ class MixedRank(Optimization, Method):
 
 
 class MixedLinear(nn.Module):
-    """A layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3); in eval mode z is 0.
+    """Layer x_out = (1 − z) left right x + z W x, plus the bias (section 4.3), with z 0 or 1; in eval mode z is 0.
 
-    W is no parameter, and no state: the paper does not say whether T_sparse trains on; here it is frozen (choice), a
-    fixed point that the factors are drawn to. What z leaves out is not computed, so it has no gradient either, and
-    AdamW skips it: with z as a factor its momentum and weight decay would go on.
+    W is not a parameter and not part of the state dict. The paper does not say whether T_sparse trains on. Here it is
+    frozen (choice), as a fixed point that the factors are drawn to.
+
+    Only the product that z selects is computed. The other product has no gradient, so AdamW skips its weights. If both
+    were computed and multiplied by z and 1 − z, AdamW's momentum and weight decay would go on changing these weights.
     """
 
     weight: Tensor
@@ -85,7 +91,7 @@ class MixedLinear(nn.Module):
         super().__init__()
         self.low = low
         self.dense = False
-        """z."""
+        """z: whether the layer uses W."""
         self.register_buffer("weight", weight.detach().to(low.left), persistent=False)
         self.train(low.training)
 
@@ -96,14 +102,14 @@ class MixedLinear(nn.Module):
 
 
 class MixedRankRule(Rule):
-    """Trains the factors of some targets beside the weights that they approximate.
+    """Training rule that trains the factors of targets while some targets, drawn at random, run with dense weights.
 
     Args:
-        weights: target → W `(out, in)` that its factors came from; other targets run as they are.
-        classification: whether the logits are of classes (agreement by KL) or a regression's values (by MSE).
-        seed: of z.
-        predictions: the logits that are to agree.
-        loss: whose mean over samples is the task's; None: the model's own.
+        weights: target name → weight W `(out, in)` that its factors approximate; other targets run as they are.
+        classification: whether the logits are those of classes (disagreement by KL) or values of a regression (by MSE).
+        seed: seed of the draws of z.
+        predictions: picks the logits to compare from a model's outputs.
+        loss: loss of the task; None: the model's own.
 
     Raises:
         ValueError: a target is not factorized, or its W has another shape than its factors.
@@ -135,12 +141,18 @@ class MixedRankRule(Rule):
             replace(model, name, layer)
 
     def before_forward(self, step: int) -> None:
-        """Set p = max(0, p_init − d·t), with d = p_init ÷ the steps that it takes, and draw z of the first pass."""
+        """Set p = max(0, p_init − d·t), and draw z of the first pass.
+
+        d is p_init ÷ the number of steps until p is 0.
+        """
         self.p = schedules.linear(step, self.until, self.settings.initial)
         self._draw()
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context with the z of this pass: when backward recomputes, the other pass has drawn its own."""
+        """Return a context with the z of the current pass.
+
+        Backward may recompute a pass (gradient checkpointing). By then the other pass has drawn its own z.
+        """
         drawn = {layer: layer.dense for layer in self.layers.values()}
 
         @contextmanager
@@ -157,8 +169,9 @@ class MixedRankRule(Rule):
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
         """Return the term that makes the loss ½ (L_task(z¹) + L_task(z²)) + `consistency` · D(y(z¹), y(z²)).
 
-        The mean of both passes' task losses is ours (choice): the paper adds D and names no task loss. z² is drawn on
-        its own, so it can equal z¹. Once p is 0 the two passes differ by dropout alone.
+        D is the disagreement of the two passes. The mean of both task losses is ours (choice): the paper adds D and
+        does not say to which task loss. z² is drawn independently, so it can equal z¹. Once p is 0, the two passes
+        differ only by dropout.
         """
         if not self.p and not self.settings.consistency_after:
             self.disagreement = 0.0
@@ -175,7 +188,7 @@ class MixedRankRule(Rule):
             replace(self.model, name, layer.low)
 
     def measures(self) -> dict[str, float]:
-        """Return p, and D without its weight."""
+        """Return p, and the disagreement D of the last step, not multiplied by its weight."""
         return {"p": self.p, "consistency": self.disagreement}
 
     def state(self) -> dict[str, Tensor]:
@@ -191,10 +204,10 @@ class MixedRankRule(Rule):
             layer.dense = draw < self.p
 
     def _disagreement(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return D of two logits `(predictions, classes)`, their mean.
+        """Return the disagreement D of two logits `(predictions, classes)`, averaged over the predictions.
 
-        The paper's KL has no direction; here it is the mean of both (choice), as no pass is the better one:
-        ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).
+        The paper's KL has no direction. Here D is the mean of both directions (choice), because neither pass is the
+        better one: ½ (KL(p‖q) + KL(q‖p)) = ½ Σ (p − q)(log p − log q).
         """
         if not self.classification:
             return mse_loss(first, second)

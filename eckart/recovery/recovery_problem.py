@@ -1,4 +1,4 @@
-"""The input of a recovery: the factorized model and what it came from."""
+"""The input of a recovery: a factorized model, and access to the dense models behind it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from eckart.training.problem import Problem
 
 @dataclass(frozen=True)
 class RecoveryProblem(Problem):
-    """The model is factorized.
+    """Input of a recovery; `model` is factorized.
 
     Attributes:
-        teacher: loads the dense model of the study to where the factorized one is.
-        source: loads the dense model whose weights were factorized: the teacher, or what shaping or search made of it.
+        teacher: loads the original model of the study onto the device of `model`.
+        source: loads the dense model that was factorized: the one that the recipe begins with, or the result of shaping
+            it or of a search that trained it.
     """
 
     teacher: Callable[[], PreTrainedModel]

@@ -1,4 +1,4 @@
-"""One training after the other: the second begins when the first has left a model that is as small as it will be.
+"""Two trainings in turn: the second begins once the first has pruned the model to its final size.
 
 Source: LoSparse (Li et al., ICML 2023), appendix E: the model is pruned first, and then distilled.
 """
@@ -16,7 +16,7 @@ from eckart.training.optimizer_settings import Optimization
 
 
 class InTurn(Method):
-    """Two trainings, each with an optimizer and a schedule of its own; the first prunes the residual."""
+    """Settings of two trainings, each with its own optimizer and schedule; the first one prunes the residual."""
 
     captions: ClassVar = Finetune.captions
 

@@ -1,4 +1,4 @@
-"""Residuals: what stands beside the factors of a target. One file each."""
+"""Residuals: matrices that are added to the factors of a target. Each kind has its own file."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Sparse rows beside the factors: W = left right + S, where S loses whole rows while recovery trains.
+"""Sparse rows beside the factors: W = left right + S, where whole rows of S are pruned while recovery trains.
 
 Source: LoSparse (Li et al., ICML 2023), sections 2.2, 2.3, 3 and algorithm 1. The paper's neurons are the columns of W
 in its forward pass Y = X W; here they are the rows of a weight `(out, in)`.
 
 (choice) The paper keeps a share of the neurons of all targets. Rows of different targets have different lengths, so
-here the share is one of parameters, and ends at what the budget leaves beside the factors. A target counts as what it
-will cost: where its factors and rows reach the size of the dense weight it stays dense, with all of its rows.
+here the share is one of parameters, and it ends at the part of the budget that the factors leave. A target counts with
+its final size: if its factors and rows together are as large as the dense weight, the target stays dense and keeps all
+rows.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from eckart.training.problem import Problem
 from eckart.training.rules import Rule
 from eckart.training.schedules import cubic, exceeding, steps_in
 
-_MEAN = ".mean"  # of a target in a rule's state
+_MEAN = ".mean"  # follows the name of a target in the state of the rule
 
 
 class SparseRows(Method):
-    """S = W − left right at first, pruned by whole rows while recovery trains.
+    """Settings of a residual S that starts as W − left right and loses whole rows while recovery trains.
 
-    Without a `window` this is algorithm 1 as printed: scores are taken before the update, smoothed and obeyed at every
-    step. With one it is the authors' code: scores are taken after the update, averaged over so many steps, then
-    smoothed, and rows go after each window, and at every step once the schedule has ended. In between, rows that went
-    train like others, so they have scores and may come back.
+    Without a `window`, this is algorithm 1 as printed. Scores are computed before each update and smoothed, and rows
+    are pruned at every step.
+
+    With a `window`, this is the authors' code. Scores are computed after each update, averaged over `window` steps and
+    then smoothed. Rows are pruned after each window, and at every step once the schedule has ended. Between two
+    prunings, pruned rows train like the others, so they get scores and may come back.
     """
 
     captions: ClassVar = {"rows": "Share of the sparse rows that are left."}
@@ -82,16 +85,20 @@ class SparseRows(Method):
 
 
 def _cool_down(settings: SparseRows, steps: int) -> int:
-    """Return the number of steps after pruning has ended, at least the last one."""
+    """Return the number of steps after pruning has ended, at least 1."""
     return max(1, steps_in(settings.end, steps))
 
 
 @dataclass
 class _Rows:
-    """A target's layer with the smoothed scores of its rows `(out,)` and which of them are kept `(out,)`.
+    """State of the rows of one target.
 
-    mean: of the scores since the window began `(out,)`.
-    gradient: of the residual `(out, in)`, between the backward pass and the update that takes it.
+    Attributes:
+        layer: the low-rank layer; its residual has all rows.
+        scores: smoothed importance of each row, `(out,)`.
+        kept: whether each row is kept, `(out,)`.
+        mean: mean score of each row since the window began, `(out,)`.
+        gradient: gradient of the residual `(out, in)`, stored from the backward pass until the update is done.
     """
 
     layer: LowRankLinear
@@ -102,43 +109,43 @@ class _Rows:
 
     @property
     def dense(self) -> int:
-        """Parameters of the dense weight."""
+        """Number of parameters of the dense weight."""
         return self.layer.left.shape[0] * self.layer.right.shape[1]
 
     @property
     def factors(self) -> int:
-        """Parameters of the target without any row."""
+        """Number of parameters of the target without any row, at most that of the dense weight."""
         return min(self.dense, self.layer.left.numel() + self.layer.right.numel())
 
     def price(self, count: Tensor) -> Tensor:
-        """Return the parameters that `count` rows add to the factors; never more than to the dense size."""
+        """Return the number of parameters that `count` rows add to the factors, up to the size of the dense weight."""
         return (count * self.layer.right.shape[1]).clamp(max=self.dense - self.factors)
 
     def prices(self) -> Tensor:
-        """Return the parameters that each row adds to the rows ranked above it `(out,)`."""
+        """Return the number of parameters that each row adds to the rows with higher scores, `(out,)`."""
         places = _order(self.scores).argsort()
         return self.price(places + 1) - self.price(places)
 
     def is_dense(self, kept: Tensor) -> Tensor:
-        """Whether the factors and the rows `kept` `(out,)` are no smaller than the dense weight: `()`."""
+        """Return, as a tensor `()`, whether factors and rows `kept` `(out,)` are as large as the dense weight."""
         return self.price(kept.sum()) == self.dense - self.factors
 
 
 class RowPruning(Rule):
-    """Prunes rows of S, the least important first, until factors and rows of all targets meet the budget.
+    """Training rule that prunes the least important rows of S until factors and rows of all targets meet the budget.
 
-    Works on every low-rank layer whose residual has all `out` rows; others count as they are. While the model trains,
-    pruned rows are zeros; `finish` removes them, and merges the parts of a target that stays dense.
+    It prunes every low-rank layer with a residual of all `out` rows; other layers count with their current size. While
+    the model trains, pruned rows are zeros. `finish` removes them, and merges the parts of a target that stays dense.
     """
 
     def __init__(self, model: PreTrainedModel, settings: SparseRows, budget: int, steps: int) -> None:
         """
         Args:
-            budget: parameters that all factorized targets may have together at the end, biases aside.
-            steps: of the training.
+            budget: number of parameters that all factorized targets together may have at the end, without biases.
+            steps: number of steps of the training.
 
         Raises:
-            ValueError: there is no step, no residual of all rows, or the factors exceed the budget.
+            ValueError: `steps` is 0, no layer has a residual of all rows, or the factors exceed the budget.
         """
         if steps < 1:
             raise ValueError("rows are pruned while the model trains, and there is no step: raise recovery.steps")
@@ -164,14 +171,15 @@ class RowPruning(Rule):
                 "or raise keep"
             )
         self.at_first = sum(rows.dense - rows.factors for rows in self.targets.values())
-        """Parameters that all rows together add to the factors."""
-        # what flooring the ranks left of the budget is no room for rows where none are wanted
+        """Number of parameters that all rows together add to the factors, before pruning."""
+        # at low_rank 1 no rows are wanted, although the ranks, rounded down, may leave some of the budget
         self.room = min(budget - taken, self.at_first) if settings.low_rank < 1 else 0
 
     def after_backward(self, step: int) -> None:
-        """Score the rows by eq. 2 to 4; as mean and smoothing are linear, the mean is taken first and then smoothed.
+        """Score the rows by eq. 2 to 4; with a window, only store the gradients, as `after_update` computes the scores.
 
-        Smoothing starts from 0 (choice; the paper is silent): the scores are then too small by 1 − β^t, all of them.
+        The mean over a row and the smoothing are linear, so the mean is taken first and then smoothed. Smoothing starts
+        from 0 (choice; the paper does not say), so all scores are too small by the same factor 1 − β^t.
         """
         for rows in self.targets.values():
             gradient = rows.layer.get_parameter("residual").grad
@@ -181,13 +189,14 @@ class RowPruning(Rule):
                 rows.gradient = gradient
 
     def after_update(self, step: int) -> None:
-        """Prune by eq. 9: T after the update, with scores from before it.
+        """Prune the rows by eq. 9 after the update, with scores from before the update.
 
-        The optimizer moves pruned rows like others, by gradient and momentum, so they are set to zero again. They do
-        not come back: where S is zero so is its sensitivity, and the score fades by β a step; none fades faster.
+        The optimizer also moves pruned rows, by gradient and momentum, so they are set to zero again. Without a window,
+        they do not come back: the sensitivity of a zero row is zero, so its score shrinks by the factor β at each step,
+        and no score shrinks faster. With a window, a pruned row moves until the next pruning, and its score is the
+        effect that it has on the loss meanwhile.
+
         t counts from 0 (choice, as in the authors' code).
-
-        With a window a pruned row moves until the next pruning, and what the loss feels of it then is its score.
         """
         if self.window is not None:
             self._average(step % self.window)
@@ -197,7 +206,7 @@ class RowPruning(Rule):
         self._prune(max(self.room, math.floor(share * self.at_first)))
 
     def finish(self) -> None:
-        """Store the surviving rows alone. The model computes what it computed with zeros in place of the others."""
+        """Store only the surviving rows. The outputs of the model are the same as with zeros for the other rows."""
         self._prune(self.room)
         for name, rows in self.targets.items():
             if rows.is_dense(rows.kept):
@@ -227,10 +236,11 @@ class RowPruning(Rule):
         rows.scores = self.smoothing * rows.scores.to(score.device) + (1 - self.smoothing) * score
 
     def _average(self, done: int) -> None:
-        """Join the scores of this step to those of the `done` steps since the window began.
+        """Add the scores of this step to the mean over the window, which has `done` steps so far.
 
-        As in the authors' code, a window's mean is smoothed at the first step of the next, which prunes by it. The
-        gradients are clipped by now (choice; that code clips none): by one factor for all rows of a step.
+        As in the authors' code, the mean of a window is smoothed at the first step of the next window, and rows are
+        pruned at that step. The gradients are already clipped here (choice; the authors' code does not clip): by one
+        factor for all rows of a step.
         """
         for rows in self.targets.values():
             score, rows.gradient = _sensitivity(rows, rows.gradient), None
@@ -240,7 +250,7 @@ class RowPruning(Rule):
             rows.mean = (mean * done + score) / (done + 1)
 
     def _prune(self, room: int) -> None:
-        """Keep rows in order of score, over all targets, while they fit into `room` parameters; zero the others."""
+        """Keep rows of all targets in descending order of score until `room` parameters are used; zero the others."""
         targets = list(self.targets.values())
         order = _order(torch.cat([rows.scores for rows in targets]))
         prices = torch.cat([rows.prices() for rows in targets])
@@ -253,7 +263,7 @@ class RowPruning(Rule):
 
 
 def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
-    """Return the mean of |S ⊙ ∂L/∂S| over each row `(out,)`, with S as it is now; 0 where there is no gradient."""
+    """Return the mean of |S ⊙ ∂L/∂S| over each row, `(out,)`, for the current S; 0 if there is no gradient."""
     weight = rows.layer.get_parameter("residual").detach()
     if gradient is None:
         return torch.zeros(len(weight), device=weight.device)
@@ -261,12 +271,12 @@ def _sensitivity(rows: _Rows, gradient: Tensor | None) -> Tensor:
 
 
 def _order(scores: Tensor) -> Tensor:
-    """Return the indices from the highest score to the lowest; of equal ones the first comes first."""
+    """Return the indices of the scores from the highest to the lowest; equal scores keep their order."""
     return scores.argsort(descending=True, stable=True)
 
 
 def _is_complete(layer: LowRankLinear) -> bool:
-    """Whether the layer has a residual with all `out` rows, in their own order."""
+    """Return whether the layer has a residual with all `out` rows, in their own order."""
     return layer.rows is not None and torch.equal(layer.rows, torch.arange(len(layer.left), device=layer.rows.device))
 
 

@@ -1,4 +1,7 @@
-"""Shaping: training that gives the dense weights a structure before they are factorized. One file each."""
+"""Shaping: trainings that give the dense weights a structure before they are factorized.
+
+Each method of shaping has its own file.
+"""
 
 from __future__ import annotations
 

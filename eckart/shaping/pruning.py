@@ -1,11 +1,12 @@
-"""Pruning: training that leaves a share of every target's weights, wherever they stand.
+"""Pruning: a training that zeroes single weights of every target until a given share is left.
 
-Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1. First-order scores
-are what the paper uses: they tend to empty whole rows, so that what is left has low rank; magnitudes do not (its
-section 3). `sensitivity` is the same product without its sign, which a draft in the paper's source has and its text has
-not (choice, for our use): signed scores prune weights, however large, that training drew towards zero. In our short
-trainings that leaves chance level, from the pre-trained model, which is the paper's start, and from the fine-tuned one
-alike (docs/methods.md).
+Source: LPAF (Ren and Zhu, LREC-COLING 2024), section 2.2 and step 1 of section 4.1.
+
+The paper uses first-order scores, because they tend to empty whole rows, so that the remaining weights have low rank;
+magnitudes do not (its section 3). `sensitivity` is the same product without its sign. It is in a draft in the paper's
+source but not in its text (choice, for our use). Signed scores prune weights that training moved towards zero, however
+large they are. In our short trainings, that leaves the model at chance level, whether it starts from the pre-trained
+model, as in the paper, or from the fine-tuned one (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from eckart.training.optimizer_settings import Optimization
 from eckart.training.rules import Rule
 from eckart.training.schedules import cubic, exceeding, steps_in
 
-_FLOOR = 0.01  # least score of a row, relative to the mean row
+_FLOOR = 0.01  # smallest score of a row, ÷ the mean score of the rows
 
 
 class Pruning(Optimization, Method):
-    """Zero all but a share of every target's weights while the model trains."""
+    """Settings of a training that zeroes all but a share of the weights of every target."""
 
     captions: ClassVar = {"remaining": "Share of the targets’ weights that are not zero."}
 
@@ -55,24 +56,25 @@ class Pruning(Optimization, Method):
         yield from exceeding("shaping", self.start, self.end)
 
     def shape(self, problem: SearchProblem) -> Statistics:
-        """Prune the model in place; return the scores of its weights."""
+        """Prune the model in place, and return the scores of the rows of its weights."""
         rule = WeightPruning(problem.model, problem.targets, self, self.share_at(problem.keep))
         problem.train(self, rule)
         return rule.statistics()
 
     def share_at(self, keep: float) -> float:
-        """Return the share of the weights that is left where the factors are to have `keep` of the parameters."""
+        """Return the share of the weights to leave for this `keep`: the smallest of `remaining` not below `keep`."""
         return min((share for share in self.remaining if share >= keep), default=max(self.remaining))
 
 
 class WeightPruning(Rule):
-    """Scores the weights of every target and, after each update, sets all but the best of each matrix to zero.
+    """Training rule that scores the weights of every target and, after each update, zeroes all but each matrix's best.
 
-    There is no mask: a zeroed weight goes on being updated, and stays if its score is among the best again. That can be
-    with signed scores and with magnitudes; a sensitivity never falls, and stands still where the weight is zero.
+    There is no mask. The optimizer goes on updating a zeroed weight, and the weight stays if its score is among the
+    best again. This can happen with signed scores and with magnitudes. A sensitivity never falls, and it does not
+    change while the weight is zero.
 
     Args:
-        share: of each target's weights that is left at the end.
+        share: share of each target's weights that is left at the end.
 
     Raises:
         ValueError: a target would be left without weights.
@@ -87,10 +89,13 @@ class WeightPruning(Rule):
         self.share = share
         self.modules = {target.name: model.get_submodule(target.name) for target in targets}
         self.scores: dict[str, Tensor] = {}
-        """Target → first-order scores S `(out, in)`; a target that no gradient has reached is missing."""
+        """Target name → its scores S `(out, in)`, summed so far; targets that no gradient has reached are missing."""
 
     def after_backward(self, step: int) -> None:
-        """S_ij −= ∂L/∂W_ij · W_ij (section 2.2), of the weights that the gradient was taken at; or += its magnitude."""
+        """Subtract ∂L/∂W_ij · W_ij from the score S_ij (section 2.2), or add its magnitude for `sensitivity`.
+
+        W are the weights at which the gradient was taken, before the update.
+        """
         if self.pruning.score == "zero_order":
             return
         for name, module in self.modules.items():
@@ -102,10 +107,10 @@ class WeightPruning(Rule):
                 self.scores[name] = self._score(name) + (change if signed else change.abs())
 
     def after_update(self, step: int) -> None:
-        """Leave the top v_t of each matrix, v_t by the cubic schedule (section 2.2).
+        """Zero all but the share v_t of each matrix with the best scores; v_t follows the cubic schedule (section 2.2).
 
-        t counts the updates that are done (choice): with the step's own number, pruning would end one step short of
-        v_f where the cool-down is 0.
+        t is the number of updates that are done (choice). With the index of the step, pruning without a cool-down would
+        end one step before v_f.
         """
         steps, settings = self.pruning.steps, self.pruning
         start, end = steps_in(settings.start, steps), steps_in(settings.end, steps)
@@ -116,12 +121,13 @@ class WeightPruning(Rule):
                 weight.masked_fill_(_lowest(self._score(name), dropped), 0)
 
     def statistics(self) -> Statistics:
-        """Return Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2), `(out,)`, as kind `movement` under `TARGET.output`.
+        """Return the scores of all rows, `(out,)` for each target, as statistics `movement` under `TARGET.output`.
 
-        S can be negative and a row empty, where the paper says nothing. Only weights that are left count, and of them
-        those with a positive score (choice: the error of a zeroed weight is what pruning chose to ignore, and a
-        negative weight on an error would reward it). A row weighs at least a hundredth of the mean (choice: its
-        weights, if any are left, may not be lost for nothing, and diag(Ŝ) has an inverse).
+        The score of row i is Ŝ_i = Σ_j S_ij ÷ Σ_n Σ_j S_nj (section 4.2). S can be negative and a row can be empty, and
+        the paper does not say what to do then. Here only nonzero weights with a positive score count (choice): pruning
+        chose to ignore the errors of zeroed weights, and a negative score would reward errors. A row's score is at
+        least a hundredth of the mean (choice), so that the weights left in it are not given up for nothing, and diag(Ŝ)
+        has an inverse.
 
         Raises:
             ValueError: a score is not finite.
@@ -129,7 +135,7 @@ class WeightPruning(Rule):
         return {"movement": {f"{name}.output": self._row_scores(name) for name in self.modules}}
 
     def measures(self) -> dict[str, float]:
-        """Return the share of all weights that is not zero."""
+        """Return the share of all targets' weights that are not zero."""
         return {"remaining": share_left(self.modules.values())}
 
     def state(self) -> dict[str, Tensor]:
@@ -139,7 +145,7 @@ class WeightPruning(Rule):
         self.scores = dict(state)
 
     def _score(self, name: str) -> Tensor:
-        """Return S `(out, in)` on the device of the weight, which the loop may have moved."""
+        """Return the scores S `(out, in)`, on the device of the weight, which the training loop may have moved."""
         weight = weight_of(self.modules[name])
         if self.pruning.score == "zero_order":
             return weight.abs()
@@ -158,7 +164,7 @@ class WeightPruning(Rule):
 
 
 def _lowest(scores: Tensor, count: int) -> Tensor:
-    """Return a mask of the `count` lowest scores; of equal ones the first are chosen."""
+    """Return a mask of the `count` lowest scores; among equal scores, the first are chosen."""
     flat = scores.flatten()
     bound = flat.kthvalue(count).values
     lowest = flat < bound

@@ -1,1 +1,1 @@
-"""Training: the settings of an optimizer, and rules that methods add to the training loop."""
+"""Training: the settings of an optimizer, the input of a method, and rules that change the training loop."""

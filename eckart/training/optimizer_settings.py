@@ -8,12 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Optimization(BaseModel):
-    """AdamW with a linear warm-up."""
+    """Settings of a training with AdamW and a linear warm-up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     schedule: ClassVar[Literal["linear", "constant"]] = "linear"
-    """The learning rate after its warm-up: linearly down to 0, or constant."""
+    """Learning rate after the warm-up: falls linearly to 0, or stays constant."""
 
     steps: int = Field(60, ge=0, description="optimizer steps")
     batch_size: int = Field(16, ge=1, description="examples of a step")
@@ -24,5 +24,5 @@ class Optimization(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled, as in AdamW")
 
     def options(self) -> dict[str, Any]:
-        """Return these settings alone, as keyword arguments."""
+        """Return the settings of this class, without those that subclasses add, as keyword arguments."""
         return {"schedule": self.schedule, **{name: getattr(self, name) for name in Optimization.model_fields}}

@@ -1,6 +1,6 @@
-"""The input of a method: a model, its targets, how much of them may be kept, and the task's loss.
+"""The input of a method: a model, its targets, the share of their parameters to keep, and the losses of the task.
 
-More is known before the factorization (eckart/ranks/search_problem.py) and after it
+Subclasses add what is known before the factorization (eckart/ranks/search_problem.py) and after it
 (eckart/recovery/recovery_problem.py).
 """
 
@@ -16,12 +16,12 @@ from eckart.model.targets import Target
 
 @dataclass(frozen=True)
 class Problem:
-    """A method may change `model` in place.
+    """Input of a method, which may change `model` in place.
 
     Attributes:
         targets: in order of execution.
-        keep: share of the parameters of `targets`, in (0, 1].
-        seed: of all that is drawn.
+        keep: share of the targets' parameters that may be kept, in (0, 1].
+        seed: seed of all random draws.
         objective: losses and predictions of the task.
     """
 

@@ -1,6 +1,6 @@
-"""Training rules: what a method adds to the training loop, so that there is one loop for all of them.
+"""Training rules: hooks with which a method changes the training loop, so that all methods share one loop.
 
-The loop (tasks/training/loop.py) is transformers.Trainer. For every step it calls, in this order, `before_forward`, the
+The loop (tasks/training/loop.py) is transformers.Trainer. At every step it calls, in this order, `before_forward`, the
 model, `extra_loss`, the backward pass, `after_backward`, the optimizer and `after_update`. Steps count from 0.
 """
 
@@ -18,32 +18,38 @@ from eckart.calibration.losses import Batch
 
 
 class Rule:
-    """Base class of training rules; every hook does nothing."""
+    """Base class of training rules. Here no hook does anything."""
 
     settings: Any = None
-    """The settings by which a resumed training is recognized: all that decides what the rule does, with a `repr`."""
+    """Value that contains everything that decides what the rule does.
+
+    A training resumes from a checkpoint only if the `repr` of this value is the same.
+    """
 
     forward_options: Mapping[str, Any] = {}
-    """Keyword arguments of the model besides the batch."""
+    """Keyword arguments of the model, in addition to the batch."""
 
     def before_forward(self, step: int) -> None:
-        """Set up the model for this step."""
+        """Prepare the model for this step."""
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """Return a context that keeps the model as it is now, for a part of the forward that backward recomputes."""
+        """Return a context in which the model is as it is now.
+
+        It is used when backward recomputes a part of the forward pass (gradient checkpointing).
+        """
         return nullcontext()
 
     def extra_loss(self, model: PreTrainedModel, batch: Batch, outputs: ModelOutput) -> Tensor | None:
-        """Return what is added to the task loss `outputs.loss`, or None."""
+        """Return a term to add to the task loss `outputs.loss`, or None."""
 
     def after_backward(self, step: int) -> None:
-        """Read the gradients; they are not clipped yet."""
+        """Use the gradients, which are not clipped yet."""
 
     def after_update(self, step: int) -> None:
-        """Read or project the weights that the optimizer left."""
+        """Use or change the weights after the update by the optimizer."""
 
     def finish(self) -> None:
-        """After the last step: leave a model that can be saved."""
+        """Turn the model into one that can be saved. Called after the last step."""
 
     @property
     def done(self) -> bool:
@@ -51,24 +57,25 @@ class Rule:
         return False
 
     def parameter_groups(self) -> Sequence[dict[str, Any]]:
-        """Return parameters that are not the model's, as groups of a torch optimizer; their rates follow the schedule.
+        """Return parameters outside the model that are trained with it, as groups of a torch optimizer.
 
-        The loop clears and clips the gradients of its model alone: these are cleared in `before_forward`.
+        Their learning rates follow the schedule. The loop clears and clips only the gradients of the model, so the rule
+        clears these gradients in `before_forward`.
         """
         return ()
 
     def measures(self) -> dict[str, float]:
-        """Return numbers of the last step for the training curve, by names that no other rule uses."""
+        """Return numbers of the last step for the training curve, under names that no other rule uses."""
         return {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed training needs besides the model and the optimizer; empty if nothing."""
+        """Return the tensors that a resumed training needs besides the model and the optimizer."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Restore the rule from a result of `state`."""
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the state of a module that belongs to a rule, for `Rule.state`."""
+    """Return a copy of the state of a module that belongs to a rule, for `Rule.state`."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
