@@ -53,7 +53,7 @@ def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[st
     """Return the splits, with labels in the form that models read, and the names of the classes.
 
     Raises:
-        StageError: the source cannot be read, a split is empty, or the labels do not fit the task.
+        StageError: the source cannot be read, a split is empty, or the data do not fit the task.
     """
     splits = split_source(load(params), params)
     for name, frame in splits.items():

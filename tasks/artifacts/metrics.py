@@ -29,11 +29,11 @@ class Metric:
         return value - reference if self.lower_is_better else reference - value
 
     def goodness(self, value: float) -> float:
-        """Return a number that is higher the better `value` is."""
+        """Return a number that is higher for better values."""
         return -value if self.lower_is_better else value
 
     def retained(self, value: float, dense: float) -> float | None:
-        """Return the share of the original model's metric that is left: 1 is equally good, less is worse.
+        """Return the share of the original model's quality that is left: 1 is equally good, less is worse.
 
         This is `value` ÷ `dense`, or `dense` ÷ `value` if lower is better. None if the divisor is not positive, because
         the quotient would mislead.

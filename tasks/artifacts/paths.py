@@ -12,9 +12,9 @@ IMPORTANCE = Path("data/importance")
 TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""Folder in `RANKS / candidate` with the dense model after shaping or the search changed it; absent otherwise."""
+"""Name of the folder in `RANKS / candidate` with the dense model, if shaping or the search changed its weights."""
 SCORES = "scores"
-"""Folder in `RANKS / candidate` with the statistics that shaping gathered."""
+"""Name of the folder in `RANKS / candidate` with the statistics that shaping gathered."""
 FACTORIZED = Path("models/factorized")
 FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")

@@ -115,7 +115,7 @@ class Evaluation(Result):
     """Scores of a candidate after each step, and the size of the recovered model."""
 
     shaped: Score | None
-    """Score of the dense model after shaping: the loss of quality before the factorization. Null if there is none."""
+    """Score of the dense model after shaping. Null without shaping, or if the search changed the model afterwards."""
     factorized: Score | None
     """Score before recovery. Null if there is a residual: it makes the model as large as the dense one until pruned."""
     recovered: Score
@@ -171,7 +171,7 @@ class Benchmark(Result):
     """Latencies of a candidate in torch and, if it is exported, in onnxruntime."""
 
     timed: str
-    """The candidate whose forwards were timed: this one, or one whose weights have the same shapes."""
+    """The candidate that was timed: this one, or another one with weights of the same shapes."""
     speedup: Times
     """Speedup in torch over the original model in torch, at the first shape."""
     latency: Latencies

@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Gate:
-    """Limit for a number, such as the speed-up of a candidate."""
+    """A number of a candidate, such as its speed-up, and the limit of this number."""
 
     name: str
     value: float
@@ -177,7 +177,7 @@ class Chosen(BaseModel):
     non_inferior: bool
     """Whether the test examples show that the candidate's metric drops by at most `promotion.largest_drop`."""
     alternative: str | None
-    """The smallest candidate that is non-inferior on the test examples; null if it is the chosen one or none exists."""
+    """The smallest non-inferior candidate within the limits of size and speed; null if it is the chosen one or none."""
 
 
 def short(number: float) -> str:

@@ -22,7 +22,7 @@ from tasks.scoring.splits import Rows, score_on, write_rows
 
 _EXAMPLES = 256  # most examples of a split
 _BATCH = 32  # examples
-# Most blocks for language models, in batches of one: the logits of a token are as many as the vocabulary has entries.
+# Most blocks of a split for language models. They are run one by one: each token has logits for the whole vocabulary.
 _BLOCKS = {"test": 8, "calibration": 16}
 
 
@@ -60,7 +60,7 @@ def _bytes(file: Path) -> int:
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
-    """Export a model as an ONNX file, and compare the file with torch on test examples.
+    """Export a model as an ONNX file, and compare its outputs with those of torch.
 
     Args:
         name: a candidate, or the path of a Hugging Face folder.

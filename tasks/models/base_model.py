@@ -94,7 +94,7 @@ def load_base(params: Model, task: Task) -> Base:
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise StageError(f"model.base {base} has no tokenizer: put its files beside the model")
-    if tokenizer.pad_token is None:  # as in decoders; the token does not matter, since it is masked
+    if tokenizer.pad_token is None:  # many decoders have none; any token serves, since it is masked
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise StageError(f"the tokenizer of model.base {base} has no padding token: give it a pad_token")

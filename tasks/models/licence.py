@@ -9,7 +9,7 @@ from transformers.utils import cached_file
 from yaml import YAMLError
 
 Licence = dict[str, str]
-"""Entries of a model card: `license`, and `license_name` and `license_link` for a licence that the hub does not name."""
+"""Entries of a model card: `license`; also `license_name` and `license_link` if the hub has no name for the licence."""
 
 _CARD = "README.md"
 _KEYS = ("license", "license_name", "license_link")

@@ -116,7 +116,7 @@ def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, T
     """Draw inputs `(rows, tokens)` for measurements of `model`; a decoder reads the same tokens as its encoder."""
     ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model has no default
+    if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model needs this input
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
 

@@ -86,7 +86,7 @@ class StageCode:
         return (reached | packages) - _VALUES
 
     def _imported(self, module: str, kinds: set[str]) -> Iterator[str]:
-        """Yield the modules that a module imports, without unused methods, and its packages, without lists of methods."""
+        """Yield the modules that a module imports and its packages, without unused methods and lists of methods."""
         yield from (package for package in _packages_of(module) if package not in _METHODS)
         for imported in self._graph.find_modules_directly_imported_by(module):
             listed = module in _METHODS and imported.startswith(f"{module}.")

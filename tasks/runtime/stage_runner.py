@@ -81,9 +81,7 @@ def _spread(name: str, work: Callable[[], None]) -> None:
         assert group.stdout
         for line in group.stdout:
             say(line.rstrip())
-            last = (
-                line if line.startswith((f"{name}: ", stage_name(name, ""))) else last
-            )  # the error message of a process
+            last = line if line.startswith((f"{name}: ", stage_name(name, ""))) else last  # an error message
     if group.returncode:
         sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
 
@@ -111,7 +109,7 @@ def warn(message: str | None) -> None:
 
 @contextmanager
 def output(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `path` if the block ends without an error; thus `path` is always complete.
+    """Yield an empty folder that replaces `path` if the block ends without an error, so `path` is never partial.
 
     In processes that do not lead, the folder is temporary and is deleted.
     """
