@@ -1,7 +1,8 @@
-"""The stages: each module reads inputs, calls eckart, writes outputs. Run as `python -m tasks.STAGE`."""
+"""The stages of dvc.yaml, one module each: it reads files, calls eckart and writes files (`python -m tasks.STAGE`)."""
 
 import os
 
-# Before a stage imports torch, whose OpenMP reads it as it is loaded. A thread that waits for others would else spin on
-# the time of the stage beside: a step of two threads took several times as long (docs/scaling.md). The user's own wins.
+# OpenMP reads this variable when torch is loaded, so it is set before a stage imports torch. By default, a thread that
+# waits for other threads keeps its core busy and slows down stages that run at the same time: a step with two threads
+# took several times longer (docs/scaling.md). A value that the user has set is kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

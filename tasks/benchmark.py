@@ -1,7 +1,7 @@
-"""Benchmark: time the candidates against the original model in each runtime → reports/benchmark.json.
+"""Stage benchmark: time the candidates and the original model in each runtime → reports/benchmark.json.
 
-Candidates whose weights have the same shapes do the same operations, so one of them is timed for all: otherwise tables
-would rank them by noise. The stage must have the machine to itself: dvc.yaml marks it `alone`.
+Candidates with weights of the same shapes do the same operations, so only one of them is timed, and its times count for
+all: otherwise tables would rank them by noise. No other stage may run at the same time: dvc.yaml marks it `alone`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from tasks.runtime.stage_runner import run, say
 
 Forward = Callable[[Batch], Any]
 Timed = tuple[str, Runtime]
-"""A candidate's name or _DENSE, and the runtime."""
+"""A model in a runtime: the name of a candidate or _DENSE, and the runtime."""
 Key = TypeVar("Key", bound=Hashable)
 
 _DENSE = "dense"
 _WARMUP = 2  # rounds that are not counted
-_ROOM = 2e9  # bytes of candidates in memory at once, if they are more than one
+_ROOM = 2e9  # most bytes of candidates in memory together; one larger candidate is loaded alone
 
 
 def benchmark() -> None:
-    """Time all models in rounds in which each runs once, so that drift of the machine affects all alike."""
+    """Time all models and write reports/benchmark.json.
+
+    In each round every loaded model runs once, so that a change of the machine's speed affects all models equally.
+    """
     recipes, settings = section("study.recipes", tuple[str, ...]), section("benchmark", schema.Benchmark)
     names = [candidate_name(recipe, keep) for recipe in recipes for keep in schema.keeps()]
     dense, exported = _load(TEACHER), schema.exported()
@@ -81,7 +84,7 @@ def _load(folder: Path) -> PreTrainedModel:
 
 
 def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
-    """Split the candidates into chunks that fit into memory; each chunk is timed beside the dense model."""
+    """Split the candidates into chunks that fit into memory; the original model is timed again with each chunk."""
     chunk: list[str] = []
     for name in names:
         if chunk and sum(map(_bytes, [*chunk, name])) > _ROOM:
@@ -92,7 +95,7 @@ def _chunks(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _bytes(name: str) -> int:
-    """Return the size of a candidate's weights, and of its ONNX files, if there are any."""
+    """Return the size of a candidate's weights and ONNX files (if it has any), in bytes."""
     files = [*(FINETUNED / name).glob("*.safetensors"), *(ONNX / name).glob("*.onnx*")]
     return sum(file.stat().st_size for file in files)
 
@@ -100,7 +103,7 @@ def _bytes(name: str) -> int:
 def _latencies(
     dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str], settings: schema.Benchmark
 ) -> dict[str, Latencies]:
-    """Time the candidates `names` and the dense model at each shape."""
+    """Return candidate → the latencies of this candidate and of the original model, at each input shape."""
     forwards = _forwards(dense, names, exported)
     latencies: dict[str, Latencies] = {name: {"dense": {}, "candidate": {}} for name in names}
     for rows, tokens in settings.shapes:
@@ -118,7 +121,7 @@ def _latencies(
 
 
 def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[str]) -> dict[Timed, Forward]:
-    """Load the candidates; return the forward of each model in each of its runtimes."""
+    """Load the candidates; return, for each model and runtime, a function that runs a forward pass."""
     forwards: dict[Timed, Forward] = {(_DENSE, "torch"): partial(in_torch, dense)}
     forwards |= {(name, "torch"): partial(in_torch, _load(FINETUNED / name)) for name in names}
     if shipped := [name for name in names if name in exported]:
@@ -129,7 +132,11 @@ def _forwards(dense: PreTrainedModel, names: Sequence[str], exported: Sequence[s
 
 
 def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> dict[Key, list[float]]:
-    """Time each forward in rounds in which each runs once, after rounds that warm up; return the seconds of each."""
+    """Time the forward passes in turn: in each round every one runs once.
+
+    Returns:
+        key → seconds of each round, without the warm-up rounds.
+    """
     seconds: dict[Key, list[float]] = {key: [] for key in forwards}
     for _ in range(_WARMUP + rounds):
         for key, forward in forwards.items():
@@ -140,7 +147,12 @@ def in_rounds(forwards: Mapping[Key, Forward], inputs: Batch, rounds: int) -> di
 
 
 def ratio(others: Sequence[float], seconds: Sequence[float]) -> Times:
-    """Return the speedup of a model over another, whose seconds in the same rounds (at least 6) are `others`."""
+    """Return the speedup of a model over another model, with its 95 % interval.
+
+    Args:
+        others: seconds of the other model in each round, of at least 6.
+        seconds: seconds of the model in the same rounds.
+    """
     ratios = [other / own for other, own in zip(others, seconds, strict=True)]
     interval = quantile_test(ratios, q=1, p=0.5).confidence_interval()
     return Times(median=median(ratios), low=interval.low, high=interval.high)

@@ -1,8 +1,8 @@
-"""Check: hold the splits against the limits of params.yaml before training → reports/check.json, .html,
+"""Stage check: compare the splits with the limits of params.yaml before training → reports/check.json, .html, and
 data/checked.json if all limits hold.
 
-The teacher depends on data/checked.json, whose content never differs: other limits train nothing again, and data that
-break a limit stop the run before anything is trained.
+The stage teacher depends on data/checked.json. Without this file the run stops before anything is trained. Its content
+is always the same, so a change of the limits does not repeat the training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ _SPLITS: tuple[Split, ...] = ("train", "validation", "test")  # calibration is a
 
 
 def check() -> None:
-    """Hold the splits, and what changed since the champion's data, against the limits of params.yaml."""
+    """Compare the splits, and their changes from the champion's data, with the limits of params.yaml.
+
+    Raises:
+        StageError: the data break a limit.
+    """
     limits, task = section("check", Check), load_task()
     splits = {name: load_split(name) for name in _SPLITS}
     counts, changed = of_splits(splits, task, limits), changes(splits["train"], task, load_reference(), limits)

@@ -1,5 +1,5 @@
-"""Compare every candidate with the original model → reports/comparison.csv, .html, .txt, .png, runtimes.csv,
-choice.json, and model cards in reports/cards."""
+"""Stage compare: compare every candidate with the original model → reports/comparison.csv, .html, .txt, .png,
+runtimes.csv, choice.json, and model cards in reports/cards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUNTIMES = REPORTS / "runtimes.csv"
 
 
 def compare() -> None:
-    """Write the table, the page, the trade-off plot and the cards; equal inputs give equal bytes."""
+    """Write all reports and the model cards. Equal inputs give files with equal bytes."""
     results = load_results()
     cards = {candidate.name: card(results, candidate) for candidate in results.candidates}
     table, text, picture = to_csv(results), page(results, cards), tradeoff_png(results)

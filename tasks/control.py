@@ -1,7 +1,7 @@
-"""Control: the original model with the candidates' recovery fine-tuning → models/control and its training curve.
+"""Stage control: train the original model with the recovery of a recipe → models/control and its training curve.
 
-A candidate may be better than the original model because of the further training alone; compared with the control it
-cannot be.
+A candidate may be better than the original model only because it was trained for longer. The control had the same
+further training, so a comparison with it shows the effect of the compression alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tasks.training.recovery import recover
 
 
 def control() -> None:
-    """Train the original model on, as the recipe `study.control` recovers (zero steps take it as it is)."""
+    """Train the original model with the recovery of the recipe `study.control`; zero steps leave it unchanged."""
     recipe = section("study.control", str)
     recover(TEACHER, CONTROL, CONTROL_CURVE, section(f"recipes.{recipe}.recovery", Recovery))
 
 
 if __name__ == "__main__":
-    run("control", control, trains=True, threads="candidate")  # as candidates recover
+    run("control", control, trains=True, threads="candidate")  # as in the recovery of candidates

@@ -1,5 +1,5 @@
-"""Dense: score and measure the original model, its control and the trivial baseline → reports/dense.json and, with what
-each example contributed to the scores, reports/rows/dense.parquet."""
+"""Stage dense: score the original model, the control and the trivial baseline → reports/dense.json, and the
+contribution of each example to the scores → reports/rows/dense.parquet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tasks.scoring.trivial_baseline import TRIVIAL, warning
 
 
 def dense() -> None:
-    """Score the original model, and the original model with recovery fine-tuning, as candidates are scored."""
+    """Score the original model and the control in the same way as candidates; score the trivial baseline."""
     task = load_task()
     model, tokenizer = _load(TEACHER)
     scores, rows = control, control_rows = all_scores(model, tokenizer, "dense")
@@ -50,7 +50,7 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _compare_with_trivial(rows: pd.DataFrame, trivial_rows: pd.DataFrame, metric: float, trivial: float) -> None:
-    """Warn where the model is not significantly better than an answer that reads no input."""
+    """Warn if the model is not significantly better than the trivial baseline, which does not read its input."""
     task = load_task()
     say(f"trivial baseline, {kind_of(task).trivial_answer}: {task.metric} {trivial:.4f}")
     drawn = resampled(task, {"dense": rows, TRIVIAL: trivial_rows})
@@ -58,4 +58,4 @@ def _compare_with_trivial(rows: pd.DataFrame, trivial_rows: pd.DataFrame, metric
 
 
 if __name__ == "__main__":
-    run("dense", dense, threads="candidate")  # it runs beside the candidates, and is compared with them
+    run("dense", dense, threads="candidate")  # as candidates, which run at the same time

@@ -1,5 +1,5 @@
-"""Evaluate: score a candidate after each step, and measure it → reports/evaluate/RECIPE-KEEP.json and, with what each
-example contributed to the scores, reports/rows/RECIPE-KEEP.parquet."""
+"""Stage evaluate: score a candidate after each step and measure its size → reports/evaluate/RECIPE-KEEP.json, and the
+contribution of each example to the scores → reports/rows/RECIPE-KEEP.parquet."""
 
 from __future__ import annotations
 
@@ -38,14 +38,18 @@ from tasks.scoring.splits import Rows, all_scores, same_weights, score_on, write
 
 
 class EvaluationParts(BaseModel):
-    """The parts of a recipe that decide which weights were factorized."""
+    """Parts of a recipe that decide which weights were factorized."""
 
     source: Source
     sequential: Any
 
 
 def evaluate(recipe: str, keep: str) -> None:
-    """Score the shaped, the factorized and the recovered model; measure the last, and hold it to its budget."""
+    """Score the shaped, the factorized and the recovered model, and measure the size of the recovered model.
+
+    Raises:
+        StageError: the recovered model has more parameters than its budget.
+    """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", EvaluationParts)
     targets, decision = Targets.model_validate_json(TARGETS.read_text()).targets, load_decision(name)
     shaped = score_on("test", *_load(RANKS / name / SHAPED), "shaped").score if decision.as_shaped else None
@@ -84,7 +88,10 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _losses_alone(name: str, targets: Sequence[Target], decision: Decision) -> dict[str, float]:
-    """Return the loss that each target's factors cause alone; nothing where the search predicted none to compare."""
+    """Return, for each target, the increase of the loss when only this target is factorized.
+
+    Empty if evaluate.probes is 0, or if the search predicted no losses for comparison.
+    """
     settings, task = section("evaluate", Evaluate), load_task()
     if not settings.probes or decision.predicted_loss is None:
         return {}
@@ -104,7 +111,7 @@ def _sizes(model: PreTrainedModel, targets: Sequence[Target], alone: Mapping[str
         target.name: TargetSize(
             rank=ranks.get(target.name),
             rows=rows.get(target.name, 0),
-            # as the model stores its linear layers, without biases
+            # the stored parameters of the linear layers, without biases
             parameters=sum(
                 values.numel()
                 for layer in target.layers

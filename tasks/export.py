@@ -1,4 +1,4 @@
-"""Export: write a candidate as ONNX, in float32 and in int8, and score both → models/onnx/RECIPE-KEEP."""
+"""Stage export: write a candidate as ONNX, in float32 and in int8, and score both → models/onnx/RECIPE-KEEP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasks.runtime.stage_runner import run_candidate
 
 
 def export(recipe: str, keep: str) -> None:
-    """Write the recovered model as ONNX, and score it as onnxruntime runs it."""
+    """Write the recovered model as ONNX files and score them in onnxruntime."""
     name = candidate_name(recipe, keep)
     export_and_score(name, FINETUNED / name)
 

@@ -1,4 +1,4 @@
-"""Export dense: write the original model as candidates are exported, to compare them with → models/onnx/dense."""
+"""Stage export_dense: write the original model as ONNX, for comparison with exported candidates → models/onnx/dense."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.runtime.stage_runner import output, run
 
 
 def export_dense() -> None:
-    """Export and score the original model; write empty files where no candidate is exported."""
+    """Export and score the original model, or write empty files if no candidate is exported."""
     if section("export", Export).recipes:
         export_and_score("dense", TEACHER)
         return
@@ -25,4 +25,4 @@ def export_dense() -> None:
 
 
 if __name__ == "__main__":
-    run("export_dense", export_dense, threads="candidate")  # it runs beside the candidates, and is compared with them
+    run("export_dense", export_dense, threads="candidate")  # as candidates, which run at the same time

@@ -1,4 +1,4 @@
-"""Extract: load the data set, split it, draw the calibration sample → data/splits."""
+"""Stage extract: load the data set, split it, and draw the calibration sample → data/splits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _CSV = {"keep_default_na": False, "na_values": [""]}
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     ".csv": _CSV,
     ".tsv": {**_CSV, "sep": "\t", "quoting": 3},
-    ".txt": {"keep_linebreaks": True},  # a line a row, as the hub's copies of running text have them
+    ".txt": {"keep_linebreaks": True},  # a row for each line, as in the text data sets of the hub
 }
-# Messages of the loaders for a file without rows.
+# Parts of the loaders' error messages for a file without rows.
 _NO_ROWS = re.compile(
     "corresponds to no data|No columns to parse|BatchSize must be|size is 0 bytes|at least one example|^StopIteration"
 )
 
 
 def extract() -> None:
-    """Write the splits train, validation, test and calibration as Parquet, and the task."""
+    """Write the splits train, validation, test and calibration as Parquet files, and the task as task.json."""
     datasets.disable_progress_bars()
     params = section("data", Data)
     say(f"loading {params.source}")
@@ -50,10 +50,10 @@ def extract() -> None:
 
 
 def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[str, ...]]:
-    """Return the splits with labels as models read them, and the names of the classes.
+    """Return the splits, with labels in the form that models read, and the names of the classes.
 
     Raises:
-        StageError: the source cannot be read, or the task cannot be learned from it.
+        StageError: the source cannot be read, a split is empty, or the data do not fit the task.
     """
     splits = split_source(load(params), params)
     for name, frame in splits.items():
@@ -63,7 +63,9 @@ def split_and_convert(params: Data) -> tuple[dict[Split, pd.DataFrame], tuple[st
 
 
 def load(params: Data) -> dict[Split, pd.DataFrame]:
-    """Load train, and validation and test if data.splits names them, with columns text, text_pair and label.
+    """Load the splits that data.splits names, with the columns text, text_pair and label.
+
+    A packaged data set has the training split alone.
 
     Raises:
         StageError: the source cannot be read, or lacks a split or a column.
@@ -80,7 +82,7 @@ def load(params: Data) -> dict[Split, pd.DataFrame]:
 
 
 def _source(params: Data) -> dict[str, datasets.Dataset]:
-    """Load a file, a folder of files named by split, or a data set of the hub: split → rows."""
+    """Load a file, a folder with one file for each split, or a data set of the hub; return name of the split → rows."""
     path = Path(os.path.normpath(params.source))
     inside = path.absolute().is_relative_to(RAW.absolute())
     if not path.exists() and path.suffix not in FORMATS and not inside:
@@ -93,7 +95,7 @@ def _source(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _files(path: Path, params: Data) -> dict[str, Path]:
-    """Return split → its file; a single file is train."""
+    """Return name of the split → file; a single file is the training split."""
     files: dict[str, Path] = {}
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         name = file.stem if path.is_dir() else params.splits.train
@@ -111,12 +113,12 @@ def read_file(file: Path) -> datasets.Dataset:
     """Load a file in the format that its suffix names.
 
     Raises:
-        StageError: it is empty, or no such file.
+        StageError: the file is empty or does not have this format.
     """
     options = _OPTIONS.get(file.suffix, {})
     try:
         return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train", **options)
-    except Exception as error:  # the loaders have no common error; each kind means the same to the user
+    except Exception as error:  # the loaders raise many types of errors, which all mean this to the user
         cause = error.__cause__ or error
         if _NO_ROWS.search(repr(cause)):
             raise StageError(f"{file} is empty: give it rows") from error
@@ -126,7 +128,7 @@ def read_file(file: Path) -> datasets.Dataset:
 def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
     try:
         return dict(datasets.load_dataset(params.source, params.config, revision=params.revision))
-    except Exception as error:  # the hub client has no common error; each kind means the same to the user
+    except Exception as error:  # the hub client raises many types of errors, which all mean this to the user
         raise StageError(
             f"{params.source} is neither one of {', '.join(PACKAGED)} nor a path under {RAW}, and the hub does not "
             f"give it: {error}"
@@ -134,7 +136,10 @@ def _from_hub(params: Data) -> dict[str, datasets.Dataset]:
 
 
 def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
-    """Replace class ids by their names, in the order of the ids; an id without a name (the hub's -1) is missing."""
+    """Return the rows with the names of classes for their ids, as categories in the order of the ids.
+
+    An id without a name (the hub's -1) becomes a missing label.
+    """
     frame = rows.to_pandas()
     feature = rows.features.get(label)
     if label and isinstance(feature, datasets.ClassLabel):
@@ -146,7 +151,7 @@ def _frame(rows: datasets.Dataset, label: str | None) -> pd.DataFrame:
 
 
 def _columns(frame: pd.DataFrame, params: Data) -> pd.DataFrame:
-    """Return the columns that data.columns names as text, text_pair and label, checked by the task."""
+    """Return the columns that data.columns names, renamed to text, text_pair and label, and checked for the task."""
     names = {role: name for role, name in params.columns.model_dump().items() if name is not None}
     if absent := [name for name in names.values() if name not in frame]:
         raise StageError(

@@ -1,4 +1,4 @@
-"""Factorize: truncate the targets to their ranks → models/factorized/RECIPE-KEEP, a loadable Hugging Face folder."""
+"""Stage factorize: replace the targets with factors of the chosen ranks → models/factorized/RECIPE-KEEP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasks.runtime.stage_runner import explained, output, run_candidate, say
 
 
 class FactorizationParts(BaseModel):
-    """The parts of a recipe that decide its factors."""
+    """Parts of a recipe that decide its factors."""
 
     source: Source
     weighting: Weighting
@@ -35,11 +35,11 @@ class FactorizationParts(BaseModel):
 
 
 def factorize(recipe: str, keep: str) -> None:
-    """Replace every target that has a rank by the best factors of that rank under the recipe's weighting.
+    """Replace every target that has a rank with the best factors of that rank under the recipe's weighting.
 
-    Whatever the recipe's storage these are factors, at the ranks that the storage pays for: recovery trains them, and
-    brings them into their storage, which computes the same. With a residual, what the factors leave of W stands beside
-    them until recovery has pruned it.
+    The result has factors even if the recipe's storage is another one: the stage finetune trains the factors and then
+    converts them to the storage, which computes the same outputs. If the recipe has a residual, the model also keeps
+    the difference between each weight and its factors, until recovery prunes it.
     """
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", FactorizationParts)
     kind = kind_of(load_task())

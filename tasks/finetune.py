@@ -1,4 +1,5 @@
-"""Finetune: heal a factorized model, and store it as its recipe says → models/finetuned/RECIPE-KEEP and its curve."""
+"""Stage finetune: train a factorized model and convert it to its storage → models/finetuned/RECIPE-KEEP and a training
+curve."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tasks.training.recovery import recover
 
 
 class RecoveryParts(BaseModel):
-    """The parts of a recipe that decide its recovery fine-tuning."""
+    """Parts of a recipe that decide its recovery fine-tuning."""
 
     source: Source
     residual: Residual | None
@@ -26,7 +27,7 @@ class RecoveryParts(BaseModel):
 
 
 def finetune(recipe: str, keep: str) -> None:
-    """Train the factors on the task as the recipe's recovery and residual say; then bring them into its storage."""
+    """Train the factors on the task with the recipe's recovery and residual, then convert them to its storage."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", RecoveryParts)
     recover(
         FACTORIZED / name,

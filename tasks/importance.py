@@ -1,4 +1,4 @@
-"""Importance: find the targets and gather their calibration statistics, pass by pass → data/importance."""
+"""Stage importance: find the targets and gather their calibration statistics → data/importance."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import explained, output, run, say, warn
 
 Examples = Callable[[int, int], Iterator[Batch]]
-"""At most so many calibration examples, in batches of that size, on the model's device."""
+"""Function `(count, size)` that returns the first `count` calibration examples in batches of `size`."""
 
 
 def importance() -> None:
-    """Write targets.json, with the reason why each other layer is no target, and a file for each kind of statistic."""
+    """Write the targets, the reason why each other layer is not a target, and a file for each kind of statistic."""
     params, patterns, task = section("importance", Importance), section("targets", TargetPatterns), load_task()
     kind = kind_of(task)
     loss = kind.objective(params.labels).calibration_loss

@@ -1,4 +1,4 @@
-"""Write resolved.yaml: the parameters with all defaults filled in, and digests of the code that each stage can run."""
+"""Stage resolve: write resolved.yaml with all parameters, defaults included, and a digest of each stage's code."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def main() -> None:
     with new.open("w") as file:
         file.write(f"# Written by the stage `resolve` from params.yaml and code {all_code()}; edits are overwritten.\n")
         YAML().dump({**parameters, "code": code_of_stages(stages, parameters)}, file)
-    new.replace(RESOLVED)  # which may be a link into DVC's cache
+    new.replace(RESOLVED)  # replaced, not overwritten: RESOLVED may be a link into DVC's cache
     stage_inputs.write("resolve", stage_inputs.Inputs(parameters={str(PARAMS): source}))
 
 
 def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters without the recipes that the study does not use, and with the recovery of the control."""
+    """Return the parameters with only the recipes that the study uses, and with the recovery of the control."""
     study, recipes = parameters["study"], parameters["recipes"]
     used = dict.fromkeys([*study["recipes"], *filter(None, [study["control"]])])
     return {
@@ -44,10 +44,10 @@ def _with_used_recipes(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_installed() -> None:
-    """Check that the installed code is what code.yaml names, in a workspace that has such a file.
+    """Check that the installed code has the digest in code.yaml, if the workspace has this file.
 
     Raises:
-        CodeChanged: it is other code, and DVC would take the result for that of the code that is named.
+        CodeChanged: the digests differ, so that DVC would record the results for the wrong code.
     """
     if CODE.exists() and YAML(typ="safe").load(CODE.read_text())["digest"] != all_code():
         raise CodeChanged(f"{CODE} names another eckart than is installed: `eckart run` brings it up to date")

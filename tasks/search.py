@@ -1,7 +1,7 @@
-"""Search: choose the ranks of a candidate → models/ranks/RECIPE-KEEP and, if it trains, its training curve.
+"""Stage search: choose the rank of every target → models/ranks/RECIPE-KEEP and, if the search trains, a training curve.
 
-Where shaping or the search changes the weights, the changed model is saved beside ranks.json; so are the scores that
-shaping gave.
+If shaping or the search changes the weights, the changed model is saved beside ranks.json. The scores that shaping
+computed are saved there, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.training.loop import train
 
 
 class SearchParts(BaseModel):
-    """The parts of a recipe that decide its ranks."""
+    """Parts of a recipe that decide its ranks."""
 
     source: Source
     shaping: Shaping | None
@@ -51,7 +51,7 @@ class SearchParts(BaseModel):
 
 
 def search(recipe: str, keep: str) -> None:
-    """Write the rank of every target, the loss that is predicted from them, and what was trained on the way."""
+    """Search the rank of every target; save the ranks, the predicted loss, and the model if its weights changed."""
     name, parts = candidate_name(recipe, keep), section(f"recipes.{recipe}", SearchParts)
     task, seed = load_task(), section("seed", Seed)
     set_seed(seed)
@@ -86,7 +86,7 @@ def search(recipe: str, keep: str) -> None:
 
 @dataclass
 class _Data:
-    """The data of a search, and its trainings of one model, which follow each other on one curve."""
+    """Model and data of a search; all trainings of the model append to one training curve."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class _Data:
             self.curve.write_text("")
 
     def train(self, settings: Optimization, rule: Rule, rows: int | None = None) -> None:
-        """Train on at most `rows` examples of the training split, drawn at random, and bring the model to the CPU."""
+        """Train the model on at most `rows` random examples of the training split, then move it to the CPU."""
         self.steps += train(
             self.model,
             self.collate,
@@ -120,7 +120,7 @@ class _Data:
         self.model.cpu()
 
     def calibration(self, rows: int) -> Sequence[Batch]:
-        """Return batches of at most so many calibration examples, on the accelerator with the model."""
+        """Move the model to the accelerator; return the first `rows` calibration examples there, in batches."""
         data = encoded("calibration", self.tokenizer)
         chosen = data.select(range(min(rows, len(data))))
         device = place(self.model)
@@ -128,7 +128,7 @@ class _Data:
 
 
 def _sample(data: Dataset, rows: int | None, seed: int) -> Dataset:
-    """Draw so many examples at random, or take all where there are no more."""
+    """Draw `rows` examples at random; return all of `data` if `rows` is None or there are not more."""
     if rows is None or rows >= len(data):
         return data
     return data.select(torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].tolist())
@@ -160,7 +160,7 @@ def _report(decision: Decision, shaped: Shaped | None) -> None:
 
 
 def _trains_together(recipe: str) -> bool:
-    """Whether the recipe trains here, and several processes can do so together."""
+    """Whether the recipe trains in this stage, and several processes can share the training."""
     parts = section(f"recipes.{recipe}", SearchParts)
     return train_together([parts.shaping, parts.ranks])
 

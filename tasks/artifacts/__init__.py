@@ -1,1 +1,1 @@
-"""What stages write and read: names, paths, and the typed content of files."""
+"""Files that stages write and read: their names, paths and types."""

@@ -1,9 +1,9 @@
-"""Errors that a user sees as a message, without a traceback."""
+"""Errors that a user sees as a message without a traceback."""
 
 
 class EckartError(Exception):
-    """Ends a command with its message, which says what is wrong and what to do."""
+    """Error that ends a command; its message says what is wrong and what to do."""
 
 
 class StageError(EckartError):
-    """A mistake in the input; the message says what to do and is shown without a traceback."""
+    """Mistake in the input of a stage, such as its data or parameters."""

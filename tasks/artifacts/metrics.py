@@ -1,4 +1,4 @@
-"""Metrics, and how each reads in reports; tasks/nlp_tasks says which task has which."""
+"""Metrics, with their titles and directions; tasks/nlp_tasks says which task has which metrics."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ MetricName = str
 
 @dataclass(frozen=True)
 class Metric:
-    """How a metric reads. A share is between 0 and 1, and printed in percent where there is room for few digits."""
+    """Properties of a metric that reports and comparisons need."""
 
     title: str
-    """Its name in a sentence."""
+    """Name of the metric in a sentence."""
     share: bool = False
+    """Whether values lie between 0 and 1, and are printed in percent if there is room for few digits."""
     lower_is_better: bool = False
     bounded: bool = True
-    """Whether it is between -1 and 1."""
+    """Whether values lie between -1 and 1."""
 
     @property
     def with_direction(self) -> str:
-        """The title, with the direction if lower is better."""
+        """The title, followed by "(lower is better)" if it is so."""
         return f"{self.title} (lower is better)" if self.lower_is_better else self.title
 
     def worse_by(self, value: float, reference: float) -> float:
@@ -28,13 +29,14 @@ class Metric:
         return value - reference if self.lower_is_better else reference - value
 
     def goodness(self, value: float) -> float:
-        """Return a number that is higher the better `value` is."""
+        """Return a number that is higher for better values."""
         return -value if self.lower_is_better else value
 
     def retained(self, value: float, dense: float) -> float | None:
-        """Return `value` ÷ `dense`, or the inverse if lower is better, so that 1 is as good as dense and less is worse.
+        """Return the share of the original model's quality that is left: 1 is equally good, less is worse.
 
-        None where the quotient would mislead, as one of them is not above 0.
+        This is `value` ÷ `dense`, or `dense` ÷ `value` if lower is better. None if the divisor is not positive, because
+        the quotient would mislead.
         """
         part, whole = (dense, value) if self.lower_is_better else (value, dense)
         return part / whole if whole > 0 else None
@@ -42,8 +44,8 @@ class Metric:
 
 class _Metrics(dict[MetricName, Metric]):
     def __missing__(self, name: MetricName) -> Metric:
-        """Look for a metric that only the file of its task knows."""
-        from tasks.nlp_tasks import TASK_NAMES, task_class  # which imports torch
+        """Find a metric that only its task defines."""
+        from tasks.nlp_tasks import TASK_NAMES, task_class  # they import torch
 
         for task in TASK_NAMES:
             self |= {key: metric for key, metric in task_class(task).own_metrics.items() if key not in self}
@@ -66,4 +68,4 @@ METRICS = _Metrics(
     rougeL=Metric("ROUGE-L", share=True),
     perplexity=Metric("perplexity", lower_is_better=True, bounded=False),
 )
-"""Metric → how it reads; a task may add its own (`NlpTask.own_metrics`), which are found when they are asked for."""
+"""Name of a metric → its properties. A task may define its own (`NlpTask.own_metrics`), which are found on demand."""

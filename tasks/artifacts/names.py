@@ -9,7 +9,7 @@ def candidate_name(recipe: str, keep: str) -> str:
 
 
 def recipe_and_keep(candidate: str) -> tuple[str, str]:
-    """Split `kfac-0.33` into `kfac` and `0.33`, at the first dash: a keep may have one (`1e-05`), a recipe has none."""
+    """Split `kfac-0.33` into `kfac` and `0.33` at the first dash: only the keep may contain a dash (`1e-05`)."""
     recipe, _, keep = candidate.partition("-")
     return recipe, keep
 

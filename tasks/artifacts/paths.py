@@ -1,4 +1,4 @@
-"""Paths of what stages share, and the ranks that were chosen for a candidate."""
+"""Paths of the files that stages share, and the type of the file with a candidate's ranks."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ from pathlib import Path
 from tasks.artifacts.results_schema import Result, Runtime
 
 IMPORTANCE = Path("data/importance")
-"""A folder with the calibration statistics and TARGETS."""
+"""Folder of the calibration statistics and of TARGETS."""
 TARGETS = IMPORTANCE / "targets.json"
 RANKS = Path("models/ranks")
 SHAPED = "shaped"
-"""The original model as shaping or the search changed it, in a candidate's folder of RANKS, if they did."""
+"""Name of the folder in `RANKS / candidate` with the dense model, if shaping or the search changed its weights."""
 SCORES = "scores"
-"""Statistics that shaping gathered, in the same folder."""
+"""Name of the folder in `RANKS / candidate` with the statistics that shaping gathered."""
 FACTORIZED = Path("models/factorized")
 FINETUNED = Path("models/finetuned")
 SEARCH_CURVES = Path("reports/search")
 CURVES = Path("reports/finetune")
 EVALUATIONS = Path("reports/evaluate")
 ONNX = Path("models/onnx")
-"""A folder with ONNX_FILES for each exported candidate, and for `dense`."""
+"""Folder of the exported models: a folder with ONNX_FILES for each exported candidate, and one for `dense`."""
 ONNX_FILES: Mapping[Runtime, str] = {"onnx": "model.onnx", "int8": "int8.onnx"}
 EXPORTS = Path("reports/onnx")
 CARDS = Path("reports/cards")
 
 
 def exported_name(name: str) -> str:
-    """Return the name under which the scores of an exported model are written."""
+    """Return the name of an exported model in the path of its scores of examples, such as `kfac-0.33.onnx`."""
     return f"{name}.onnx"
 
 
 class Decision(Result):
-    """The ranks that a search chose, and what it expects of them."""
+    """Result of a rank search: the ranks, the loss that they predict, and the number of parameters."""
 
     keep: float
     ranks: dict[str, int | None]
     """Target → rank, or null if it stays dense."""
     predicted_loss: dict[str, float] | None
-    """Target → half the weighted error of its rank, ½ Σ_{k>r} S_k²: under kfac the increase of the loss.
+    """Target → half the weighted squared error at its rank r, ½ Σ_{k>r} S_k², with singular values S_k.
 
-    Null if the search itself reduced the weights to their ranks, or all ranks are 0.
+    With the weighting kfac, this estimates the increase of the loss. Null if the search itself reduced the weights to
+    their ranks, or if all ranks are 0.
     """
     parameters_before: int
     parameters_after: int
-    """Parameters as the recipe stores them; of the factors alone, while an unpruned residual is beside them."""
+    """Parameters of all targets at these ranks, in the recipe's storage, without biases and without a residual."""
     steps: int
     """Training steps that shaping and search took before the factorization."""
     average_rank: float | None
-    """Mean numerical rank of the shaped weights, in their own precision; null if nothing was shaped."""
+    """Mean numerical rank of the weights after shaping, in their precision; null if nothing was shaped."""
     as_shaped: bool
-    """Whether SHAPED can be scored as the result of shaping: the search has not changed it."""
+    """Whether SHAPED is the model after shaping alone, so that its score shows the effect of shaping."""
 
 
 def source_model(name: str, original: Path) -> Path:
-    """Return the folder of the dense model that candidate `name` factorizes: SHAPED if it is there, or `original`."""
+    """Return the folder of the dense model that candidate `name` factorizes: SHAPED if it exists, else `original`."""
     shaped = RANKS / name / SHAPED
     return shaped if shaped.exists() else original
 

@@ -1,4 +1,4 @@
-"""Results of the stages as they stand in files, and the paths of these; read without the code that measured them."""
+"""Types and paths of the result files of stages. Readers of results need not import the code that measured them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tasks.artifacts.metrics import MetricName
 
 TEACHER_CURVE = Path("reports/teacher.jsonl")
 CONTROL_NAME = "dense + recovery"
-"""Name of the control in tables, where it stands as a recipe that keeps everything."""
+"""Name of the control in tables, which list it like a recipe that keeps all parameters."""
 TRIVIAL_NAME = "trivial baseline"
-"""Name in tables of a prediction that reads no input."""
+"""Name of the trivial baseline in tables: predictions that do not depend on the input."""
 CONTROL_CURVE = Path("reports/control.jsonl")
 DENSE_METRICS = Path("reports/dense.json")
 BENCHMARKS = Path("reports/benchmark.json")
 SECONDS = Path(".eckart/seconds.json")
-"""Stage → seconds of its last execution. No stage reads or writes it: two runs differ in it."""
+"""File with the seconds of each stage's last execution. They differ between runs, so no stage reads or writes them."""
 
 Runtime = Literal["torch", "onnx", "int8"]
 """Software that runs a model: torch, or onnxruntime with weights in float32 or in int8."""
@@ -26,7 +26,11 @@ Which = Literal["dense", "candidate"]
 
 
 def rows_file(name: str) -> Path:
-    """Return the path of what each example contributed to the scores of a candidate, or of `dense` and its controls."""
+    """Return the path of the table with the contribution of each example to the scores.
+
+    Args:
+        name: a candidate, an exported model, or `dense` for the original model, the control and the trivial baseline.
+    """
     return Path(f"reports/rows/{name}.parquet")
 
 
@@ -35,7 +39,7 @@ class Result(BaseModel):
 
 
 class Score(Result):
-    """The metric of the study, and the mean loss, on a split."""
+    """Score of a model on a split: the metric of the study and the mean loss."""
 
     metric: float
     loss: float
@@ -45,60 +49,60 @@ class Score(Result):
 
 
 class Size(Result):
-    """The size of a whole model; that of its target layers is always reported beside it."""
+    """Size of a whole model. Reports always show the size of its target layers, too."""
 
     model_parameters: int
     macs_per_token: int
-    """Multiply-accumulates of a forward of one example of `max_length` tokens, attention included, ÷ its tokens.
+    """Multiply-accumulate operations of a forward pass of one example, attention included, ÷ its `max_length` tokens.
 
-    A decoder beside an encoder reads as many tokens, and is counted in full."""
+    The decoder of an encoder-decoder also reads `max_length` tokens, and its operations count in full."""
     bytes: int
 
 
 class Continuation(Result):
-    """A language model's greedy continuation of the beginning of a test block."""
+    """Greedy continuation of the beginning of a test block by a language model."""
 
     beginning: str
     text: str
 
 
 class Scores(Result):
-    """The scores of a model that could be shipped."""
+    """Scores of the original model, the control or a recovered candidate."""
 
     score: Score
-    """On the test split; reports and gates read it."""
+    """Score on the test split, for reports and for the gates of a promotion."""
     validation: Score
-    """On the validation split; candidates and trials are chosen by it."""
+    """Score on the validation split, for the choice of candidates and trials."""
     zero_shot: dict[str, dict[str, float]]
     """Task of lm-eval → metric → value, for the tasks in evaluate.zero_shot."""
     continuations: tuple[Continuation, ...]
-    """For language models, evaluate.continuation tokens each."""
+    """Continuations by a language model, of evaluate.continuation tokens each."""
 
 
 class DenseReport(Scores):
-    """The scores of the original model, with which every candidate is compared."""
+    """Scores and size of the original model, for comparison with every candidate."""
 
     size: Size
     control: Scores
-    """The original model with the candidates' recovery fine-tuning."""
+    """Scores of the control: the original model after recovery fine-tuning."""
     trivial: float
-    """The metric, on the test split, of predictions that read no input."""
+    """Metric of the trivial baseline on the test split."""
     licence: dict[str, str]
-    """The base model's (tasks/models/licence.py)."""
+    """Licence of the base model (tasks/models/licence.py)."""
     head: str = ""
-    """A sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
+    """Sentence on what was done with the base model's head (tasks/models/task_head.py); may be empty."""
 
 
 class TargetSize(Result):
-    """A target layer after compression.
+    """Size of a target layer after compression.
 
     Attributes:
-        rank: null where it is dense.
-        rows: of a residual beside the factors.
-        parameters: as stored, without its bias and the indices of rows or pivots.
-        loss_alone: increase of the loss when its factors alone are put into the original model, on evaluate.probes
-            examples (eckart/factorization/single_target_ablation.py); null where it is dense, or where other weights
-            than the original model's were factorized.
+        rank: null if the target is dense.
+        rows: rows of the residual beside the factors.
+        parameters: number of stored parameters, without the bias and without the indices of rows or pivots.
+        loss_alone: increase of the loss when only this target of the original model is replaced with its factors, on
+            evaluate.probes examples (eckart/factorization/single_target_ablation.py). Null if it was not measured: for
+            example if the target is dense, or if weights other than the original model's were factorized.
     """
 
     rank: int | None
@@ -108,18 +112,18 @@ class TargetSize(Result):
 
 
 class Evaluation(Result):
-    """A candidate's scores, and the size of the recovered model."""
+    """Scores of a candidate after each step, and the size of the recovered model."""
 
     shaped: Score | None
-    """The dense model after shaping, if there was any: what is lost before anything is factorized."""
+    """Score of the dense model after shaping. Null without shaping, or if the search changed the model afterwards."""
     factorized: Score | None
-    """Null where a residual makes the factorized model as large as the dense one until recovery has pruned it."""
+    """Score before recovery. Null if there is a residual: it makes the model as large as the dense one until pruned."""
     recovered: Score
     validation: Score
-    """The recovered model on the validation split; candidates and trials are chosen by it."""
+    """Score of the recovered model on the validation split, for the choice of candidates and trials."""
     size: Size
     zero_shot: dict[str, dict[str, float]]
-    """As in Scores, of the recovered model."""
+    """Zero-shot results of the recovered model, as in `Scores`."""
     continuations: tuple[Continuation, ...]
     targets: dict[str, TargetSize]
     target_parameters: int
@@ -127,21 +131,24 @@ class Evaluation(Result):
 
 
 class ExportedFile(Result):
-    """An ONNX file, scored on the test split by onnxruntime."""
+    """Size of an ONNX file, and its score on the test split in onnxruntime."""
 
     score: Score
     bytes: int
 
 
 class Exports(Result):
-    """The two ONNX files of a model, with float32 and with int8 weights."""
+    """Results for the two ONNX files of a model, with float32 and with int8 weights."""
 
     onnx: ExportedFile
     int8: ExportedFile
 
 
 class Times(Result):
-    """A speedup: the median over rounds of another model's seconds ÷ this model's, with its 95 % interval."""
+    """Speedup of a model over another one, with the 95 % interval.
+
+    The median is that of the ratios, in each round, of the other model's seconds ÷ this model's seconds.
+    """
 
     median: float
     low: float
@@ -149,7 +156,7 @@ class Times(Result):
 
 
 class Latency(Result):
-    """The seconds of a forward, and its speedup over the original model in torch and in the same runtime."""
+    """Median seconds of a forward pass, and its speedup over the original model in torch and in the same runtime."""
 
     seconds: float
     of_torch: Times
@@ -157,16 +164,16 @@ class Latency(Result):
 
 
 Latencies = dict[Which, dict[Runtime, dict[str, Latency]]]
-"""Candidate or original model → runtime → shape, as ROWSxTOKENS; both were timed in turn in one process."""
+"""`dense` or `candidate` → runtime → shape (ROWSxTOKENS) → latency. Both models were timed in turn in one process."""
 
 
 class Benchmark(Result):
-    """The latencies of a candidate, by onnxruntime, too, where it is exported."""
+    """Latencies of a candidate in torch and, if it is exported, in onnxruntime."""
 
     timed: str
-    """The candidate whose forwards were timed: this one, or one whose weights have the same shapes."""
+    """The candidate that was timed: this one, or another one with weights of the same shapes."""
     speedup: Times
-    """Over the original model in torch, at the first shape."""
+    """Speedup in torch over the original model in torch, at the first shape."""
     latency: Latencies
 
 

@@ -1,7 +1,7 @@
-"""The record of the parameters that a stage was run with, as the stage itself read them.
+"""Record of the parameters that a stage read when it ran.
 
-DVC's entry of a stage says which inputs its outputs belong to. This record says it from inside the stage, so that
-`eckart verify` can tell an entry that no run wrote from one that a run did. No stage reads it.
+DVC's entry for a stage also says which inputs its outputs belong to, but it can be written without a run. The stage
+itself writes this record, so that `eckart verify` detects such entries. No stage reads the record.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from tasks.config import schema
 from tasks.runtime.code_folders import PIPELINE
 
 FOLDER = Path("reports/inputs")
-_VARIABLE = re.compile(r"\$\{([\w.]+)\}")  # of dvc.yaml: a parameter, or the item of a matrix
+_VARIABLE = re.compile(r"\$\{([\w.]+)\}")  # a variable in dvc.yaml: a parameter, or the item of a matrix
 
 
 class Inputs(BaseModel):
-    """Parameters by their dotted paths, with `code.STAGE`, the digest of the code; for `resolve`, that of params.yaml.
+    """Parameters of a stage: dotted path → value, with the digest of the stage's code at `code.STAGE`.
 
-    A recipe's name is `*`: a stage that computes the same under another name writes the same record.
+    For `resolve`, the only entry is the digest of params.yaml. `*` stands for the name of the recipe, so that equal
+    recipes with different names have equal records.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,12 +36,12 @@ class Inputs(BaseModel):
 
 
 def file_of(stage: str) -> Path:
-    """Return the file in which a stage of dvc.yaml, such as `finetune@svd-0.5`, records what it was run with."""
+    """Return the path of the record of a stage of dvc.yaml, such as `finetune@svd-0.5`."""
     return FOLDER / f"{stage.replace('@', '/')}.json"
 
 
 def load(stage: str) -> Inputs | None:
-    """Load the parameters that the stage depends on by dvc.yaml; None in a folder without a pipeline."""
+    """Return the present values of the parameters that dvc.yaml lists for the stage; None if there is no dvc.yaml."""
     if not PIPELINE.exists():
         return None
     described = YAML(typ="safe").load(PIPELINE.read_text())["stages"][stage.partition("@")[0]]
@@ -49,7 +50,7 @@ def load(stage: str) -> Inputs | None:
 
 
 def write(stage: str, inputs: Inputs) -> None:
-    """Write the record of the stage."""
+    """Write the record of a stage."""
     file = file_of(stage)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)  # it may be a link into DVC's cache
@@ -57,7 +58,7 @@ def write(stage: str, inputs: Inputs) -> None:
 
 
 def nameless(parameter: str, stage: str) -> str:
-    """Return the path of a parameter with `*` for the name of the stage's recipe."""
+    """Replace the name of the stage's recipe with `*` in the path of a parameter."""
     if not (candidate := candidate_of(stage)):
         return parameter
     recipe = re.escape(recipe_and_keep(candidate)[0])
@@ -65,7 +66,7 @@ def nameless(parameter: str, stage: str) -> str:
 
 
 def _parameters(paths: list[str], stage: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each parameter."""
+    """Yield the path and the value of each parameter; the paths may contain variables of dvc.yaml."""
     values = schema.resolved()
     item = dict(zip(("recipe", "keep"), recipe_and_keep(candidate_of(stage)), strict=True))
     for path in paths:

@@ -1,4 +1,4 @@
-"""The data of a study between stages: `data/splits`, with the splits and the task."""
+"""Files of `data/splits`: the splits of a study's data, and its task."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tasks.nlp_tasks import TaskName
 
 SPLITS = Path("data/splits")
 REFERENCE = Path("data/reference")
-"""The data that the champion learned from."""
+"""Folder of the data on which the champion was trained."""
 REFERENCE_PARTS = ("train.parquet", "task.json")
-"""Its files, as they are in data/splits."""
+"""Files in REFERENCE: copies from data/splits."""
 
 Split = Literal["train", "validation", "test", "calibration"]
 
 
 class Task(BaseModel):
-    """The task of a study, as the stage extract wrote it down."""
+    """Task of a study, as the stage extract writes it to task.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: TaskName
     labels: tuple[str, ...]
-    """Names of the classes, in order of their ids; empty where there are none."""
+    """Names of the classes in the order of their ids; empty if there are no classes."""
     metric: MetricName
     max_length: int
     target_length: int | None
-    """Tokens of a summary, at most."""
+    """Largest number of tokens of a summary."""
     prefix: str | None
     """Text before each document that is to be summarized."""
     stride: int | None
-    """Tokens that neighbouring windows of a long context share."""
+    """Number of tokens that neighbouring windows of a long context share."""
     sizes: dict[Split, int]
-    """Examples of each split, at most; for running text, blocks of `max_length` tokens."""
+    """Largest number of examples in each split; for running text, of blocks of `max_length` tokens."""
     seed: int
-    """For drawing those blocks."""
+    """Seed for drawing the blocks of running text."""
 
 
 def load_task() -> Task:
@@ -47,5 +47,5 @@ def load_task() -> Task:
 
 
 def load_split(name: Split) -> pd.DataFrame:
-    """Load a split, with the columns text, text_pair and label, as far as the task has them."""
+    """Load a split, with those of the columns text, text_pair and label that the task has."""
     return pd.read_parquet(SPLITS / f"{name}.parquet")

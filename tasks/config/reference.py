@@ -1,4 +1,4 @@
-"""The parameters for people: `eckart params`, and the page docs/params.md. Both print the types' descriptions.
+"""Text of `eckart params` and of the page docs/params.md, from the descriptions in the types of params.yaml.
 
 `python -m tasks.config.reference` prints the page.
 """
@@ -37,14 +37,14 @@ _FAMILIES = {
 
 
 def text(tree: Mapping[str, Any], path: str = "") -> str:
-    """Return resolved parameters as YAML, each with its description at its first mention.
+    """Return resolved parameters as YAML, with the description of each at its first occurrence.
 
     Args:
         tree: as `resolve` returns it.
-        path: dotted name of the part to print; empty: all.
+        path: dotted path of the part to print; empty: all parameters.
 
     Raises:
-        ParamsError: there is no such part.
+        ParamsError: there is no parameter at `path`.
     """
     content: Any = tree
     models: list[type[BaseModel]] = [Params]
@@ -61,7 +61,7 @@ def text(tree: Mapping[str, Any], path: str = "") -> str:
 
 
 def _models_at(models: list[type[BaseModel]], key: str, value: Any) -> list[type[BaseModel]]:
-    """Return the types of the value at `key` of a mapping of one of `models`; none for a name that users choose."""
+    """Return the types that `value` may have at `key` of a mapping, if the mapping has one of the types `models`."""
     if models == [Params] and key in ("recipes", "recovery"):
         types: list[type[BaseModel]] = [Recipe] if key == "recipes" else models_in(Recovery)
     elif models == [Recipe] and key not in Recipe.model_fields:
@@ -117,7 +117,7 @@ def _flow(value: Any) -> str:
 
 
 def page() -> str:
-    """Return docs/params.md."""
+    """Return the text of docs/params.md."""
     lines = [
         "# Parameters",
         "",

@@ -9,15 +9,15 @@ from tasks.config.schema import sections
 
 
 def resolve(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults of params.yaml; what is resolved already stays as it is.
+    """Fill in the defaults of params.yaml. Parameters that are already resolved do not change.
 
     Args:
         content: params.yaml as plain data, without mistakes.
 
     Returns:
-        The whole tree as plain data, in the order of the types, with all built-in recipes.
+        All parameters as plain data, in the order of the types, with all built-in recipes.
     """
-    from eckart.recipe import complete, recipes, trains_dense  # torch, which takes seconds
+    from eckart.recipe import complete, recipes, trains_dense  # imports torch, which takes seconds
 
     tree = sections(content)
     study = tree["study"]

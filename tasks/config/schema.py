@@ -1,7 +1,7 @@
-"""The sections of params.yaml, typed. Each field has its default here, and its description with the unit.
+"""Types of the sections of params.yaml. Each field has its default and its description, with the unit.
 
-`eckart params` and the reference docs/params.md print these descriptions. `recipes` is typed where it is used
-(eckart/recipe.py), so that stages that know no recipe do not depend on it.
+`eckart params` and the page docs/params.md print these descriptions. The types of `recipes` are in eckart/recipe.py, so
+that stages that read no recipe do not depend on them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from tasks.runtime.code_folders import PIPELINE
 
 PARAMS = Path("params.yaml")
 RESOLVED = Path("resolved.yaml")
-"""Written by the stage `resolve` from params.yaml; the parameters that every other stage reads."""
+"""File with the parameters that every other stage reads; the stage `resolve` writes it from params.yaml."""
 
-_LONGEST = 200  # characters of a value that a message quotes
+_LONGEST = 200  # most characters of a value that a message quotes
 _RENAMED = {"importance.evidence": "importance.statistics"}  # key of an earlier version → its name now
 
 T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[\w-]+$", max_length=50)]
-"""Becomes part of names elsewhere, of files and of what MLflow and Prefect keep."""
+"""A name that also becomes part of the names of files and of objects in MLflow and Prefect."""
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Labels = Literal["given", "expected", "drawn"]
-"""The labels of the gradients that are gathered."""
+"""Kind of labels for which the calibration gradients are computed."""
 Given = Literal["train", "validation", "test"]
-"""A split that a source may bring."""
+"""A split that a source may already have."""
 Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PartialShare = Annotated[float, Field(gt=0, lt=1)]
@@ -75,7 +75,7 @@ Range = Annotated[tuple[float, float], AfterValidator(_rising)]
 
 
 class ParamsError(EckartError):
-    """params.yaml is not as it should be; the message names every mistake."""
+    """Mistakes in params.yaml; the message lists all of them."""
 
 
 class Section(BaseModel):
@@ -83,7 +83,7 @@ class Section(BaseModel):
 
 
 class Goal(Section):
-    """A goal for candidates: exactly one of a drop, a speed-up and a size."""
+    """Goal for candidates: exactly one limit, for the drop of the metric, the speed-up or the size."""
 
     largest_drop: Annotated[float, Field(ge=0)] | None = Field(
         None, description="loss of data.metric against the original model on validation examples, at most"
@@ -139,7 +139,7 @@ class Splits(Section):
     test: str | None = Field(None, description="its name in the source; null: carved out of train")
 
     def named(self) -> dict[Given, str]:
-        """Return split → its name in the source, without those that are carved out."""
+        """Return split → its name in the source, without the splits that are carved out of train."""
         names: dict[Given, str | None] = {"train": self.train, "validation": self.validation, "test": self.test}
         return {split: name for split, name in names.items() if name is not None}
 
@@ -246,7 +246,7 @@ class Trainer(Section):
     processes: Count = Field(1, description="processes, on a GPU each, that share the examples of a step")
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of a training."""
+        """Return keyword arguments for `train` (tasks/training/loop.py)."""
         return self.model_dump(exclude={"processes"})
 
 
@@ -320,7 +320,7 @@ class Threads(Section):
 
 
 class Limits(Section):
-    """The limits that a candidate must keep to."""
+    """Limits that a candidate must keep to."""
 
     largest_drop: Annotated[float, Field(ge=0)] = Field(
         0.01, description="how much worse than the original model, at most, in the units of data.metric"
@@ -336,12 +336,12 @@ class Limits(Section):
     )
 
     def chance(self, standard_error: float) -> float:
-        """Return how far a metric may miss a limit by chance: never by more than `largest_drop` once more."""
+        """Return the distance by which a metric may miss a limit by chance; at most `largest_drop`."""
         return min(self.standard_errors * standard_error, self.largest_drop)
 
 
 class Promotion(Limits):
-    """When a candidate becomes the champion."""
+    """Conditions under which a candidate becomes the champion."""
 
     model: Name = Field("", description="its name in MLflow's model registry; by default study.name")
     least_gain: float = Field(
@@ -351,7 +351,7 @@ class Promotion(Limits):
 
 
 class Params(Section):
-    """params.yaml as a whole. `recipes` and `recovery` are typed in eckart/recipe.py, which imports torch."""
+    """All sections of params.yaml. Types of `recipes` and `recovery` are in eckart/recipe.py, which imports torch."""
 
     study: Study = Field(description="what to compare")
     seed: Seed = Field(0, description="seed of every training")
@@ -374,7 +374,7 @@ class Params(Section):
 
 
 def with_defaults(content: Mapping[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
-    """Fill in the defaults of `kind`, in the order of its fields; what `content` states stays as it is written."""
+    """Add the defaults of `kind` to `content`, in the order of the fields. Values in `content` do not change."""
     result: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -388,7 +388,7 @@ def with_defaults(content: Mapping[str, Any], kind: type[BaseModel]) -> dict[str
 
 
 def sections(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in all defaults of params.yaml but those of `recipes` and `recovery`."""
+    """Return params.yaml with all defaults filled in, except in `recipes` and `recovery`."""
     tree = with_defaults(content, Params)
     study, promotion = tree["study"], tree["promotion"]
     if isinstance(study, dict) and isinstance(promotion, dict) and promotion["model"] == "":
@@ -397,12 +397,12 @@ def sections(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keeps() -> tuple[str, ...]:
-    """Return the keeps as written (1, not 1.0), since the files of candidates are named so."""
+    """Return the keeps as params.yaml writes them (1, not 1.0), since they are parts of file names."""
     return tuple(map(str, section("study.keeps", tuple[int | float, ...])))
 
 
 def exported() -> tuple[str, ...]:
-    """Return the candidates that are exported."""
+    """Return the names of the candidates that are exported."""
     return tuple(candidate_name(recipe, keep) for recipe in section("export", Export).recipes for keep in keeps())
 
 
@@ -410,7 +410,7 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
     """Read params.yaml as plain data.
 
     Raises:
-        ParamsError: there is no such file, or it is no YAML mapping.
+        ParamsError: the file is missing or is not a YAML mapping.
     """
     try:
         content = YAML(typ="safe").load(path.read_text())
@@ -420,7 +420,7 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         ) from error
     except OSError:
         raise
-    except Exception as error:  # of a tag or a date that YAML has, whatever Python says of its value
+    except Exception as error:  # any type: Python refuses the values of some tags and dates
         raise ParamsError(f"{path} is no valid YAML: {error or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise ParamsError(f"{path} must be a mapping of sections, not {type(content).__name__}")
@@ -430,7 +430,7 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
 
 
 def _nameless(content: Any, above: tuple[Any, ...] = (), within: tuple[int, ...] = ()) -> Iterator[str]:
-    """Yield mistakes of keys that are no names, and of values that contain themselves, which YAML allows."""
+    """Yield a mistake for each key that is not a name and each value that contains itself; YAML allows both."""
     if id(content) in within:
         yield f"{'.'.join(map(str, above))}: holds itself; write out what it is"
         return
@@ -448,10 +448,10 @@ def section(name: str, kind: type[T]) -> T: ...
 @overload
 def section(name: str, kind: Any) -> Any: ...
 def section(name: str, kind: Any) -> Any:
-    """Return the parameters at the dotted `name`, as a `kind`.
+    """Return the resolved parameters at the dotted path `name`, parsed as the type `kind`.
 
     Raises:
-        ParamsError: with all mistakes of this section.
+        ParamsError: they have mistakes; the message lists all.
     """
     content: Any = resolved()
     for key in name.split("."):
@@ -465,7 +465,7 @@ def resolved() -> dict[str, Any]:
     """Load the parameters that stages read: resolved.yaml, or params.yaml in a folder without a pipeline.
 
     Raises:
-        ParamsError: the file is missing or no YAML mapping.
+        ParamsError: the file is missing or is not a YAML mapping.
     """
     if PIPELINE.exists() and not RESOLVED.exists():
         raise ParamsError(f"{RESOLVED} does not exist: `eckart run` or `dvc repro resolve` writes it from {PARAMS}")
@@ -477,10 +477,10 @@ def parse(content: Any, kind: type[T], path: Path, prefix: str = "") -> T: ...
 @overload
 def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any: ...
 def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
-    """Return `content` as a `kind`, strictly: no string is taken for a number.
+    """Parse `content` as the type `kind`, strictly: a string is not accepted for a number.
 
     Raises:
-        ParamsError: every mistake on a line of its own, with its path and what to write instead.
+        ParamsError: there are mistakes; each has a line of the message, with its path and a correction.
     """
     try:
         return TypeAdapter(kind).validate_json(as_json(content), strict=True)
@@ -491,19 +491,25 @@ def parse(content: Any, kind: Any, path: Path, prefix: str = "") -> Any:
 def as_json(content: Any) -> str:
     """Return YAML content as JSON for a strict type: JSON accepts a list for a tuple; every other type must match.
 
-    What YAML has and JSON has not (a date, say) becomes something that no section takes, to be refused by its path.
+    A value that JSON cannot express, such as a date, becomes a mapping that every section refuses with its path.
     """
     return json.dumps(content, default=lambda value: {"neither text nor number": str(value)})
 
 
 def report(path: Path, lines: Iterable[str]) -> str:
-    """Return the message of a ParamsError: one mistake a line, whatever it quotes."""
+    """Return the message of a ParamsError: one mistake on each line, with unprintable characters escaped."""
     printable = ("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line) for line in lines)
     return "\n  ".join([f"{path} has mistakes:", *printable])
 
 
 def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> list[str]:
-    """Return every mistake of `content`, which is to be a `kind`, as `path: what is wrong; what to write`."""
+    """Return a line `path: the mistake; the correction` for each mistake in an `error` of pydantic.
+
+    Args:
+        content: the data that were parsed.
+        prefix: dotted path of `content` in params.yaml.
+        kind: the type that `content` should have.
+    """
     # A list that is too short only because its items are wrong is no mistake of its own.
     wrong = {details["loc"][:end] for details in error.errors() for end in range(len(details["loc"]))}
     errors = [details for details in error.errors() if details["type"] != "too_short" or details["loc"] not in wrong]
@@ -519,21 +525,22 @@ def mistakes(error: ValidationError, content: Any, prefix: str, kind: Any) -> li
 
 
 def models_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the pydantic types that an annotation names, such as the members of a union."""
+    """Return the pydantic types in an annotation, such as the members of a union."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [kind]
     return [model for part in get_args(kind) for model in models_in(part)]
 
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the names by which a method is chosen as `kind`; none for other types."""
+    """Return the values of `kind` that select the method `model`; empty if the type has no field `kind`."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _located(loc: tuple[int | str, ...], content: Any, kind: Any) -> tuple[list[str], list[str]]:
-    """Return the keys that lead to a mistake, and the keys that the last mapping may have and does not have.
+    """Return the path of a mistake as keys, and the missing keys that the mapping around the mistake may have.
 
-    `loc` is as pydantic gives it; the tags that it adds for the members of a union are left out.
+    Args:
+        loc: path in an error of pydantic. It also has the tags of members of a union, which the result leaves out.
     """
     path: list[str] = []
     free: list[str] = []
@@ -568,7 +575,7 @@ def _advice(details: ErrorDetails, free: list[str]) -> str:
     if kind == "too_short":
         return "is empty; add an item"
     if kind in ("password", "goal"):
-        return message  # without what stands there
+        return message  # without the value, which may be secret
     there = json.dumps(details["input"], default=str, ensure_ascii=False)
     shown = there if len(there) <= _LONGEST else f"{there[:_LONGEST]}…"
     return f"is {shown}; write {message.removeprefix('Input should be ')}"

@@ -1,8 +1,8 @@
-"""The whole of params.yaml, checked before anything runs: every mistake in one message.
+"""Check of the whole params.yaml before anything runs. One message lists all mistakes.
 
-The types of recipes are imported where a file must be checked, since they bring torch, which takes seconds: a file that
-was found good is not checked again while it and the code stand. `python -m tasks.config.validation` checks it and no
-more.
+The types of recipes import torch, which takes seconds, so they are imported only when the file must be checked: a file
+without mistakes is not checked again until the file or the code changes. `python -m tasks.config.validation` runs the
+check alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eckart.recipe import Recipe
 
 _GOOD = Path(".eckart/params-found-good")
-_LONGEST = 50  # characters of a recipe's name
+_LONGEST = 50  # most characters of a recipe's name
 
 
 SECTIONS: dict[str, Any] = {
@@ -42,16 +42,16 @@ SECTIONS: dict[str, Any] = {
 
 
 def check() -> dict[str, Any]:
-    """Check params.yaml, and return its sections, typed, but for the recipes.
+    """Check params.yaml and return its sections as typed objects, without `recipes` and `recovery`.
 
     Raises:
-        ParamsError: with all mistakes, each with its path and what to write instead.
+        ParamsError: there are mistakes; the message lists all, with their paths and corrections.
     """
     content = schema.read()
     if not found_good(content):
         if lines := mistakes(content):
             raise ParamsError(schema.report(PARAMS, lines))
-        with suppress(OSError):  # a folder that cannot be written: the next run checks again
+        with suppress(OSError):  # if the folder cannot be written, the next run checks again
             _GOOD.parent.mkdir(exist_ok=True)
             _GOOD.write_text(_state(content))
     tree = schema.sections(content)
@@ -59,10 +59,10 @@ def check() -> dict[str, Any]:
 
 
 def found_good(content: Mapping[str, Any]) -> bool:
-    """Whether this content of params.yaml was found good here, by this code; imports nothing slow."""
+    """Whether an earlier check with the same code found no mistakes in `content`. Imports nothing slow."""
     try:
         return _GOOD.read_text() == _state(content)
-    except (OSError, UnicodeDecodeError):  # there is none that can be read
+    except (OSError, UnicodeDecodeError):  # no readable record of a check
         return False
 
 
@@ -75,7 +75,7 @@ def _state(content: Mapping[str, Any]) -> str:
 
 
 def mistakes(content: Mapping[str, Any]) -> list[str]:
-    """Return all mistakes of what is to be a params.yaml, as `check` words them."""
+    """Return a line for each mistake in `content`, which was read from a params.yaml."""
     lines: list[str] = []
     tree = schema.sections(content)
     typed = {name: _parsed(content.get(name, tree[name]), kind, name, lines) for name, kind in SECTIONS.items()}
@@ -89,16 +89,16 @@ def mistakes(content: Mapping[str, Any]) -> list[str]:
 
 
 def typed_section(name: str) -> Any:
-    """Return one section of params.yaml, typed, whatever mistakes the others have.
+    """Return one section of params.yaml as a typed object, even if other sections have mistakes.
 
     Raises:
-        ParamsError: with all mistakes in it.
+        ParamsError: the section has mistakes; the message lists all.
     """
     return schema.parse(schema.sections(schema.read())[name], SECTIONS[name], PARAMS, name)
 
 
 def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
-    """Return `content` as a `kind`, or None after adding its mistakes to `lines`."""
+    """Parse `content` as the type `kind`. If it has mistakes, append them to `lines` and return None."""
     try:
         return TypeAdapter(kind).validate_json(schema.as_json(content), strict=True)
     except ValidationError as error:
@@ -107,7 +107,7 @@ def _parsed(content: Any, kind: Any, prefix: str, lines: list[str]) -> Any:
 
 
 def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | None]:
-    """Return name → recipe, the built-in ones included; None for one with mistakes."""
+    """Return name → recipe for all recipes, or None for a recipe with mistakes. Append the mistakes to `lines`."""
     from eckart.recipe import Recipe, complete, recipes
     from eckart.recovery import Recovery
 
@@ -128,10 +128,14 @@ def _recipes(own: Any, recovery: Any, lines: list[str]) -> dict[str, Recipe | No
 
 
 def _contradictions(typed: Mapping[str, Any], content: Mapping[str, Any], stated: Mapping[str, Any]) -> Iterator[str]:
-    """Yield mistakes between sections, from untyped `content`, so that a mistake beside them does not hide them.
+    """Yield a line for each contradiction between sections, or between parts of a recipe.
 
-    Parts of a recipe that make no sense together are a mistake where the recipe is `stated` or used: of the others a
-    common recovery may be at fault.
+    Args:
+        typed: section → typed object, or None if the section has mistakes.
+        content: sections with defaults as plain data. They are read where possible, so that another mistake in a
+            section does not hide a contradiction.
+        stated: params.yaml without defaults. Only recipes that it defines or uses are checked: in other built-in
+            recipes, the common `recovery` may cause the contradiction.
     """
     from eckart.recipe import contradictions
 
@@ -219,7 +223,7 @@ def _unshared_batches(
 
 
 def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what does not fit the task: its metric, columns, options, and what other sections ask of it."""
+    """Yield a line for each value that does not fit the task: metric, columns, options, or parts of other sections."""
     kind = task_class(task)
     if isinstance(metric, str) and metric not in kind.metrics:
         yield f"data.metric: {metric} is no metric of {task}; write one of {', '.join(kind.metrics)}"
@@ -240,7 +244,7 @@ def _task_mistakes(task: TaskName, metric: Any, typed: Mapping[str, Any], data: 
 
 
 def _column_mistakes(task: TaskName, columns: Any) -> Iterator[str]:
-    """Yield the columns that the task needs and does not have, or has and cannot use."""
+    """Yield a line for each column that the task needs but is null, or that is named but the task cannot use."""
     if not isinstance(columns, dict):
         return
     kind = task_class(task)

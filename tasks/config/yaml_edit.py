@@ -1,4 +1,4 @@
-"""Changes to params.yaml that leave its comments, its order and its layout as they are."""
+"""Edits of params.yaml that keep its comments, order and layout."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tasks.config.schema import PARAMS
 
 
 def update(changes: Mapping[str, Any], path: Path = PARAMS) -> None:
-    """Write `changes`, mappings within mappings, over what `path` states."""
+    """Write `changes`, nested mappings, into the file `path`; the rest of the file does not change."""
     content = yaml().load(path.read_text())
     change(content, changes)
     text = io.StringIO()
     yaml().dump(content, text)
     new = path.with_name(f"{path.name}.new")
     new.write_text(text.getvalue())
-    os.replace(new, path)  # a run that reads it meanwhile sees one or the other
+    os.replace(new, path)  # at once: a run that reads the file sees the old or the new text
 
 
 def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes`, mappings within mappings, over `content`."""
+    """Write `changes`, nested mappings, into `content`."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(content.get(key), MutableMapping):
             change(content[key], value)
         elif isinstance(value, list) and isinstance(content.get(key), list):
-            content[key][:] = value  # the list stays, with how it is written
+            content[key][:] = value  # the same list object, which knows its layout
         elif key not in content and isinstance(content, CommentedMap) and not isinstance(value, Mapping):
             content.insert(0, key, value)  # after the last key it would stand below the empty line that ends a section
         else:
@@ -39,7 +39,7 @@ def change(content: MutableMapping[str, Any], changes: Mapping[str, Any]) -> Non
 
 
 def yaml() -> YAML:
-    """Return a reader and writer of YAML as params.yaml is written: long lines, null in letters."""
+    """Return a reader and writer of YAML in the style of params.yaml: lines are not wrapped, null is written out."""
     editor = YAML()
     editor.width = 4096
     editor.preserve_quotes = True

@@ -1,4 +1,4 @@
-"""Export a candidate as a dense checkpoint for tools that cannot load factors; it is as large as the original model."""
+"""Export a candidate as a dense checkpoint for tools that cannot load factors. It is as large as the original."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from tasks.exporting.onnx import folder_of
 from tasks.models.model_io import UNLOADABLE, load, random_inputs
 from tasks.runtime.stage_runner import StageError, quiet
 
-_ROUNDING = 1e-4  # of the largest logit: float32 sums in another order, layer after layer
-_ROWS, _TOKENS = 4, 16  # of the inputs on which both models are compared; fewer tokens where positions are fewer
+_ROUNDING = 1e-4  # allowed difference ÷ largest output: merging changes the order of float32 sums
+_ROWS, _TOKENS = 4, 16  # of the inputs for the comparison; fewer tokens if the model has fewer positions
 
 
 def to_plain(name: str, folder: Path) -> str:
-    """Write a candidate to `folder` with its factors multiplied out; return a sentence that reports it.
+    """Write a candidate, with its factors multiplied out, and its tokenizer to `folder`.
 
-    Its tokenizer goes with it, and its weights keep their type.
+    The weights keep their dtype.
 
     Args:
-        name: of a candidate, or the path of a Hugging Face folder.
+        name: a candidate, or the path of a Hugging Face folder.
+        folder: new folder.
+
+    Returns:
+        a report for the user.
 
     Raises:
         StageError: there is no such candidate, it is not factorized, transformers has no class for it, `folder` exists,
@@ -71,22 +75,22 @@ def to_plain(name: str, folder: Path) -> str:
 
 
 def _outputs(model: PreTrainedModel, inputs: Batch) -> dict[str, Tensor]:
-    """Return the outputs that are tensors, `(rows, …)` each, by name."""
+    """Return name → output, for the outputs that are tensors `(rows, …)`."""
     with eval_mode(model), torch.inference_mode():
         outputs = model(**inputs)
     return {name: values for name, values in outputs.items() if isinstance(values, Tensor)}
 
 
 def _difference(expected: dict[str, Tensor], merged: dict[str, Tensor]) -> float:
-    """Return the largest difference of two outputs.
+    """Return the largest absolute difference between the outputs of two models.
 
     Raises:
-        StageError: the difference is more than rounding.
+        StageError: rounding cannot explain the difference.
     """
     largest = 0.0
     for name, values in expected.items():
         difference = float((values - merged[name]).abs().max())
-        if not difference <= _ROUNDING * max(1.0, float(values.abs().max())):  # also where it is nan
+        if not difference <= _ROUNDING * max(1.0, float(values.abs().max())):  # true for NaN, too
             raise StageError(f"merging changes the outputs: {name} differ by {difference:.2g}")
         largest = max(largest, difference)
     return largest

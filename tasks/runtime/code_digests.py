@@ -1,10 +1,11 @@
-"""Digests of the code that stages can run: each stage depends on its own, as `code.STAGE` in resolved.yaml.
+"""Digests of the code that each stage can run. A stage depends on its digest, `code.STAGE` in resolved.yaml.
 
-DVC reads no imports. The modules that a stage may import, at its start or later, are taken from the import graph, with
-the data files beside them, such as a template. Two things in them cannot change a result, and make nothing stale:
+DVC does not know which modules a stage imports. The digest covers all modules that the stage may import, at its start
+or later, according to the import graph, and data files in their packages, such as templates. The digest leaves out two
+things that cannot change the results of a stage:
 
-- methods and kinds of NLP task that the stage does not use, although their package, which lists them, imports them all;
-- defaults of parameters: the values that a stage reads stand in resolved.yaml.
+- methods and NLP tasks that the stage does not use, although their package imports all of them;
+- defaults of parameters, since a stage reads the values in resolved.yaml.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tasks.config import schema
 from tasks.runtime.code_folders import PACKAGES, code_folders
 
 _METHODS = ("eckart.ranks", "eckart.recovery", "eckart.residual", "eckart.shaping")
-"""Packages that import all methods of a family, to list them."""
+"""Packages that import all methods of a family in order to list them."""
 _NLP_TASKS = "tasks.nlp_tasks"
 """The package that imports the module of an NLP task by the task's name."""
 _PARAMETER_TYPES = (
@@ -36,28 +37,28 @@ _PARAMETER_TYPES = (
     "eckart.factorization.weightings",
     "eckart.training.optimizer_settings",
 )
-"""Modules, and packages of them, whose classes have the defaults of parameters."""
+"""Modules and packages with classes that define parameters and their defaults."""
 _VALUES = {"eckart.published_recipes"}
-"""Modules of values alone, which stand in resolved.yaml."""
+"""Modules that contain only values of parameters, which are also in resolved.yaml."""
 
 _KIND = re.compile(r"^    kind: Literal\[([^]]+)\]", re.MULTILINE)
 _NO_DATA = (".py", ".pyc", ".typed", ".yaml")
-"""Endings of the files in a package that are no data of a stage."""
+"""Suffixes of files in a package that are not data of a stage."""
 _RESOLVE = "resolve"
 
 
 class CodeChanged(EckartError):
-    """The code that a stage can run is not what resolved.yaml was written for."""
+    """Error if the code has changed since resolved.yaml or code.yaml was written."""
 
 
 class StageCode:
-    """The import graph of the code as it is now, and the digests of what stages reach in it."""
+    """Import graph of the present code, and digests of the code that each stage can run."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """Read the imports of all code.
 
         Args:
-            parameters: the resolved ones, which say which methods and which kind of NLP task are used.
+            parameters: the resolved parameters, which name the methods and the NLP task that stages use.
         """
         self._graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
         self._parameters = parameters
@@ -66,7 +67,7 @@ class StageCode:
         self._digests = {module: _digest(module, path) for module, path in self._paths.items()}
 
     def digest(self, stage: str) -> str:
-        """Return the digest of the code that a stage can run; a stage of a candidate is named `search@kfac-0.5`."""
+        """Return the digest of the code that a stage, such as `dense` or `search@kfac-0.5`, can run."""
         lines = [f"{module} {self._digests[module]}\n" for module in sorted(self.modules(stage))]
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:32]
 
@@ -80,12 +81,12 @@ class StageCode:
             if module not in reached:
                 reached.add(module)
                 todo += self._imported(module, kinds)
-        # Python runs a package before its modules; what a package only lists, none of these modules uses.
+        # Python runs a package before its modules. Modules that a package imports only to list them are not used here.
         packages = {above for module in reached for above in _packages_of(module)} - reached
         return (reached | packages) - _VALUES
 
     def _imported(self, module: str, kinds: set[str]) -> Iterator[str]:
-        """Yield what a module imports, and the packages above it that do more than list methods."""
+        """Yield the modules that a module imports and its packages, without unused methods and lists of methods."""
         yield from (package for package in _packages_of(module) if package not in _METHODS)
         for imported in self._graph.find_modules_directly_imported_by(module):
             listed = module in _METHODS and imported.startswith(f"{module}.")
@@ -107,7 +108,7 @@ class StageCode:
 
 
 def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest for a stage of candidates."""
+    """Return the section `code` of resolved.yaml: stage → digest, or recipe → digest if it is a stage of candidates."""
     code = StageCode(parameters)
     recipes = parameters["study"]["recipes"]
     return {
@@ -120,10 +121,10 @@ def code_of_stages(pipeline: Mapping[str, Any], parameters: Mapping[str, Any]) -
 
 
 def check_stage(stage: str) -> None:
-    """Check that the code that a stage can run is what resolved.yaml has the digest of, if it has one.
+    """Check that the code of a stage still has the digest in resolved.yaml, if there is one.
 
     Raises:
-        CodeChanged: it is other code.
+        CodeChanged: the digests differ.
     """
     if not schema.RESOLVED.exists():
         return
@@ -136,13 +137,13 @@ def check_stage(stage: str) -> None:
 
 
 def _packages_of(module: str) -> list[str]:
-    """Return the packages that a module lies in, which Python runs before it."""
+    """Return the packages that contain a module, the outermost first; Python runs them before the module."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _is_in(module: str, names: Sequence[str]) -> bool:
-    """Whether a module is one of these, or lies in one of them."""
+    """Whether a module is one of `names`, or lies in a package of `names`."""
     return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
@@ -153,7 +154,7 @@ def _path(module: str, folders: Mapping[str, Path]) -> Path:
 
 
 def _digest(module: str, path: Path) -> str:
-    """Return the digest of a module's file, and of a package with the data beside it."""
+    """Return the digest of a module's file; for a package, of its `__init__.py` and of the data files beside it."""
     files = [path]
     if path.name == "__init__.py":
         files += sorted(file for file in path.parent.iterdir() if file.is_file() and file.suffix not in _NO_DATA)
@@ -172,7 +173,7 @@ def _methods_in(path: Path) -> set[str]:
 
 
 def _kinds(value: Any) -> Iterator[str]:
-    """Yield the methods that a part of the parameters names: what stands at a key `kind`, at any depth."""
+    """Yield the kinds of the methods in a part of the parameters: the values of all keys `kind`, at any depth."""
     if isinstance(value, Mapping):
         if isinstance(kind := value.get("kind"), str):
             yield kind
@@ -182,7 +183,7 @@ def _kinds(value: Any) -> Iterator[str]:
 
 
 def _without_defaults(source: bytes) -> bytes:
-    """Cut the defaults of fields, and the descriptions below them, out of the classes of a module."""
+    """Remove the defaults of fields, and docstrings, from the classes of a module."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     cuts: list[tuple[int, int]] = []
     for node in ast.parse(source).body:

@@ -1,4 +1,4 @@
-"""Where the code of stages lies: beside each other in a clone of the repository, apart where pip installed them."""
+"""Folders with the code of stages, in a clone of the repository or as pip installed them, and a digest of this code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 PIPELINE = Path("dvc.yaml")
 PACKAGES = ("eckart", "tasks")
-"""The code that a stage can run; in a clone the stage `resolve` depends on these folders."""
+"""Packages with the code that a stage can run; in a clone, the stage `resolve` depends on their folders."""
 CODE = Path("code.yaml")
-"""In a workspace of `eckart init`, which has no code: the digest of what is installed, on which `resolve` depends."""
+"""File with the digest of the installed code, on which the stage `resolve` depends in a workspace of `eckart init`."""
 
 
 def code_folders() -> dict[str, Path]:
-    """Return package → its folder, without importing it."""
+    """Return package → its folder, without importing the package."""
     specs = {name: find_spec(name) for name in PACKAGES}
     return {name: Path(spec.origin).parent for name, spec in specs.items() if spec and spec.origin}
 

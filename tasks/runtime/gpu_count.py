@@ -1,4 +1,4 @@
-"""Print the number of GPUs that stages find; a process that does not import torch runs this in another."""
+"""Print the number of GPUs for stages. Programs that avoid the slow import of torch run this as a process."""
 
 import torch
 

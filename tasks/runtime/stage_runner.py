@@ -1,4 +1,4 @@
-"""The frame around the work of every stage: arguments, threads, checks, errors, atomic outputs."""
+"""Functions that run a stage: command-line arguments, threads, checks, error messages and atomic outputs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def run(
     """Run a stage that has no arguments.
 
     Args:
-        trains: whether it runs in as many processes as `trainer.processes` says.
-        threads: the entry of `threads` that it takes: `candidate` if it runs beside stages of candidates.
+        work: the stage's function; its docstring becomes the help text.
+        trains: whether the stage runs in `trainer.processes` processes.
+        threads: key of `threads` in params.yaml with the number of threads for this stage.
     """
     argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__).parse_args()
     _guard(name, threads, partial(_spread, name, work) if trains else work)
@@ -43,10 +44,11 @@ def run(
 def run_candidate(
     name: str, work: Callable[[str, str], None], trains: Callable[[str], bool] = lambda recipe: False
 ) -> None:
-    """Run a stage for one candidate, named by `--recipe` and `--keep`.
+    """Run a stage for the candidate that the options `--recipe` and `--keep` name.
 
     Args:
-        trains: recipe → whether this recipe trains here and may use several processes; see `run`.
+        work: the stage's function of recipe and keep; its docstring becomes the help text.
+        trains: function of the recipe: whether the stage trains, and several processes can share the training.
     """
     parser = argparse.ArgumentParser(prog=f"python -m tasks.{name}", description=work.__doc__)
     parser.add_argument("--recipe", required=True, help="a key of recipes in params.yaml")
@@ -62,12 +64,12 @@ def run_candidate(
 
 
 def leads() -> bool:
-    """Whether this process writes the results: the first one of several that train together."""
+    """Whether this process writes the results. Among processes that train together, only the first one does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def _spread(name: str, work: Callable[[], None]) -> None:
-    """Work in as many processes as params.yaml says: each runs the whole stage, Trainer averages the gradients."""
+    """Run a stage in `trainer.processes` processes. Each runs the whole stage; the Trainer averages the gradients."""
     processes = section("trainer", Trainer).processes
     if processes == 1 or "RANK" in os.environ:
         work()
@@ -79,14 +81,14 @@ def _spread(name: str, work: Callable[[], None]) -> None:
         assert group.stdout
         for line in group.stdout:
             say(line.rstrip())
-            last = line if line.startswith((f"{name}: ", stage_name(name, ""))) else last  # what ended one of them
+            last = line if line.startswith((f"{name}: ", stage_name(name, ""))) else last  # an error message
     if group.returncode:
         sys.exit(last.strip() or f"{name}: one of its processes ended with code {group.returncode}")
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn a ValueError of eckart, which is a mistake in the input, into a StageError."""
+    """Turn a ValueError of eckart into a StageError: it means a mistake in the input."""
     try:
         yield
     except ValueError as error:
@@ -94,20 +96,23 @@ def explained() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """Print a line of progress, in the process that leads."""
+    """Print a line of progress, in the leading process only."""
     if leads():
         print(message, flush=True)
 
 
 def warn(message: str | None) -> None:
-    """Print a line that a reader of the log must not miss, if there is one."""
+    """Print a warning in the leading process, unless it is None or empty."""
     if message:
         say(f"WARNING: {message}")
 
 
 @contextmanager
 def output(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `path` when it is complete, in the process that leads."""
+    """Yield an empty folder that replaces `path` if the block ends without an error, so `path` is never partial.
+
+    In processes that do not lead, the folder is temporary and is deleted.
+    """
     if not leads():
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
@@ -124,13 +129,16 @@ def output(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
-# Libraries wrap it in errors of their own; torch.save only says that it stands where it did not expect to.
+# Parts of messages: libraries wrap the system's error, and torch.save only reports an unexpected position in the file.
 _DISK_FULL = (os.strerror(errno.ENOSPC), "unexpected pos", "iostream error")
 _NO_MEMORY = ("can't allocate memory", "out of memory")  # torch's, on a CPU and on a GPU
 
 
 def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
-    """Fix the threads and determinism of a result, then work; an error names the stage and ends the process with 1."""
+    """Set the number of threads and deterministic algorithms, then run `work`.
+
+    A foreseen error ends the process with exit code 1 and a message that begins with the stage.
+    """
     try:
         # The number of threads decides the order of float sums, and so the last bits of every result.
         torch.set_num_threads(getattr(section("threads", Threads), threads))
@@ -140,11 +148,11 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
         inputs = stage_inputs.load(stage)
         check_stage(stage)
         work()
-        check_stage(stage)  # it may have imported modules late
+        check_stage(stage)  # again, since `work` may have imported more modules
         if inputs and leads():
             stage_inputs.write(stage, inputs)
     except EckartError as error:
-        sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line: the flow reports the last one
+        sys.exit(f"{stage}: {' '.join(str(error).split())}")  # one line, since the flow reports the last line
     except Exception as error:
         message = " ".join(str(error).split())
         if any(sign in str(error) for sign in _DISK_FULL):
@@ -157,6 +165,6 @@ def _guard(stage: str, threads: str, work: Callable[[], None]) -> None:
 
 
 def quiet() -> None:
-    """Switch off transformers' progress bars and notices, which would drown the stages' own lines."""
+    """Switch off transformers' progress bars and notices, which would hide the stages' own lines."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Loads jinja2 templates of pages and cards, in which an undefined name is an error."""
+"""Load jinja2 templates of pages and cards. An undefined name in a template is an error."""
 
 from __future__ import annotations
 

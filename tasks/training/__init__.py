@@ -1,1 +1,1 @@
-"""Training: the one loop, its checkpoints, and recovery fine-tuning."""
+"""Training: the loop of all trainings, its checkpoints, and recovery fine-tuning."""

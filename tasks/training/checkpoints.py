@@ -1,7 +1,8 @@
-"""Checkpoints, from which a training that was killed resumes.
+"""Checkpoints, from which a killed training resumes.
 
-They stand outside the outputs of stages, which DVC empties before it runs a stage. Each belongs to one model, data,
-settings and code, and is ignored by any other training. Removing them costs time, and no result.
+They are stored outside the outputs of stages, since DVC deletes outputs before it runs a stage. A checkpoint belongs to
+one combination of model, data, settings and code; other trainings ignore it. To delete checkpoints is safe: a killed
+training then starts again and gives the same result.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from tasks.runtime.stage_runner import leads, say
 
 CHECKPOINTS = Path(".eckart/checkpoints")
 SECONDS = "ECKART_CHECKPOINT_SECONDS"
-"""Environment variable: the least seconds between two checkpoints. It changes no result."""
+"""Environment variable with the least number of seconds between two checkpoints. It does not change results."""
 
 _DEFAULT_SECONDS = 60.0
-_DIGEST = "digest"  # written last: a checkpoint without it is not complete
+_DIGEST = "digest"  # this file is written last: a checkpoint without it is incomplete
 _RULE = "rule-{}.safetensors"
 
 
 class Checkpoints(TrainerCallback):
-    """Saves a checkpoint at a logged point once enough time has passed, and resumes from the last one."""
+    """Callback that saves a checkpoint at a logged step if enough time has passed, and resumes from the last one."""
 
     def __init__(
         self, name: Path, model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]
@@ -50,7 +51,10 @@ class Checkpoints(TrainerCallback):
         self.saved = time.monotonic()
 
     def resume(self) -> str | None:
-        """Return the last complete checkpoint of this very training, and set the rules to it; if none, clear all."""
+        """Return the folder of this training's last complete checkpoint, and restore the state of the rules from it.
+
+        If there is none, remove other trainings' checkpoints from the folder and return None.
+        """
         complete = [file.parent for file in self.folder.glob(f"*/{_DIGEST}") if file.read_text() == self.digest]
         last = max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]), default=None)
         if last is None:
@@ -67,7 +71,10 @@ class Checkpoints(TrainerCallback):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Ask for a checkpoint; only here, as between logged points the Trainer keeps sums that none holds."""
+        """Request a checkpoint if enough time has passed.
+
+        This happens only at logged steps: between them the Trainer keeps sums for the log that no checkpoint contains.
+        """
         over = control.should_training_stop or state.global_step == state.max_steps
         due = [time.monotonic() - self.saved >= self.seconds and not over]
         if args.world_size > 1:
@@ -87,7 +94,7 @@ class Checkpoints(TrainerCallback):
 
 
 def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settings: Mapping[str, Any]) -> str:
-    """Digest everything that decides the result of the training."""
+    """Return a digest of everything that decides the result of the training."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(f"{torch.__version__} {transformers.__version__} {torch.get_num_threads()}".encode())
     digest.update(model.config.to_json_string().encode())
@@ -104,7 +111,7 @@ def _digest(model: PreTrainedModel, data: Dataset, rules: Sequence[Rule], settin
 
 
 def _code() -> Iterator[bytes]:
-    """The source of the stages and of the science."""
+    """Yield the source files of `eckart` and `tasks`."""
     for folder in code_folders().values():
         for file in sorted(folder.rglob("*.py")):
             yield file.read_bytes()

@@ -32,8 +32,8 @@ from tasks.nlp_tasks._prediction import Collate
 from tasks.runtime.stage_runner import StageError, leads, say
 from tasks.training.checkpoints import Checkpoints
 
-_POINTS = 20  # of a training curve, at most
-_LOGGED = ("loss", "learning_rate", "grad_norm")  # by the Trainer itself
+_POINTS = 20  # most points of a training curve
+_LOGGED = ("loss", "learning_rate", "grad_norm")  # values that the Trainer itself logs
 
 
 def train(
@@ -57,21 +57,23 @@ def train(
 ) -> int:
     """Train `model` in place for `steps` steps, or until a rule is done; write `curve` as JSON lines.
 
-    A training that was killed resumes from its last checkpoint, and gives the same bytes.
+    A killed training resumes from its last checkpoint, and gives the same weights and curve, byte for byte.
 
     Args:
-        collate: makes a batch of examples of `data`.
-        schedule: of the learning rate after its linear warm-up: down to 0, or constant.
-        loss: the loss whose mean over examples is minimised; None: the model's own.
-        checkpoint_activations: keep the inputs of layers alone, and compute the rest again in the backward pass.
-        precision: of mixed-precision training; None computes in the type of the weights.
-        before: steps of an earlier training on the same curve, which this one continues.
+        collate: function that makes a batch from examples of `data`.
+        warmup: share of the steps in which the learning rate rises linearly.
+        rules: methods that are called in each step, such as a pruning method.
+        schedule: the learning rate after the warm-up falls linearly to 0, or is constant.
+        loss: the training minimizes the mean of this loss over examples; None: the model's own loss.
+        checkpoint_activations: keep only the inputs of layers; compute other activations again in the backward pass.
+        precision: bf16 for mixed precision; None computes in the type of the weights.
+        before: steps of earlier trainings on the same curve; their points stay in `curve`.
 
     Returns:
         The number of steps that were taken.
 
     Raises:
-        StageError: the loss is not finite, or the processes cannot share the examples of a step.
+        StageError: the loss or a weight is not finite, or the processes cannot share the examples of a step.
     """
     curve.parent.mkdir(parents=True, exist_ok=True)
     if not before and leads():
@@ -90,7 +92,7 @@ def train(
         "logging_steps": math.ceil(steps / _POINTS),
         "bf16": precision == "bf16",
     }
-    if checkpoint_activations:  # not by the Trainer's arguments: they are saved, and rules cannot be
+    if checkpoint_activations:  # not set in the Trainer's arguments: it saves them, and rules cannot be saved
         contexts = partial(_checkpoint_contexts, rules)
         model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     identity = {**settings, "checkpoint_activations": checkpoint_activations}
@@ -107,7 +109,7 @@ def train(
     trainer.remove_callback(PrinterCallback)  # prints every log as a raw dictionary
     trainer.train(resume_from_checkpoint=checkpoints.resume())
     checkpoints.remove()
-    if trainer.model_wrapped is not model or precision:  # a model is scored as it will be loaded
+    if trainer.model_wrapped is not model or precision:  # wrappers are removed: a loaded model has none
         trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
     _finish(model, rules)
     if not all(torch.isfinite(parameter).all() for parameter in model.parameters()):
@@ -116,7 +118,7 @@ def train(
 
 
 def _per_process(batch_size: int) -> int:
-    """Return how many examples of a step each process takes."""
+    """Return the number of examples that each process takes in a step."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % processes:
         raise StageError(f"{batch_size} examples cannot be shared by {processes} processes: write a multiple of them")
@@ -129,20 +131,20 @@ def _arguments(folder: Path, settings: Mapping[str, Any]) -> TrainingArguments:
         **settings,
         use_cpu=not torch.cuda.is_available(),
         ddp_backend="gloo" if "RANK" in os.environ and not torch.cuda.is_available() else None,
-        average_tokens_across_devices=False,  # else losses that are means already are multiplied by the processes
-        logging_nan_inf_filter=False,  # a loss that is not finite must be seen
+        average_tokens_across_devices=False,  # True would multiply the loss, already a mean, by the processes
+        logging_nan_inf_filter=False,  # a loss that is not finite must be logged
         save_strategy="no",  # Checkpoints decides when to save
         save_total_limit=2,
         report_to="none",
         dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; DataParallel would copy what rules hold
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # with more, DataParallel would copy the layers that rules refer to
     return arguments
 
 
 def _checkpoint_contexts(rules: Sequence[Rule]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a layer's forward pass, and of computing it again in the backward pass."""
+    """Return the contexts for a layer's forward pass and for its recomputation in the backward pass."""
     return nullcontext(), _together([rule.recomputation() for rule in rules])
 
 
@@ -161,7 +163,7 @@ def _finish(model: PreTrainedModel, rules: Sequence[Rule]) -> None:
 
 
 class _RuleTrainer(Trainer):
-    """A Trainer that calls the rules in each step."""
+    """Trainer that calls the rules in each step."""
 
     def __init__(self, *args: Any, rules: Sequence[Rule], loss: Loss | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -203,7 +205,7 @@ class _RuleTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the task loss, a mean like `loss`, and the rules' measures of the last step."""
+        """Log also the mean task loss since the last log, and the rules' measures of the last step."""
         if "loss" in logs and self.rules:
             logs["task_loss"] = sum(self.task_losses) / len(self.task_losses)
             self.task_losses.clear()
@@ -213,9 +215,9 @@ class _RuleTrainer(Trainer):
 
 
 class _LengthGroups(LengthGroupedSampler):
-    """Batches of examples of similar length, in an order that seed and epoch decide.
+    """Sampler that puts examples of similar length into a batch, in an order that depends only on seed and epoch.
 
-    The Trainer's own sampler draws from the global random state, so that a resumed training would see other examples.
+    The Trainer's own sampler draws from the global random state, so a resumed training would see other examples.
     """
 
     def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
@@ -232,7 +234,7 @@ class _LengthGroups(LengthGroupedSampler):
 
 
 class _AfterUpdate(TrainerCallback):
-    """Calls the rules after the optimizer, and stops the training when one is done."""
+    """Callback that calls the rules after each optimizer step, and stops the training when a rule is done."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = rules
@@ -243,18 +245,18 @@ class _AfterUpdate(TrainerCallback):
         if any(rule.done for rule in self.rules):
             control.should_training_stop = True
         if control.should_training_stop or state.global_step == state.max_steps:
-            control.should_log = True  # the last point closes the curve, whatever the interval
+            control.should_log = True  # the curve always has the last step
 
 
 class _Curve(TrainerCallback):
-    """Writes each logged point to a file, and prints it."""
+    """Callback that writes each logged point to a file and prints it."""
 
     def __init__(self, file: Path, before: int) -> None:
         self.file = file
         self.before = before
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Write again what was logged before a kill."""
+        """Write the points again that were logged before the training was killed."""
         self._write([_point(logs) for logs in state.log_history if "loss" in logs])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -275,6 +277,6 @@ class _Curve(TrainerCallback):
 
 
 def _point(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return a point of the curve: what the Trainer logged, without its epoch count, then what rules measured."""
+    """Return a point of the curve: the step, the values of the Trainer without the epoch, and the rules' measures."""
     measured = sorted({*logs} - {"step", "epoch", *_LOGGED})
     return {"step": logs["step"], **{name: float(logs[name]) for name in (*_LOGGED, *measured)}}

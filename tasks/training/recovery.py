@@ -1,4 +1,4 @@
-"""Recovery fine-tuning, which the stages finetune and control share."""
+"""Recovery fine-tuning, for the stages finetune and control."""
 
 from __future__ import annotations
 
@@ -35,11 +35,15 @@ def recover(
     storage: Storage = "factors",
     source: Path = TEACHER,
 ) -> None:
-    """Train the model in the folder `model_from` on the task as `recovery` and `residual` say, and save it in `to`.
+    """Train the model in the folder `model_from` on the task, and save it in the folder `to`.
 
     Args:
         curve: file of the training curve.
-        storage: how factors are saved; they train as factors in any case.
+        recovery: the method of training.
+        residual: method that prunes a residual during the first training; None if the model has no residual.
+        targets: the target layers.
+        keep: parameter ratio of the targets.
+        storage: the form in which factors are saved; they are trained as factors in any case.
         source: folder of the dense model whose weights were factorized.
     """
     seed, trainer = section("seed", Seed), section("trainer", Trainer)
@@ -68,7 +72,7 @@ def recover(
         done = 0
         for training in recovery.trainings.values():
             rules = [residual.rule(problem, training.steps)] if residual and not done else []
-            rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # trainings of recoveries have them
+            rules = [*rules, *training.rules(problem)]  # type: ignore[attr-defined]  # every training of a recovery has `rules`
             options = {**training.options(), **trainer.options(), "seed": seed, "loss": objective.training_loss}
             done += train(model, collate, data, curve, **options, rules=rules, before=done)
         if storage == "pivoted":
