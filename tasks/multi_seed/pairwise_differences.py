@@ -62,7 +62,7 @@ def _metric(results: Results, scored: ScoredModel) -> float:
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
-    """Yield for each keep a phrase that names the recipe with the best mean and those not significantly different."""
+    """Yield for each keep a phrase that names the best recipe and those that are not significantly different."""
     goodness = METRICS[rows.metric.iloc[0]].goodness
     for keep, group in rows[rows.recipe != CONTROL_NAME].groupby("keep", sort=False):
         best = str(group.groupby("recipe").recovered.mean().map(goodness).idxmax())

@@ -1,8 +1,8 @@
-"""Multi-label classification: any number of labels for a text, or for a pair of texts, each decided by itself.
+"""Multi-label classification: any number of labels for each text, or for each pair of texts.
 
-Each output of the head is a logit z; its label's probability is σ(z), and the label is given if that is at least 1/2.
-The loss is the mean over labels of the binary cross-entropy. The logit of one label and 0 are the two logits of a
-softmax with the same probabilities, which is how statistics and distillation see it (`binary_logits`).
+The head has a logit z for each label. The label's probability is σ(z), and the label is predicted if σ(z) ≥ 1/2. The
+loss is the mean over labels of the binary cross-entropy. Calibration statistics and distillation treat each label as a
+two-class softmax over the logits (z, 0), which has the same probabilities (`binary_logits`).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class NlpTask(ABC):
 
     @abstractmethod
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Return the per-example results (as `Scored.rows`) on `frame` of the trivial baseline, fitted to `train`."""
+        """Fit the trivial baseline to `train`, and return its per-example results on `frame`, like `Scored.rows`."""
 
     # Data: by default text and text_pair are strings, and labels are not converted.
 
@@ -164,7 +164,7 @@ class NlpTask(ABC):
     head_class: ClassVar[str] = "ForSequenceClassification"
     """Suffix of the names of model classes with this head; by default the suffix of `auto_class`."""
     problem_type: ClassVar[str | None] = None
-    """The problem_type in config.json, which selects the loss; None if the head's outputs are no classes or numbers."""
+    """The problem_type in config.json, which selects the loss; None if labels are neither classes nor numbers."""
     own_loss: ClassVar[bool] = True
     """Whether the model itself returns the mean of `loss`. If not, training computes that mean."""
     one_graph: ClassVar[bool] = True
@@ -212,12 +212,12 @@ class NlpTask(ABC):
 
     @property
     def predictions(self) -> Predictions:
-        """Function that selects the logits used in distillation, without those at padding."""
+        """Function that returns the logits that distillation compares, without those at padding."""
         return logits_of
 
     @property
     def training_loss(self) -> Loss | None:
-        """The loss that training minimizes the mean of; None for the loss that the model itself returns."""
+        """The loss that is averaged and minimized in training; None to use the loss that the model itself returns."""
         return None if self.own_loss else self.loss
 
     def objective(self, labels: Labels = "given") -> Objective:
@@ -243,16 +243,16 @@ class NlpTask(ABC):
     mean_metrics: ClassVar[tuple[MetricName, ...]] = ()
     """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
-    """Whether even good models are far from a perfect score, so that their distance from it is no warning sign."""
+    """Whether even good models are far from a perfect score, so that a large distance from it says nothing."""
     pipeline: ClassVar[str] = "text-classification"
     """The task's name on the Hugging Face hub (pipeline_tag)."""
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        """Return a function that computes the study's metric on bootstrap draws of `rows` (as `Scored.rows`)."""
+        """Return a function that computes the study's metric on bootstrap draws of `rows`, which are `Scored.rows`."""
         return mean_of(rows[self.spec.metric])
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
-        """Return the answer that the model gives for all `rows`; None if answers differ, or are free text."""
+        """Return the model's answer if all `rows` (of `Scored`) have the same; None if answers differ or are texts."""
         return None
 
     def check_room(self, model: PreTrainedModel, continuation: int) -> None:  # noqa: B027

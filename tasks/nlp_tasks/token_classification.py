@@ -2,7 +2,8 @@
 
 The label of a word is at its first sub-token. Words beyond `max_length` tokens are neither learned nor scored.
 (choice) Words are joined by spaces before tokenization, instead of being tokenized one by one: byte-level BPE and
-SentencePiece mark the start of a word by the space before it, and would treat a single word as the middle of a word.
+SentencePiece recognize the start of a word by the space before it, and would treat a word without a space as the middle
+of another word.
 """
 
 from __future__ import annotations

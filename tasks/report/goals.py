@@ -97,8 +97,9 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
     Args:
         amounts: keep → value of `_amount`, including the original model's at keep 1.
         limit: the largest value that meets the goal.
-        linear: whether the value grows linearly with the keep, as bytes and time do. If not, it falls with the keep, as
-            the drop of a metric does.
+        linear: whether the value grows linearly with the keep. Bytes do, and time does, too: if the targets take the
+            share p of it, it is 1 - p + p · keep. A value that is not linear, such as the drop of a metric, must fall
+            with the keep.
     """
     keep = _between(amounts, limit) if linear else _halfway(amounts, limit)
     if keep is None:

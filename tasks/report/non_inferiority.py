@@ -1,8 +1,8 @@
 """Non-inferiority: test whether a candidate's loss of quality is within a margin.
 
-An interval that contains 0 does not show that there is no loss: with few examples, it is merely wide. A candidate is
-non-inferior to a reference if the worse end of the interval of their difference is within the margin. If only the
-observed loss is within the margin, more examples may show non-inferiority, since the interval's width falls with the
+An interval that contains 0 does not show that there is no loss: it may be wide only because examples are few. A
+candidate is non-inferior to a reference if the worse end of the interval of their difference is within the margin. If
+only the observed loss is within the margin, more examples may show non-inferiority, since the interval narrows with the
 square root of their number.
 
 If two models agree on all examples, the bootstrap interval has width 0, even with few examples. Yet a difference that
@@ -52,7 +52,7 @@ class Statistics:
 
     @property
     def unseen(self) -> float:
-        """The largest share of all examples that may differ although none of these examples does."""
+        """The share of all examples in which two models may differ although they agree on these examples."""
         return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
 
     @property

@@ -130,7 +130,7 @@ class CandidateResults:
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a study. Candidates are in the order of recipes in params.yaml, and within a recipe of keeps."""
+    """Results of a study. Candidates are sorted by recipe, then by keep, both in the order of params.yaml."""
 
     name: str
     recipes: tuple[str, ...]
@@ -207,7 +207,7 @@ class Results:
 
     @cached_property
     def measured(self) -> Mapping[str, Measured]:
-        """Candidate → the quantities that are limited and sorted by; metrics are those on validation examples."""
+        """Candidate → the quantities used for limits and for sorting; metrics are those on validation examples."""
         return {
             candidate.name: Measured(
                 metric=candidate.evaluation.validation.metric,
@@ -252,11 +252,11 @@ class Results:
         return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
 
     def is_best(self, candidate: CandidateResults) -> bool:
-        """Whether no candidate at its keep has a better metric on test examples."""
+        """Whether no candidate at the same keep has a better test metric."""
         return candidate.recovered == self.at(candidate.keep)[0].recovered
 
     def rivals(self, candidate: CandidateResults) -> list[CandidateResults]:
-        """Return the other candidates at its keep that are not significantly different (equal metrics excluded)."""
+        """Return the candidates at the same keep with a different test metric, but no significant difference."""
         others = [other for other in self.at(candidate.keep) if other.recovered != candidate.recovered]
         return [other for other in others if not self.gain(candidate.after, other.after)]
 

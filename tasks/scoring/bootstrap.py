@@ -39,7 +39,7 @@ class Interval:
 
     @property
     def sign(self) -> int:
-        """1 or -1: the sign of a significant difference. 0 if the interval contains 0: not significant."""
+        """The sign (1 or -1) of a significant difference; 0 if the interval contains 0."""
         return int(self.low > 0) - int(self.high < 0)
 
 

@@ -54,7 +54,7 @@ def all_scores(
 
 
 def same_weights(before: Path, after: Path) -> bool:
-    """Whether the weights in two folders are equal, because training made no step. Then one set of scores is enough."""
+    """Whether two folders have equal weights, as after a training without steps. Then one set of scores is enough."""
     names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 

@@ -1,5 +1,6 @@
-"""Check that the original model is better than a trivial baseline, such as always
-answering with the most frequent class.
+"""Check that the original model is better than a trivial baseline.
+
+A trivial baseline is, for example, to answer every input with the most frequent class.
 
 If the original model has not learned the task, a study of it says nothing about compression.
 """
