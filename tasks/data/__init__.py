@@ -1,1 +1,1 @@
-"""Data sets: sources, splits, labels, and batches of them."""
+"""Load data sets, split them, encode their labels and make batches."""

@@ -1,4 +1,4 @@
-"""Tell ids of the Hugging Face hub from files and folders of the workspace."""
+"""Distinguish ids on the Hugging Face hub from local files and folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def hub_id(source: str, packaged: Iterable[str] = ()) -> str | None:
-    """Return the id `OWNER/NAME` or `NAME` of a model or data set; None if `source` is `packaged` or a path here."""
+    """Return `source` if it is a hub id (`OWNER/NAME` or `NAME`), or None if it is a local path or in `packaged`."""
     path = Path(os.path.normpath(source))
     is_local = path.exists() or any(path.is_relative_to(folder) for folder in _LOCAL)
     return source if _ID.fullmatch(source) and source not in packaged and not is_local else None

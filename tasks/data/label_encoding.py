@@ -1,4 +1,4 @@
-"""Give the labels of a data set ids, and tell columns of classes from columns of numbers."""
+"""Map the labels of a data set to class ids, and distinguish columns of classes from columns of numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from tasks.artifacts.task_spec import Split
 if TYPE_CHECKING:
     from tasks.config.schema import Data
 
-_FEW = 20  # classes; whole numbers of more values are a scale
+_FEW = 20  # whole numbers with more distinct values than this are a scale, not classes
 
 
 def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[Any] = ()) -> dict[Any, int]:
-    """Return class → id of `names`, or, if the source has none, of the labels of train."""
+    """Return the id of each class: its position in `names`, or among the training labels if `names` is empty.
+
+    Raises:
+        StageError: train has a single class, or a split has a class without an id.
+    """
     classes = _classes(labels["train"], params)
     if len(classes) < 2:
         raise StageError(f"column {params.columns.label} has the single class {classes[0]!r}: nothing can be learned")
@@ -29,7 +33,7 @@ def class_ids(labels: Mapping[Split, pd.Series], params: Data, names: Sequence[A
 
 
 def names_in_source(cells: pd.Series) -> list[Any]:
-    """Return the names of the classes, in the order of their ids, where the source of lists of labels has names."""
+    """Return the class names that the source defines for a column of lists, in the order of their ids; [] if none."""
     first = cells.iloc[0]
     return list(first.categories) if isinstance(first, pd.Categorical) else []
 
@@ -39,7 +43,11 @@ def is_numeric(labels: pd.Series) -> bool:
 
 
 def few_values(labels: pd.Series) -> bool:
-    """Whether the values look like classes: few whole numbers, or anything else that repeats."""
+    """Whether the labels look like classes.
+
+    Numbers do if they are whole and have at most 20 distinct values. Other labels do if a value occurs at least twice
+    on average.
+    """
     distinct = labels.astype(str).nunique()
     if is_numeric(labels):
         return bool(distinct <= _FEW and (labels == labels.round()).all())
@@ -47,13 +55,13 @@ def few_values(labels: pd.Series) -> bool:
 
 
 def _classes(labels: pd.Series, params: Data) -> list[Any]:
-    """Return the different labels, in the order of their ids if the source has ids, else sorted."""
+    """Return the distinct labels, in the order of their ids if the source defines ids, else sorted."""
     if isinstance(labels.dtype, pd.CategoricalDtype):
         present = set(labels.unique())
         return [name for name in labels.cat.categories if name in present]
     try:
         return sorted(labels.unique().tolist())
-    except TypeError as error:  # what cannot be hashed or compared
+    except TypeError as error:  # the labels cannot be hashed or compared
         raise StageError(
             f"column {params.columns.label} has lists or a mix of types: a class must be a string or a number"
         ) from error

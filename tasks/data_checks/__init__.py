@@ -1,1 +1,1 @@
-"""What is looked at in data before anything learns from them; tasks/check.py is the stage."""
+"""Checks of the data before any model is trained on them. The stage tasks/check.py runs them."""

@@ -1,4 +1,4 @@
-"""Compare the training data with the champion's, which `eckart run` puts into data/reference."""
+"""Compare the training data with those of the champion, which `eckart run` copies to data/reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BOTH = "train, and the champion's"
 
 
 def load_reference() -> tuple[pd.DataFrame, Task] | None:
-    """Load the champion's training data and task; None where this study has no champion yet."""
+    """Load the champion's training data and task, or return None if this study has no champion yet."""
     if not all((REFERENCE / part).exists() for part in REFERENCE_PARTS):
         return None
     task = Task.model_validate_json((REFERENCE / "task.json").read_text())
@@ -28,7 +28,12 @@ def load_reference() -> tuple[pd.DataFrame, Task] | None:
 def changes(
     now: pd.DataFrame, task: Task, reference: tuple[pd.DataFrame, Task] | None, limits: Check
 ) -> Iterator[Finding]:
-    """Yield how the data differ from those that the champion learned from."""
+    """Yield findings on lost rows, shifted labels and changed texts, compared with the champion's training data.
+
+    Args:
+        now: the training data of this study.
+        reference: the training data and task of the champion.
+    """
     why = f"{REFERENCE} has no data of a champion"
     if reference and reference[1].kind != task.kind:
         why, reference = f"the champion's task is {reference[1].kind}, and this one is {task.kind}", None
@@ -44,7 +49,7 @@ def changes(
 
 
 def _amount(rows: pd.DataFrame, task: Task) -> int:
-    """Count rows, or characters of running text, whose rows may be lines or books."""
+    """Count the rows, or the characters of running text: there a row may be a line or a whole book."""
     return int(rows["text"].str.len().sum()) if kind_of(task).running_text else len(rows)
 
 

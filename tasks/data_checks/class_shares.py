@@ -1,4 +1,4 @@
-"""Count labels by class, and measure how far two data sets' shares are apart."""
+"""Count labels by class, and measure how much the class shares of two data sets differ."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tasks.artifacts.task_spec import Task
 from tasks.nlp_tasks import kind_of
 
 _BINS = 10
-"""Classes into which numbers are sorted (choice), equally frequent in the reference."""
+"""Number of bins (choice) for numeric labels. The bins are equally frequent in the champion's data."""
 
 
 def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
-    """Count the rows or words of each class or tag."""
-    ids = rows["label"].explode().dropna()  # of tags and of sets of labels, each counts
+    """Count the rows of each class, or the words of each tag."""
+    ids = rows["label"].explode().dropna()  # each tag of a row, or each of its labels, is counted
     counts = np.bincount(ids.to_numpy(np.int64), minlength=len(task.labels))
     return pd.Series(counts, index=list(task.labels))
 
@@ -22,7 +22,14 @@ def classes(rows: pd.DataFrame, task: Task) -> pd.Series:
 def counts_of_both(
     now: pd.DataFrame, task: Task, then: pd.DataFrame, task_then: Task
 ) -> tuple[pd.Series, pd.Series] | None:
-    """Count the labels of each class now and then; None where labels are texts."""
+    """Count the labels of each class in two data sets.
+
+    Numeric labels are counted by bin. The result is None if labels are neither classes nor numbers.
+
+    Args:
+        now, task: the training data and task of this study.
+        then, task_then: those of the champion.
+    """
     if task.labels:
         both = pd.concat([classes(now, task), classes(then, task_then)], axis=1).fillna(0)
         return both.iloc[:, 0], both.iloc[:, 1]
@@ -35,10 +42,14 @@ def counts_of_both(
 
 
 def shift(now: pd.Series, then: pd.Series) -> tuple[float, float]:
-    """Return the total variation of two counts by class, and how much of it chance alone gives.
+    """Return the total variation distance between two class distributions, and a bound on the distance due to chance.
 
-    Chance: the mean difference of two samples of one distribution, bounded class by class, and three standard
-    deviations (choice), each at most half the root of 1/m + 1/n (McDiarmid's inequality).
+    The bound is for two samples, of m and n labels, from the same distribution. It is the expected distance, bounded
+    class by class, plus three standard deviations (choice). A standard deviation is at most √(1/m + 1/n) / 2
+    (McDiarmid's inequality).
+
+    Args:
+        now, then: labels of each class.
     """
     spread = 1 / now.sum() + 1 / then.sum()
     pooled = (now + then) / (now.sum() + then.sum())

@@ -1,4 +1,4 @@
-"""Counts within the data: examples, classes, repeated examples, labels out of range."""
+"""Check the counts of rows, rows of the rarest class, repeated rows, and labels out of range."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.nlp_tasks import kind_of
 
 
 def of_splits(splits: Mapping[Split, pd.DataFrame], task: Task, limits: Check) -> Iterator[Finding]:
-    """Yield the counts of each split beside their limits."""
+    """Yield findings on the counts in each split, each with its limit."""
     kind = kind_of(task)
     if kind.running_text:
         for measure in ("rows", "doubled rows", "leaked rows"):

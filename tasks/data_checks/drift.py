@@ -1,6 +1,6 @@
-"""Measure whether texts have changed: a classifier two-sample test (Lopez-Paz and Oquab, ICLR 2017).
+"""Measure whether texts have changed, with a classifier two-sample test (Lopez-Paz and Oquab, ICLR 2017).
 
-A classifier learns to tell new texts from old ones. If it cannot, on texts that it has not seen, they are alike.
+A classifier is trained to distinguish new texts from old ones. If it fails on held-out texts, the texts are alike.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tasks.data.hash_sampling import lowest, uniform_hashes
 _FEATURES = 2**16
 _FOLDS = 5
 FEWEST = 50
-"""Texts of each side below which chance alone tells them apart (choice)."""
+"""Smallest number of texts on each side (choice). With fewer, the result would be mostly chance."""
 
 
 def drift(now: list[str], then: list[str], rows: int) -> tuple[float, float]:
-    """Return the classifier's AUC on texts that it has not seen, and how far chance alone takes it from 0.5.
+    """Return the classifier's AUC on held-out texts, and how far the AUC may be from 0.5 by chance.
 
-    Equal texts are in one fold, so texts on both sides cannot be told apart: the same texts give 0.5. Chance: three
-    standard errors (choice) of an AUC of two samples of one distribution.
+    The second number is three standard errors (choice) of the AUC of two samples from the same distribution. Equal
+    texts are always in the same fold, so that the classifier cannot learn a text and then be tested on it.
 
     Args:
         now, then: at least `FEWEST` texts each.
-        rows: texts that are read of each, at most: those of the lowest hashes.
+        rows: largest number of texts used on each side. Those with the lowest hashes are used.
     """
     new, old = ([texts[place] for place in lowest(texts, rows, 0, "drift")] for texts in (now, then))
     texts, is_new = [*new, *old], np.repeat([1, 0], [len(new), len(old)])
     features = HashingVectorizer(n_features=_FEATURES, lowercase=False, token_pattern=r"\w+").transform(texts)
-    features = features[:, np.unique(features.indices)]  # those that occur
+    features = features[:, np.unique(features.indices)]  # drop features that no text has
     fold = (uniform_hashes(texts, 0, "folds") * _FOLDS).astype(int)
     areas = []
     for number in range(_FOLDS):
         held_out = fold == number
         if len(set(is_new[held_out])) == len(set(is_new[~held_out])) == 2:
             model = LogisticRegression(class_weight="balanced", solver="liblinear")
-            with threadpool_limits(1):  # whose number would decide the order of sums
+            with threadpool_limits(1):  # the order of floating-point sums depends on the number of threads
                 model.fit(features[~held_out], is_new[~held_out])
             areas.append(roc_auc_score(is_new[held_out], model.decision_function(features[held_out])))
     chance = 3 * float(np.sqrt((len(new) + len(old) + 1) / (12 * len(new) * len(old))))

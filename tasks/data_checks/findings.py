@@ -1,4 +1,4 @@
-"""Findings: each measure of the data beside its limit, as reports/check.json has them."""
+"""The findings of the data checks, as written to reports/check.json: each measured value with its limit."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ FINDINGS = Path("reports/check.json")
 
 
 class Finding(BaseModel):
-    """One measure of one part of the data beside its limit."""
+    """Result of one check: a measured value with its limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measure: str
     where: str
-    """The split, or the two that are compared."""
+    """The split, or the two data sets that are compared."""
     value: float | None
-    """None where it was not measured."""
+    """None if it was not measured."""
     limit: float | None = None
-    """None where params.yaml switches it off."""
+    """None if params.yaml switches the check off."""
     chance: float = 0.0
-    """How much chance alone may change the value; 0 for counts."""
+    """How much the value may exceed the limit by chance; 0 for counts."""
     passed: bool = True
     note: str
-    """The meaning of the value; if it does not pass, what to do; if it is missing, why."""
+    """Details of the value and what to do if it breaks the limit, or why it was not measured."""
 
     @property
     def verdict(self) -> str:
@@ -37,7 +37,7 @@ class Finding(BaseModel):
 
     @property
     def line(self) -> str:
-        """The finding in a line, for the log and for errors."""
+        """The finding as one line of text, for logs and error messages."""
         start = f"{self.measure} ({self.where})"
         if self.value is None:
             return f"{start}: not measured, {self.note}"

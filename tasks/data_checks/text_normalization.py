@@ -1,4 +1,4 @@
-"""The words of examples, which are equal where two examples differ in case, spaces and punctuation alone."""
+"""Normalize texts to find repeated examples: two texts are equal if they differ only in case, spaces or punctuation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 
 
 def texts(rows: pd.DataFrame) -> list[str]:
-    """Return all that a model reads of each row, as one text."""
+    """Return for each row its text and text_pair, joined into one string."""
     columns = [
         [cell if isinstance(cell, str) else " ".join(cell) for cell in rows[name]]
         for name in ("text", "text_pair")
@@ -18,5 +18,5 @@ def texts(rows: pd.DataFrame) -> list[str]:
 
 
 def contents(rows: pd.DataFrame) -> pd.Series:
-    """Return the words of each row, without case; a row of punctuation alone is itself."""
+    """Return the words of each row in lower case, without punctuation. Rows without a word are returned unchanged."""
     return pd.Series([" ".join(re.findall(r"\w+", text.casefold())) or text for text in texts(rows)], dtype=str)

@@ -1,4 +1,4 @@
-"""Differences between every two of a keep's candidates, the original model and its control, with their intervals."""
+"""Compare each pair of models at a keep (candidates, original model and control): differences with intervals."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from tasks.scoring.bootstrap import interval
 
 COLUMNS = ("keep", "model", "first", "second", "difference", "low", "high", "spread")
 _REFERENCES = {"dense model": DENSE, CONTROL_NAME: CONTROL}
-"""Names beside those of the recipes, which have no space."""
+"""Names of models that are no recipes. They contain a space, so no recipe has such a name."""
 
 
 def differences(seeds: Mapping[int, Results]) -> pd.DataFrame:
-    """Return a line for each two recipes, keep and model (factorized, recovered): the first metric minus the second.
+    """Return a row for each pair of models, separately for each keep and for factorized and recovered models.
 
-    The original model and its control stand first, beside both models of the recipes. Differences are averaged over
-    the seeds, which have the same test examples. `low` and `high` are the ends of the interval over test examples,
-    `spread` the sample standard deviation over the seeds, nan of a single one.
+    The original model and the control are compared with both the factorized and the recovered models, as `first`.
 
     Args:
-        seeds: seed → the study's results.
+        seeds: seed → results of the study. All seeds have the same test examples.
+
+    Returns:
+        A frame with the columns `COLUMNS`. `difference` is the metric of `first` minus that of `second`, averaged over
+        seeds; `low` and `high` are its interval over test examples; `spread` is the sample standard deviation over
+        seeds (nan with a single seed).
     """
     first = next(iter(seeds.values()))
     lines = [line for keep in first.keeps for model in ("factorized", "recovered") for line in _at(keep, model, seeds)]
@@ -59,7 +62,7 @@ def _metric(results: Results, scored: ScoredModel) -> float:
 
 
 def leaders(pairs: pd.DataFrame, rows: pd.DataFrame) -> Iterator[str]:
-    """Yield for each keep the recipe with the best mean metric, and those not significantly different from it."""
+    """Yield for each keep a phrase that names the best recipe and those that are not significantly different."""
     goodness = METRICS[rows.metric.iloc[0]].goodness
     for keep, group in rows[rows.recipe != CONTROL_NAME].groupby("keep", sort=False):
         best = str(group.groupby("recipe").recovered.mean().map(goodness).idxmax())

@@ -1,4 +1,4 @@
-"""Published numbers beside ours: cited row by row from papers, and never mixed into our rows."""
+"""Numbers cited from papers, for a table of their own: they are never mixed with measured numbers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,42 @@ from tasks.artifacts.metrics import METRICS, MetricName
 from tasks.config.schema import Section, Share
 
 TaskMetrics = Mapping[str | None, MetricName]
-"""Task → its metric; None → that of a study without tasks."""
+"""Task → its metric. The key is None in a study without tasks."""
 Words = Annotated[str, Field(min_length=1)]
 
 
 class Published(Section):
-    """A row of a paper's table. In a study of several tasks it has scores by task name.
+    """Row of a table in a paper, cited in a study's file.
 
-    A study without tasks has a score by its own metric, or scores by names of benchmarks that the paper has beside it.
+    In a study with tasks, `scores` are by task name. In a study without tasks, a row has either `score`, in the study's
+    metric, or `scores`, by names of benchmarks in the paper.
     """
 
     source: Words
-    """The paper and the table."""
+    """The paper, and the number of the table."""
     method: Words
-    """As the paper calls it."""
+    """The name of the method in the paper."""
     keep: Share | None
-    """Parameter ratio of the target layers; None where the paper does not say."""
+    """Parameter ratio of the target layers; None if the paper does not state it."""
     units: Literal["percent", "metric"]
-    """Units of the scores: percent is 100 × the metric."""
+    """Units of the scores: the metric itself, or percent (100 × the metric)."""
     note: Words | None
-    """The difference from our setting, in one line."""
+    """The difference between the paper's setting and ours, in one line."""
     score: float | None = None
     scores: Annotated[dict[Words, float], Field(min_length=1)] | None = None
 
     def points(self, value: float, metric: MetricName | None) -> float:
-        """Scale a score for a table: metrics between -1 and 1 × 100, others as they are."""
+        """Return a score as printed: × 100 if its metric lies between -1 and 1 and it is not in percent already."""
         scaled = self.units == "metric" and metric is not None and METRICS[metric].bounded
         return 100 * value if scaled else value
 
 
 def mistakes(rows: Sequence[Published], metrics: Mapping[str | None, MetricName | None]) -> Iterator[str]:
-    """Yield mistakes in published rows, given the tasks and metrics of their study.
+    """Yield messages on mistakes in published rows.
 
     Args:
-        metrics: task → its metric, or None → that of a study without tasks; None for one that is none itself.
+        metrics: task → its metric, or None if the study names an unknown metric. The key is None in a study without
+            tasks.
     """
     for position, row in enumerate(rows):
         path = f"published.{position}"
@@ -72,12 +74,12 @@ def _of_value(path: str, value: float, row: Published, metric: MetricName | None
 
 
 def beside(rows: Sequence[Published], metrics: TaskMetrics) -> list[Published]:
-    """Return the rows with a score of one of the tasks; all for a study without tasks."""
+    """Return the published rows with a score for one of the tasks; all rows in a study without tasks."""
     return [row for row in rows if None in metrics or any(task in metrics for task in row.scores or {})]
 
 
 def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of the columns, and a line per row; the last column is the number in `notes`, from 1."""
+    """Return the header and the lines of the table. The last column has the number of a note in `notes`, from 1."""
     columns, numbers = _columns(rows, metrics), notes(rows)
     averaged = None not in metrics and len(metrics) > 1 and all(METRICS[metric].bounded for metric in metrics.values())
     lines = []
@@ -90,12 +92,15 @@ def cells(rows: Sequence[Published], metrics: TaskMetrics) -> tuple[list[str], l
 
 
 def notes(rows: Sequence[Published]) -> list[str]:
-    """Return each note once."""
+    """Return the distinct notes."""
     return list(dict.fromkeys(row.note for row in rows if row.note))
 
 
 def _columns(rows: Sequence[Published], metrics: TaskMetrics) -> list[tuple[str | None, str]]:
-    """Return name and head of each column: tasks, or the study's own metric and other benchmarks."""
+    """Return (name, title) of each column of scores.
+
+    Columns are the tasks or, in a study without tasks, the study's own metric (its name is None) and benchmarks.
+    """
     if None not in metrics:
         return [(name, str(name)) for name in metrics]
     metric = METRICS[metrics[None]]
@@ -110,11 +115,11 @@ def _points(row: Published, name: str | None, metrics: TaskMetrics) -> float | N
 
 
 def _digits(value: float | None) -> str:
-    """Format with all digits of the paper."""
+    """Format a score with all digits that the paper gives."""
     return "–" if value is None else f"{value:.10g}"
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    """Average over the tasks that the paper has, and say how many if some are missing."""
+    """Format the mean over the tasks with a score, with their number if some are missing."""
     known = [value for value in values if value is not None]
     return f"{sum(known) / len(known):.2f}" + (f" of {len(known)}" if len(known) < len(values) else "")

@@ -1,6 +1,6 @@
-"""A study over all its seeds as one table: mean ± sample standard deviation of every candidate.
+"""Make the table of a study over several seeds: mean ± sample standard deviation for every candidate.
 
-A study of several tasks has a table for each, and one for all.
+A study of several tasks has one table per task, and one for all tasks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.scoring.bootstrap import LEVEL, RESAMPLES, interval
 
 CANDIDATE = ["recipe", "keep"]
 DENSE = ("dense", "–")
-"""Recipe and keep of the original model, as the tables have it."""
+"""Recipe and keep of the original model in the tables."""
 
 CONTROL = (CONTROL_NAME, "1")
 REFERENCES: Mapping[str, ScoredModel] = {"dense": DENSE_MODEL, "control": CONTROL_MODEL}
@@ -51,12 +51,14 @@ _WIDTH = 220
 
 
 def collect(folders: Mapping[int, Path]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a row per seed and candidate, and the differences between every two models.
-
-    A row has the columns of reports/comparison.csv, and relative numbers.
+    """Collect the results of all seeds.
 
     Args:
-        folders: seed → its workspace, in which the study has finished.
+        folders: seed → workspace of the finished study with this seed.
+
+    Returns:
+        A frame with a row per seed and candidate (the columns of reports/comparison.csv and relative numbers), and the
+        frame of `pairwise_differences.differences`.
     """
     seeds = {seed: _load(folder) for seed, folder in folders.items()}
     rows = pd.concat([_rows(seed, results, folders[seed]) for seed, results in seeds.items()], ignore_index=True)
@@ -69,7 +71,10 @@ def _load(folder: Path) -> Results:
 
 
 def _over_seeds(candidates: pd.DataFrame, seeds: Mapping[int, Results]) -> pd.DataFrame:
-    """Return the intervals of each candidate's mean difference over the seeds, which have the same test examples."""
+    """Return the intervals of each candidate's differences from the original model and the control.
+
+    Differences are averaged over the seeds, which have the same test examples.
+    """
 
     def draws(model: ScoredModel) -> np.ndarray:
         mean: np.ndarray = np.mean([results.resampled[model] for results in seeds.values()], axis=0)
@@ -99,10 +104,10 @@ def _rows(seed: int, results: Results, folder: Path) -> pd.DataFrame:
 
 
 def _seconds(rows: pd.DataFrame, folder: Path) -> list[float | None]:
-    """Return the seconds of each candidate's search, factorization and recovery; None where a time is not known."""
+    """Return the total time of each candidate's search, factorization and recovery; None if a time is unknown."""
     try:
         known = TypeAdapter(dict[str, float]).validate_json((folder / SECONDS).read_bytes())
-    except (OSError, ValueError):  # there is none that can be read
+    except (OSError, ValueError):  # the file is missing or malformed
         known = {}
     seconds = []
     for candidate in rows[CANDIDATE].itertuples(index=False, name=None):
@@ -118,7 +123,7 @@ def _metric(rows: pd.DataFrame) -> Metric:
 
 
 def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of the columns, and a line per candidate: larger keeps first, then the best metric."""
+    """Return the header and the lines of the table, one per candidate, sorted by keep (largest first) and metric."""
     metric = _metric(rows)
     unit, scored = ", %" if metric.share else "", ("trivial", "dense", "factorized", "recovered")
     heads = ["recipe", "keep", *(f"{name}{unit}" for name in scored), *(f"of {name}, %" for name in REFERENCES)]
@@ -131,7 +136,7 @@ def cells(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def _line(group: pd.DataFrame, metric: Metric, scored: Sequence[str]) -> list[str]:
-    """Return the cells of a candidate, whose rows are those of its seeds."""
+    """Return the cells of a candidate; `group` has its row for each seed."""
     return [
         *(str(group[name].iloc[0]) for name in CANDIDATE),
         *(_scores(group[name], metric) for name in scored),
@@ -149,14 +154,14 @@ def _line(group: pd.DataFrame, metric: Metric, scored: Sequence[str]) -> list[st
 
 
 def _difference(group: pd.DataFrame, reference: str, metric: Metric) -> str:
-    """Return mean ± spread over the seeds, and the interval of the mean over the test examples."""
+    """Format the difference from a reference: mean ± spread over seeds, and the mean's interval over test examples."""
     low, high = (group[f"seeds_from_{reference}_{end}"].iloc[0] for end in _ENDS)
     ends = f"{100 * low:+z.1f} to {100 * high:+z.1f}" if metric.share else between(low, high, group.recovered.mean())
     return f"{_scores(group.recovered - group[reference], metric)} ({ends})"
 
 
 def _scores(values: pd.Series[float], metric: Metric) -> str:
-    """As `_spread`: shares in percent, others with the digits that suit their size."""
+    """Format mean ± spread of a metric: in percent if it is a share, otherwise with digits that suit its magnitude."""
     return _spread(values * 100) if metric.share else _plain(values)
 
 
@@ -167,7 +172,7 @@ def _plain(values: pd.Series[float]) -> str:
 
 
 def _spread(values: pd.Series[float]) -> str:
-    """Return mean ± sample standard deviation to one decimal; for one seed the mean alone."""
+    """Format mean ± sample standard deviation with one decimal; with one seed only the mean."""
     if values.empty or values.isna().any():
         return "–"
     mean = f"{values.mean():z.1f}"  # never -0.0
@@ -175,14 +180,14 @@ def _spread(values: pd.Series[float]) -> str:
 
 
 def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[list[str]]]:
-    """Return all tasks as one table, as papers print GLUE: heads, and a line per candidate, the original model first.
+    """Return header and lines of a table of all tasks, as papers print GLUE: a line per candidate, a column per task.
 
-    Metrics between -1 and 1 are printed × 100. Where all are, the last column is their mean over the tasks, for the
-    seeds that all tasks have. A missing value is a dash, and so is its mean.
+    The original model comes first. Metrics between -1 and 1 are printed × 100. If all metrics are, the last column is
+    their mean over the tasks, for the seeds that all tasks have. A missing value, or a mean with one, is a dash.
 
     Args:
-        rows: of `collect`, of all tasks, with their names in the column `task`.
-        metrics: of each task.
+        rows: rows of all tasks from `collect`, with a column `task`.
+        metrics: task → its metric.
     """
     points, kinds = _points(rows, metrics), {task: METRICS[metric] for task, metric in metrics.items()}
     signs = pd.Series({task: -1 if kind.lower_is_better else 1 for task, kind in kinds.items()})
@@ -199,7 +204,7 @@ def combined(rows: pd.DataFrame, metrics: TaskMetrics) -> tuple[list[str], list[
 
 
 def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
-    """Return a row per candidate and seed, a column per task."""
+    """Return the recovered metrics, × 100 if between -1 and 1: a row per candidate and seed, a column per task."""
     dense = rows.drop_duplicates(["task", "seed"]).assign(
         recipe=DENSE[0], keep=DENSE[1], recovered=lambda frame: frame.dense
     )
@@ -210,7 +215,7 @@ def _points(rows: pd.DataFrame, metrics: TaskMetrics) -> pd.DataFrame:
 
 
 def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return the tasks of lm-eval with their metrics, and a line per candidate, the original model first."""
+    """Return header and lines of the table of zero-shot tasks (of lm-eval); the original model comes first."""
     asked = [name for name in map(str, rows.columns) if name.startswith(ZERO_SHOT)]
     names = {name: 1 if name.endswith(_NO_SHARES) else 100 for name in asked}
     seeds = rows.drop_duplicates("seed")
@@ -221,7 +226,7 @@ def zero_shot(rows: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
 
 
 def joined(found: Mapping[str | None, pd.DataFrame]) -> pd.DataFrame:
-    """Return the rows of all tasks, with their names in the column `task`; without tasks the rows as they are."""
+    """Join the rows of all tasks, adding a column `task`. In a study without tasks, rows are returned unchanged."""
     if None in found:
         return found[None]
     return pd.concat([rows.assign(task=task)[["task", *rows]] for task, rows in found.items()], ignore_index=True)
@@ -234,15 +239,15 @@ def page(
     name: str,
     command: str,
 ) -> tuple[pd.DataFrame, str]:
-    """Return all rows, and the page: their tables and published numbers as Markdown.
+    """Return the rows of all tasks, and the page as Markdown, with all tables and published numbers.
 
-    Each table has a head that says how it was made, without date or path. Seconds and speedup are this machine's.
+    Above each table are the settings of its study, without date or path. Times are those of this machine.
 
     Args:
         studies: one for each task.
-        found: task → the rows of `collect`.
-        apart: task → the rows of `pairs.differences`.
-        name: of the study; its rows stand beside the page in NAME.csv.
+        found: task → rows from `collect`.
+        apart: task → differences from `collect`.
+        name: name of the study. The page links to NAME.csv and NAME.pairs.csv, which must be in the same folder.
         command: the command that made the page.
     """
     rows, metrics = joined(found), {study.task: study.metric for study in studies}
@@ -264,14 +269,14 @@ def page(
 
 
 _OF_ALL = "Metrics after recovery, × 100 except perplexities; `dense` is the original model."
-_NO_SHARES = ("perplexity", "bits_per_byte")  # of texts; what other tasks of lm-eval give lies between 0 and 1
+_NO_SHARES = ("perplexity", "bits_per_byte")  # metrics of lm-eval that do not lie between 0 and 1
 _OF_ZERO_SHOT = "Zero-shot tasks of lm-evaluation-harness after recovery, × 100 except perplexities and bits per byte."
 _OF_TRIALS = "Trials at one keep and with one seed; the table above has each recipe's best on validation examples (*)."
 _OF_OTHERS = "Numbers from papers, not measured here; the last column points to the note on what differs."
 
 
 def _part(rows: pd.DataFrame, apart: pd.DataFrame, study: StudyFile) -> list[str]:
-    """Return the facts, the tables and the trials of one task."""
+    """Return the section of one task, as lines: settings, tables and trials."""
     heads, lines = zero_shot(rows)
     asked = ["", _OF_ZERO_SHOT, "", *_table(heads, lines)] if heads != CANDIDATE else []
     best = {"Best after recovery": "; ".join(pairs.leaders(apart, rows)) + "."}
@@ -285,7 +290,7 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _tried(study: StudyFile) -> list[str]:
-    """Return the table of the study's trials."""
+    """Return the table of the study's trials, as lines; [] if there were none."""
     if not study.tried:
         return []
     metric = METRICS[study.metric]
@@ -303,7 +308,7 @@ def _tried(study: StudyFile) -> list[str]:
 
 
 def _words(change: Mapping[str, Any], prefix: str = "") -> str:
-    """Format a change as `recovery.steps 30, ranks.kind waterfill`, and no change as `as it is`."""
+    """Format the change of a trial, as `recovery.steps 30, ranks.kind waterfill`, or `as it is` if it is empty."""
     parts = [
         _words(value, f"{prefix}{key}.") if isinstance(value, dict) else f"{prefix}{key} {value}"
         for key, value in change.items()
@@ -351,7 +356,7 @@ def _facts(rows: pd.DataFrame, params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _recoveries(params: Mapping[str, Any]) -> list[str]:
-    """Return each way of recovery fine-tuning once, with its recipes unless all share it."""
+    """Describe the distinct settings of recovery fine-tuning, each with the recipes that have it, unless all do."""
     ways: dict[str, list[str]] = {}
     for name in params["study"]["recipes"]:
         recovery: Method = TypeAdapter(Recovery).validate_python(params["recipes"][name]["recovery"])
@@ -364,13 +369,13 @@ def _recoveries(params: Mapping[str, Any]) -> list[str]:
 
 
 def _machine() -> str:
-    """Return the kind of machine, not which one it is."""
+    """Describe the machine by its hardware, without its name."""
     graphics = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return ", ".join(filter(None, [counted(cores(), "core"), processor(), graphics]))
 
 
 def processor() -> str:
-    """Return the processor's model, as far as the system knows it."""
+    """Return the name of the processor's model, or '' if it is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -380,7 +385,7 @@ def processor() -> str:
 
 
 def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table for a terminal."""
+    """Return a table as text for the terminal."""
     table = Table(box=SIMPLE_HEAD)
     for position, head in enumerate(heads):
         table.add_column(head, justify="right" if position else "left")
@@ -390,7 +395,17 @@ def to_text(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(table: Path, rows: pd.DataFrame, apart: pd.DataFrame, text: str) -> list[Path]:
-    """Write the Markdown to `table`, and rows and pairs beside it as CSV; return the files."""
+    """Write the page and, in the same folder, rows and differences as CSV files.
+
+    Args:
+        table: path of the page, NAME.md.
+        rows: rows of all tasks.
+        apart: differences between pairs of models.
+        text: the page in Markdown.
+
+    Returns:
+        The paths of all files.
+    """
     table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(text)
     files = {table.with_suffix(".csv"): rows, table.with_suffix(".pairs.csv"): apart}

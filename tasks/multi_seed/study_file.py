@@ -1,4 +1,4 @@
-"""A study's file: its differences from params.yaml, tasks and seeds, and published numbers."""
+"""Load the file of a study: changes to params.yaml, seeds, tasks, trials and published numbers."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from tasks.multi_seed import trials
 from tasks.multi_seed.published_numbers import Published
 from tasks.multi_seed.trials import Trial, Trials
 
-_NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # of a study, unless its file says so
-_NAME = re.compile(r"[\w-]{1,50}")  # of a study's file or task: part of the names of folders and experiments
+_NOTHING_TO_SHIP: dict[str, Any] = {"export": {"recipes": []}}  # default of studies: no candidate is exported
+# Names of files and tasks, which become part of the names of folders and MLflow experiments.
+_NAME = re.compile(r"[\w-]{1,50}")
 
 
 @dataclass(frozen=True)
 class StudyFile:
-    """A study of one task as it runs: all parameters except the seed."""
+    """A study of one task, ready to run: all parameters except the seed."""
 
     path: Path
-    """The file, relative to the main workspace."""
+    """Path of the file, relative to the main workspace."""
     params: dict[str, Any]
-    """With all defaults."""
+    """All parameters, including defaults."""
     seeds: tuple[int, ...]
     task: str | None = None
-    """Its name among the tasks of the file; None in a file without tasks."""
+    """Name of the task in the file; None if the file has no tasks."""
     published: tuple[Published, ...] = ()
-    """Published numbers that the file cites, for all its tasks."""
+    """Published numbers that the file cites for all tasks."""
     trials: Trials | None = None
-    """The trials to run first; None where there are none, or they were run."""
+    """The trials to run first; None if there are none, or they have finished."""
     tried: tuple[Trial, ...] = ()
-    """The results of the trials, whose best are the recipes in `params`."""
+    """Results of finished trials. The best trial of each recipe is already in `params`."""
     suffix: str = ""
-    """End of the name of a study of trials."""
+    """Suffix of the name; only the study that runs trials has one."""
 
     @property
     def name(self) -> str:
@@ -56,21 +57,21 @@ class StudyFile:
         return metric
 
     def content(self, seed: int) -> dict[str, Any]:
-        """Return params.yaml as it runs with `seed`."""
+        """Return the content of params.yaml for a run with `seed`."""
         return {**self.params, "seed": seed}
 
     def of_trials(self, asked: Trials) -> StudyFile:
-        """Return the study that runs the trials, each as its own recipe."""
+        """Return the study that runs the trials, with each trial as a recipe."""
         content = trials.study(self.params, asked)
         return replace(self, params=content, seeds=(asked.seed,), trials=None, suffix=trials.SUFFIX)
 
     def at_its_best(self, tried: Sequence[Trial]) -> StudyFile:
-        """Return this study with the best trial of each recipe."""
+        """Return this study after its trials, with the best trial of each recipe as that recipe."""
         return replace(self, params=trials.best(self.params, tried), trials=None, tried=tuple(tried))
 
 
 class _Own(params.Section):
-    """The keys of a study's file beside the sections of params.yaml."""
+    """The keys that a study's file may have in addition to the sections of params.yaml."""
 
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
     tasks: Annotated[dict[str, dict[str, Any]], Field(min_length=1)] | None = None
@@ -79,15 +80,15 @@ class _Own(params.Section):
 
 
 def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tuple[StudyFile, ...]:
-    """Load the study of `file`, checked as a whole, for each of its tasks.
+    """Load and check the file of a study, and return the study of each task.
 
     Args:
-        seeds: instead of those in the file.
-        tasks: names of the file's tasks; none for all.
+        seeds: replaces the seeds in the file, unless empty.
+        tasks: names of the tasks to return; all tasks if empty.
 
     Raises:
         ParamsError: `file` is outside the repository, its name is unfit for a folder, it cannot be read, or it has
-            mistakes; each is named.
+            mistakes, which the message lists.
     """
     path = _path(file)
     stated = params.read(file)
@@ -116,7 +117,11 @@ def load(file: Path, seeds: Sequence[int] = (), tasks: Sequence[str] = ()) -> tu
 
 
 def _path(file: Path) -> Path:
-    """Return the path of a study's file relative to the workspace."""
+    """Return the path of a study's file relative to the workspace.
+
+    Raises:
+        ParamsError: see `load`.
+    """
     path = file.resolve()
     if not path.is_relative_to(Path.cwd()):
         raise ParamsError(f"{file} is outside the repository: put it into studies/")
@@ -150,7 +155,16 @@ def _of_tasks(own: _Own, wanted: Sequence[str]) -> Iterator[str]:
 
 
 def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]], own: _Own, file: Path) -> None:
-    """Check the parameters of all tasks; messages name the study's file and the place of each mistake in it."""
+    """Check the parameters of all tasks.
+
+    Args:
+        common: the parameters that all tasks share.
+        merged: task → all its parameters.
+        own: the other keys of the file.
+
+    Raises:
+        ParamsError: there are mistakes. The message names the file, and the place of each mistake in it.
+    """
     shared = validation.mistakes(common)
     lines = [
         line if task is None or line in shared else f"tasks.{task}.{line}"
@@ -165,7 +179,7 @@ def _check(common: Mapping[str, Any], merged: Mapping[str | None, dict[str, Any]
 
 
 def _of_trials(asked: Trials, merged: Mapping[str | None, dict[str, Any]]) -> Iterator[str]:
-    """Yield mistakes in the trials of a file that has no others."""
+    """Yield mistakes in the trials of a file; the rest of the file must be correct."""
     for content in merged.values():
         resolved = resolve(content)
         wrong = list(trials.mistakes(resolved, asked))
@@ -179,7 +193,7 @@ def _metric(content: Mapping[str, Any]) -> MetricName | None:
 
 
 def _named(content: dict[str, Any], task: str | None, part: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a task its own MLflow experiment, unless it names one."""
+    """Name the MLflow experiment of a task `STUDY-TASK`, unless the task sets study.name itself."""
     if task is None or "name" in part.get("study", {}):
         return content
     return merge(content, {"study": {"name": f"{content['study']['name']}-{task}"}})

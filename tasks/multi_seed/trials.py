@@ -1,6 +1,7 @@
-"""Trials: variants of a study's recipes, run first at one keep and with one seed, so that each recipe runs at its best.
+"""Trials: a small hyperparameter search before a study, so that each recipe is compared at its best.
 
-They are recipes of a study of their own. Validation rows choose.
+A trial is a variant of a recipe. All trials run first, in a study of their own with one keep and one seed. Then each
+recipe is replaced by its trial with the best metric on validation examples.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from tasks.artifacts.results_schema import Evaluation
 from tasks.config import schema
 
 SUFFIX = "trials"
-"""End of the names of their workspace and MLflow experiment."""
+"""Suffix of the names of the workspace and MLflow experiment of trials."""
 
 Change = dict[str, Any]
-"""The differences of a trial from its recipe; empty for the recipe as it is."""
+"""The changes that a trial makes to its recipe; {} to run the recipe unchanged."""
 
 
 class Trials(schema.Section):
-    """The key `trials` of a study's file."""
+    """Settings of trials: the key `trials` of a study's file.
+
+    recipes: recipe → the changes to try.
+    """
 
     keep: schema.Share
     seed: schema.Seed
@@ -36,12 +40,12 @@ class Trials(schema.Section):
 
 @dataclass(frozen=True)
 class Trial:
-    """A recipe with a change, and its result."""
+    """Result of a trial: a recipe run with a change."""
 
     recipe: str
     change: Change
     validation: float
-    """The metric of the recovered model."""
+    """The metric of the recovered model on validation examples."""
     chosen: bool
 
 
@@ -49,7 +53,8 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
     """Return the parameters of the study that runs the trials.
 
     Args:
-        content: those of the study that asks for them.
+        content: parameters of the study that has the trials.
+        asked: the trials.
     """
     recipes = {
         name: merge(content["recipes"][recipe], change)
@@ -67,13 +72,13 @@ def study(content: Mapping[str, Any], asked: Trials) -> dict[str, Any]:
 
 
 def _named(asked: Trials, recipe: str) -> Iterator[tuple[str, Change]]:
-    """Yield each trial of a recipe with its name; one without a change keeps the recipe's name, to share its stages."""
+    """Yield (name, change) of each trial of a recipe. Without a change, its name is the recipe's, to share stages."""
     for number, change in enumerate(asked.recipes[recipe], start=1):
         yield f"{recipe}_trial{number}" if change else recipe, change
 
 
 def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
-    """Yield mistakes in the trials of a study whose parameters, `content`, have none."""
+    """Yield mistakes in trials. `content` are the parameters of the study, which must be correct."""
     for recipe, changes in asked.recipes.items():
         if recipe not in content["study"]["recipes"]:
             yield f"trials.recipes.{recipe}: is none of study.recipes; remove it, or add it there"
@@ -87,7 +92,7 @@ def mistakes(content: Mapping[str, Any], asked: Trials) -> Iterator[str]:
 
 
 def in_file(line: str, asked: Trials) -> str:
-    """Return a mistake in the parameters of `study` with its place in the study's file."""
+    """Translate a message on a mistake in the parameters of `study`, so that it names the place in the study's file."""
     for recipe in asked.recipes:
         for number, (name, change) in enumerate(_named(asked, recipe)):
             if change and line.startswith(f"recipes.{name}."):
@@ -96,11 +101,13 @@ def in_file(line: str, asked: Trials) -> str:
 
 
 def results(asked: Trials, metric: MetricName, workspace: Path) -> tuple[Trial, ...]:
-    """Return the result of each trial, in the order of the study's file; of equal ones the first is chosen.
+    """Return the results of all trials, in the order of the study's file. For each recipe the best is chosen.
+
+    In a tie, the first trial is chosen.
 
     Args:
-        metric: of the task.
-        workspace: in which the study of the trials has finished.
+        metric: metric of the task.
+        workspace: workspace of the finished study that ran the trials.
     """
     trials: list[Trial] = []
     for recipe in asked.recipes:
@@ -117,5 +124,5 @@ def _validation(workspace: Path, recipe: str, keep: float) -> float:
 
 
 def best(content: Mapping[str, Any], tried: Sequence[Trial]) -> dict[str, Any]:
-    """Return the parameters of a study with the chosen changes of its recipes."""
+    """Return the parameters of a study, with the change of the chosen trial applied to each recipe."""
     return merge(content, {"recipes": {trial.recipe: trial.change for trial in tried if trial.chosen}})

@@ -1,8 +1,8 @@
 """The registry of NLP tasks: a task's name in params.yaml is the name of its module.
 
-`data.task: token_classification` is the class TokenClassification in `tasks/nlp_tasks/token_classification.py`; a file
-put beside it is one more task. A module is imported only when its task is asked for, so a stage runs the code of its
-own task alone: the module `tasks.nlp_tasks.<data.task>` and what that imports. Names are known without importing torch.
+`data.task: token_classification` selects the class TokenClassification in `tasks/nlp_tasks/token_classification.py`. To
+add a task, add such a file. A task's module is imported only when that task is used, so a stage depends on the code of
+its own task only. The names are read from the file names, without importing torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TASK_NAMES: tuple[str, ...] = tuple(
     sorted({file.stem for file in Path(__file__).parent.glob("[!_]*.py")} - {"nlp_task"})  # the base class
 )
-"""All that data.task may be."""
+"""The values that data.task may have."""
 
 if TYPE_CHECKING:
     TaskName = str
@@ -27,11 +27,11 @@ else:
 
 
 def task_class(name: TaskName) -> type[NlpTask]:
-    """Return the class of a task, importing its module."""
+    """Import the module of a task and return its class."""
     task: type[NlpTask] = getattr(import_module(f"tasks.nlp_tasks.{name}"), name.title().replace("_", ""))
     return task
 
 
 def kind_of(task: Task) -> NlpTask:
-    """Return the task of a study, with the labels and lengths that the stage extract wrote down."""
+    """Return the NLP task of a study, initialized with the labels and lengths that the stage extract saved."""
     return task_class(task.kind)(task)

@@ -1,4 +1,4 @@
-"""Run a model over a split in batches, and bring what it gives back into the order of the examples."""
+"""Run a model on a split in batches, and return its outputs in the order of the examples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""Examples of a data set → a batch of tensors."""
+"""Function that makes a padded batch of tensors from examples."""
 Columns = Mapping[str, Any]
-"""Model inputs, unpadded: name → the value of each example."""
+"""Unpadded model inputs: name → list with the value for each example."""
 _LABELS = ("labels", "start_positions", "end_positions")
 
 
 def by_length(data: Columns | Dataset) -> np.ndarray:
-    """Return the order of examples in which batches hold the least padding."""
+    """Return the indices that sort the examples by length, so that batches have little padding."""
     return np.argsort([len(ids) for ids in data["input_ids"]], kind="stable")
 
 
@@ -38,15 +38,15 @@ def predict(
     read: Callable[[Any, Batch], tuple[Tensor, ...]],
     **generation: Any,
 ) -> tuple[np.ndarray, ...]:
-    """Run a model over all examples of `data`, those of similar length together.
+    """Run a model on all examples of `data`, batching examples of similar length.
 
     Args:
-        read: outputs and labels of a batch → what is kept of them, `(batch, …)` each.
-        generation: arguments of `generate`; with them, `outputs` are the ids `(batch, tokens)` that an encoder-decoder
-            writes, its start token first.
+        read: function that selects the tensors to keep, `(batch, …)` each, from a model's outputs and the batch.
+        generation: arguments of `generate`. If given, the model generates, and `read` gets the token ids
+            `(batch, tokens)` instead of outputs; those of an encoder-decoder begin with its start token.
 
     Returns:
-        What `read` gives, of all examples in their order; where batches differ in length the rest is -100.
+        The arrays selected by `read`, for all examples in their order. Shorter batches are padded with -100.
 
     Raises:
         StageError: an output is not finite.
@@ -72,7 +72,7 @@ def predict(
 
 
 def place(model: PreTrainedModel) -> str:
-    """Bring the model to the GPU, where there is one and no device map placed it; return where its inputs belong."""
+    """Move the model to the GPU if there is one and it has no device map; return the device for its inputs."""
     if torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
         model.to("cuda")  # type: ignore[arg-type]
     return "cpu" if model.device.type == "meta" else str(model.device)
@@ -83,7 +83,7 @@ def _array(values: Tensor) -> np.ndarray:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate batches, padded with -100 to the longest."""
+    """Concatenate the batches after padding each with -100 to the longest."""
     if parts[0].ndim == 1:
         return np.concatenate(parts)
     width = max(part.shape[1] for part in parts)

@@ -1,4 +1,4 @@
-"""The base class of tasks whose model answers once for a text, or for a pair of texts."""
+"""The base class of tasks with one answer per text, or per pair of texts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tasks.nlp_tasks.nlp_task import Answers, NlpTask, Scored, Tokenizer
 
 
 class SequenceTask(NlpTask):
-    """A task must also give the metrics, the loss, the contributions of rows and the answers that follow from outputs.
+    """Task with one answer per text: a subclass computes metrics, loss and answers from the outputs for all rows.
 
-    Outputs are `(rows, outputs)`, and labels are as `targets` gives them.
+    In all methods, `outputs` are the model's logits `(rows, num_labels)`, and `labels` the array of what `targets`
+    returns.
     """
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
@@ -27,7 +28,7 @@ class SequenceTask(NlpTask):
         return {**inputs, "labels": self.targets(frame["label"])} if "label" in frame else inputs
 
     def targets(self, labels: pd.Series) -> list[object]:
-        """Return labels as the loss takes them."""
+        """Return labels in the form that the model's loss expects."""
         return list(labels.tolist())
 
     def score(
@@ -52,11 +53,11 @@ class SequenceTask(NlpTask):
 
     @abstractmethod
     def mean_loss(self, outputs: np.ndarray, labels: np.ndarray) -> float:
-        """Return the mean over rows. (The mean of batches would weigh uneven batches alike.)"""
+        """Return the mean loss over rows. It is not a mean over batches, as the last batch may be smaller."""
 
     @abstractmethod
     def rows(self, outputs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
-        """Return what each row contributes to the metrics."""
+        """Return the data frame for `Scored.rows`, from which `on_draws` computes the metric."""
 
     @abstractmethod
     def answers_of(self, outputs: np.ndarray) -> list[Answers]: ...

@@ -1,4 +1,4 @@
-"""Classification: one class of several for a text, or for a pair of texts."""
+"""Classification: the class of each text, or of each pair of texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Classification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels are few whole numbers, or words that repeat, and not sets of labels."""
+        """Whether labels look like classes: few whole numbers or repeated strings, but not sets of labels."""
         return labels is not None and few_values(labels) and not has_sets(labels)
 
     @classmethod
@@ -47,7 +47,7 @@ class Classification(SequenceTask):
         return float(cross_entropy(torch.from_numpy(outputs).double(), torch.from_numpy(labels)))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return all metrics; F1 is that of the second of two classes, or the mean over more classes."""
+        """Return all metrics. With two classes, F1 is that of the second class; with more, the mean over classes."""
         guesses = outputs.argmax(-1)
         return {
             "accuracy": float(accuracy_score(labels, guesses)),
@@ -59,13 +59,13 @@ class Classification(SequenceTask):
         return pd.DataFrame({"label": labels, "guess": outputs.argmax(-1)})
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
-        """Return the likeliest class and its probability."""
+        """Return for each row the most likely class and its probability."""
         scores, labels = torch.from_numpy(outputs).double().softmax(-1).max(-1)
         pairs = zip(labels.tolist(), scores.tolist(), strict=True)
         return [{"label": self.spec.labels[label], "score": score} for label, score in pairs]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Give all rows the most frequent class of the training rows."""
+        """Predict the most frequent class of the training rows for every row."""
         return pd.DataFrame({"label": frame["label"], "guess": int(train["label"].mode()[0])})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
@@ -80,7 +80,7 @@ class Classification(SequenceTask):
 
 
 def has_sets(labels: pd.Series) -> bool:
-    """Whether a cell is a list, or several labels with | between them."""
+    """Whether any cell holds a set of labels: a list, or a string with labels separated by |."""
     return bool(
         labels.map(lambda cell: pd.api.types.is_list_like(cell) or (isinstance(cell, str) and "|" in cell)).any()
     )

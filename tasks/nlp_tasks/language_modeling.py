@@ -1,8 +1,8 @@
-"""Causal language modelling: the next token of blocks that a text is cut into.
+"""Causal language modelling: predict the next token in blocks of text.
 
-A split is one text, its rows joined by an empty line. It is cut into blocks of `max_length` tokens, without special
-tokens between them; the rest at its end is dropped. Every block is scored on its own: perplexity is that of windows
-that do not overlap, as in the tables of papers on compressing language models.
+The rows of a split are joined, with empty lines between them, into one text. The text is cut into blocks of
+`max_length` tokens, without special tokens; an incomplete last block is dropped. Each block is scored without the text
+before it, so perplexity is measured on windows without overlap, as in papers on compressing language models.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tasks.scoring import metrics_on_draws as on_draws
 from tasks.scoring.metrics_on_draws import OnDraws
 
 _SEPARATOR = "\n\n"
-_ROWS = 10_000  # tokenized at a time
+_ROWS = 10_000  # number of rows that are tokenized at a time
 
 
 def _next_token_logits(outputs: ModelOutput, batch: Batch) -> Tensor:
@@ -43,7 +43,7 @@ class LanguageModeling(NlpTask):
     calibration_labels: ClassVar = ("given", "drawn")
     running_text: ClassVar = True
     may_be_empty: ClassVar = ("text",)  # an empty line of the text
-    auto_class: ClassVar = "AutoModelForCausalLM"  # whose own loss weighs blocks of one length alike
+    auto_class: ClassVar = "AutoModelForCausalLM"  # its mean loss is right because all blocks have the same length
     pipeline: ClassVar = "text-generation"
     trivial_answer: ClassVar = "the frequencies of tokens in the training text"
     answer_columns: ClassVar = {"loss": {**NUMBER, "required": False}, "continuation": {**STRING, "required": False}}
@@ -54,14 +54,16 @@ class LanguageModeling(NlpTask):
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Empty the lines of white space, as the hub's copies of WikiText have them."""
+        """Replace rows of white space, which copies of WikiText on the hub have, with empty strings."""
         text = frame["text"].fillna("")
         text = text.where(text.astype(str).str.strip() != "", "")
         return super().prepare(frame.assign(text=text), names, source)
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return blocks `(max_length,)` with themselves as labels, which models shift; as many as data.sizes asks for,
-        drawn by their hash. Calibration blocks are drawn from the training blocks.
+        """Return blocks of `max_length` tokens. The labels are the blocks themselves, since models shift labels.
+
+        If there are more blocks than data.sizes asks for, a sample is drawn by their hashes. Calibration blocks are a
+        sample of the training blocks.
 
         Raises:
             StageError: the text is shorter than a block.
@@ -96,17 +98,21 @@ class LanguageModeling(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model by its perplexity, the exponential of the mean loss over all predicted tokens."""
+        """Score a model with perplexity: the exponential of the mean loss over all predicted tokens."""
         (losses,) = predict(model, self.columns(frame, tokenizer, split), default_data_collator, batch, _losses)
         rows = pd.DataFrame({"loss": losses.astype(np.float64).mean(axis=1)})
         loss = float(rows["loss"].mean())
-        return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, rows)  # finite, however bad
+        # Capped, so that a very bad model has a finite perplexity.
+        return self.scored({"perplexity": math.exp(min(loss, 700.0))}, loss, rows)
 
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """Return the mean loss of each row's own blocks, the last of which may be shorter, None if no token is
-        predicted; and the model's continuation of the row, None after a row without a token."""
+        """Return for each row the mean loss of its tokens and, if `continuation` > 0, the model's continuation.
+
+        Each row is cut into its own blocks; the last may be shorter. The loss is None if a row has no token to predict,
+        and the continuation is None if a row has no token.
+        """
         place(model.eval())
         answers: list[Answers] = []
         for start in range(0, len(frame), batch):
@@ -145,7 +151,7 @@ class LanguageModeling(NlpTask):
     def _continued(
         self, model: PreTrainedModel, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], tokens: int
     ) -> list[str | None]:
-        """Return the greedy continuation of each text, None for a text without a token."""
+        """Return the continuation of each text by greedy decoding, or None for a text without a token."""
         room = self._room(model, tokens)
         contexts = [torch.tensor(ids[-room:]) for ids in texts if ids]
         written: Iterator[str] = iter(())
@@ -165,7 +171,11 @@ class LanguageModeling(NlpTask):
         self._room(model, continuation)
 
     def _room(self, model: PreTrainedModel, continuation: int) -> int:
-        """Return how many tokens of a text are read before it is continued: the continuation needs positions, too."""
+        """Return how many tokens of a text the model may read if its positions must also hold the continuation.
+
+        Raises:
+            ValueError: the continuation alone needs all positions.
+        """
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is None:
             return self.spec.max_length
@@ -176,7 +186,7 @@ class LanguageModeling(NlpTask):
         return int(min(self.spec.max_length, positions - continuation))
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Predict each token by its frequency in the training blocks, plus one: a model without a context."""
+        """Predict each token with a unigram model: its count in the training blocks plus one, normalized."""
         seen = np.array(self.columns(train, tokenizer, "train")["input_ids"])
         blocks = np.array(self.columns(frame, tokenizer, "test")["input_ids"])
         counts = np.bincount(seen.ravel(), minlength=max(len(tokenizer), blocks.max() + 1)) + 1
@@ -188,7 +198,7 @@ class LanguageModeling(NlpTask):
 
 
 def _pieces(rows: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yield the tokens of the text, some rows at a time: as one string a large text takes a hundredfold of its size."""
+    """Yield the tokens of the text, some rows at a time: all at once would take memory of 100 times its size."""
     for start in range(0, len(rows), _ROWS):
         piece = _SEPARATOR.join(rows[start : start + _ROWS]) + (_SEPARATOR if start + _ROWS < len(rows) else "")
         yield np.array(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"], np.int64)
@@ -199,5 +209,5 @@ def _losses(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each token but the first, given those before it, `(batch, tokens - 1)`."""
+    """Return the cross-entropy of each token except the first, given the tokens before it, `(batch, tokens - 1)`."""
     return cross_entropy(logits[:, :-1].mT.float(), labels[:, 1:], ignore_index=IGNORED, reduction="none")

@@ -1,8 +1,8 @@
-"""Multi-label classification: any number of labels for a text, or for a pair of texts, each decided by itself.
+"""Multi-label classification: any number of labels for each text, or for each pair of texts.
 
-Each output of the head is a logit z; its label's probability is σ(z), and the label is given if that is at least 1/2.
-The loss is the mean over labels of the binary cross-entropy. The logit of one label and 0 are the two logits of a
-softmax with the same probabilities, which is how statistics and distillation see it (`binary_logits`).
+The head has a logit z for each label. The label's probability is σ(z), and the label is predicted if σ(z) ≥ 1/2. The
+loss is the mean over labels of the binary cross-entropy. Calibration statistics and distillation treat each label as a
+two-class softmax over the logits (z, 0), which has the same probabilities (`binary_logits`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _THRESHOLD = 0.5
 class MultiLabelClassification(SequenceTask):
     metrics: ClassVar = ("f1_micro", "f1_macro", "exact_match")
     mean_metrics: ClassVar = ("exact_match",)
-    calibration_labels: ClassVar = ("given", "drawn")  # the expected ones are 2^labels sets
+    calibration_labels: ClassVar = ("given", "drawn")  # an expectation would be over 2^labels sets of labels
     may_be_empty: ClassVar = ("label",)
     problem_type: ClassVar = "multi_label_classification"
     trivial_answer: ClassVar = "the most frequent set of labels of the training rows"
@@ -45,7 +45,7 @@ class MultiLabelClassification(SequenceTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether labels are lists, or have | between them, few differ, and texts are no lists of words."""
+        """Whether labels are lists, or strings separated by |, that repeat, and texts are not lists of words."""
         if labels is None or not has_sets(labels) or texts.map(pd.api.types.is_list_like).any():
             return False
         return labels.map(_labels_of).explode().nunique() <= len(labels) / 2
@@ -64,7 +64,7 @@ class MultiLabelClassification(SequenceTask):
         return binary_logits
 
     def targets(self, labels: pd.Series) -> list[object]:
-        """Return `(rows, labels)`: 1.0 for each label that a row has, else 0.0."""
+        """Return a multi-hot vector per row, `(rows, labels)`: 1.0 for each label that the row has, else 0.0."""
         hot = np.zeros((len(labels), len(self.spec.labels)), np.float32)
         for row, ids in enumerate(labels):
             hot[row, np.asarray(ids, int)] = 1
@@ -75,8 +75,11 @@ class MultiLabelClassification(SequenceTask):
         return float(binary_cross_entropy_with_logits(predicted, wanted))
 
     def all_metrics(self, outputs: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return F1 over all decisions together (micro) and its mean over labels (macro; 0 for a label that is neither
-        wanted nor given), and the share of rows with all labels right."""
+        """Return micro F1 (over all labels of all rows), macro F1 (the mean over labels), and exact match.
+
+        In macro F1, a label that is neither wanted nor predicted has F1 0. Exact match is the share of rows with all
+        labels right.
+        """
         wanted, guesses = labels.astype(int), _given(outputs)
         return {
             "f1_micro": float(f1_score(wanted, guesses, average="micro", zero_division=0)),
@@ -88,7 +91,7 @@ class MultiLabelClassification(SequenceTask):
         return _contributions(labels.astype(int), _given(outputs))
 
     def answers_of(self, outputs: np.ndarray) -> list[Answers]:
-        """Return the labels that are given, and the probability of each."""
+        """Return for each row the predicted labels and their probabilities."""
         probabilities = torch.from_numpy(outputs).double().sigmoid().numpy()
         return [
             {"labels": [self.spec.labels[label] for label in np.flatnonzero(given)], "scores": row[given].tolist()}
@@ -96,7 +99,7 @@ class MultiLabelClassification(SequenceTask):
         ]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Give all rows the most frequent set of labels of the training rows, the first of equally frequent ones."""
+        """Predict the most frequent set of labels of the training rows for every row; the first set in a tie."""
         most = Counter(tuple(labels) for labels in train["label"]).most_common(1)[0][0]
         guess = np.array(self.targets(pd.Series([most] * len(frame))), int)
         return _contributions(np.array(self.targets(frame["label"]), int), guess)
@@ -118,7 +121,7 @@ class MultiLabelClassification(SequenceTask):
 
 
 def _labels_of(cell: Any) -> list[Any]:
-    """Return the labels of a cell, each once: a list, or a text with | between them; an empty one has none."""
+    """Return the distinct labels of a cell, which is a list or a string separated by |; an empty cell has none."""
     if isinstance(cell, str):
         cell = [label.strip() for label in cell.split(SEPARATOR)]
     labels: Iterable[Any] = cell if pd.api.types.is_list_like(cell) else [cell]
@@ -126,7 +129,7 @@ def _labels_of(cell: Any) -> list[Any]:
 
 
 def _given(outputs: np.ndarray) -> np.ndarray:
-    """Return 1 for each label whose probability reaches the threshold, else 0; `(rows, labels)`."""
+    """Return the predicted labels `(rows, labels)`: 1 if the probability is at least the threshold, else 0."""
     return (torch.from_numpy(outputs).double().sigmoid() >= _THRESHOLD).numpy().astype(int)
 
 

@@ -1,7 +1,8 @@
-"""The base class of an NLP task: all that Eckart knows of a kind of task is in one subclass, in a file of its own.
+"""The base class of NLP tasks: all that Eckart knows about a kind of task is in one subclass, in its own file.
 
-A version in the registry carries this package and answers by the same code that scores: modules here import at their
-top only what such a version requires (torch, transformers, pandas and numpy, scikit-learn and scipy by way of mlflow).
+A model version in the MLflow registry contains this package and answers with the same code that computes scores. The
+top-level imports of these modules are therefore limited to what such a version requires: torch, transformers, pandas,
+numpy, and (through mlflow) scikit-learn and scipy.
 """
 
 from __future__ import annotations
@@ -42,96 +43,101 @@ if TYPE_CHECKING:
 
 Tokenizer = PreTrainedTokenizerBase
 Answers = Mapping[str, Any]
-"""Column → the model's answer to one example."""
+"""The model's answer to one example: column of `answer_columns` → value."""
 STRING, NUMBER = {"type": "string"}, {"type": "double"}
 STRINGS, NUMBERS = ({"type": "array", "items": item} for item in (STRING, NUMBER))
-"""Types of a served version's columns, as MLflow's signatures write them."""
+"""Types of the columns of a served version's answers, in the format of MLflow signatures."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's score on some examples, and what each of them contributed."""
+    """Score of a model on some examples, with per-example results."""
 
     score: Score
     rows: pd.DataFrame
-    """A line for each example, in their order: `NlpTask.on_draws` computes every metric from it."""
+    """One row for each example, in order; `NlpTask.on_draws` computes the metric from these rows."""
 
 
 class NlpTask(ABC):
-    """One kind of task, from data.task in params.yaml to the answers of a served version.
+    """Base class of a kind of task: how its data are prepared, its model is loaded and scored, and how it answers.
 
-    A task must give `metrics`, `trivial_answer`, `answer_columns` and the abstract methods `columns`, `score`,
-    `answers` and `trivial`. All else has a default. A model that answers once for a text is a `SequenceTask`.
+    A subclass must define `metrics`, `trivial_answer` and `answer_columns`, and the methods `columns`, `score`,
+    `answers` and `trivial`. The rest has defaults. For tasks with one answer per text, subclass `SequenceTask`.
 
-    Class attributes say what can be said without data; an instance also knows the study's labels and lengths (`spec`).
+    Class attributes do not depend on data. An instance also has the labels and lengths of the study, in `spec`.
     """
 
-    # What a task must give.
+    # A subclass must define these.
 
     metrics: ClassVar[tuple[MetricName, ...]]
-    """The metrics that the task is scored by; `eckart init` writes the first."""
+    """The metrics that data.metric may name; `eckart init` writes the first."""
     trivial_answer: ClassVar[str]
-    """What the trivial baseline answers, as it stands in a sentence."""
+    """The answer of the trivial baseline in words, such as "the most frequent class of the training rows"."""
     answer_columns: ClassVar[Mapping[str, Mapping[str, Any]]]
-    """The columns of a served version's answers, each with its type."""
+    """Columns of a served version's answers: name → type."""
 
     @abstractmethod
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return a split as model inputs; with labels where `frame` has them."""
+        """Return the tokenized rows of a split as model inputs, with labels if `frame` has labels."""
 
     @abstractmethod
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model on all rows of a split, `batch` at a time."""
+        """Score a model on all rows of a split.
+
+        Args:
+            batch: batch size.
+        """
 
     @abstractmethod
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """Return the model's answer to each row, with the columns of `answer_columns`; no label is read.
+        """Return the model's answer to each row, with the columns of `answer_columns`. Labels are ignored.
 
         Args:
-            continuation: tokens that a language model writes after a text.
+            continuation: number of tokens that a language model generates after each text.
         """
 
     @abstractmethod
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Return what each row of `frame` contributes to the score of the trivial baseline, learned from `train`."""
+        """Fit the trivial baseline to `train`, and return its per-example results on `frame`, like `Scored.rows`."""
 
-    # Data: by default the column label is kept as it is, and text and text_pair are strings.
+    # Data: by default text and text_pair are strings, and labels are not converted.
 
     running_text: ClassVar[bool] = False
-    """Whether the rows are lines of one text without labels, which is cut into blocks: a language model's data."""
+    """Whether the rows are parts of one text without labels, which is cut into blocks (for language models)."""
     text_pair: ClassVar[Literal["optional", "required", "refused"]] = "optional"
-    """Whether data.columns.text_pair may, must or must not be named."""
+    """Whether data.columns.text_pair may be set, must be set, or must not be set."""
     text_is_words: ClassVar[bool] = False
-    """Whether data.columns.text has a list of words for each example."""
+    """Whether the column data.columns.text holds a list of words for each example."""
     text_columns: ClassVar[tuple[str, ...]] = ("text", "text_pair")
-    """The columns that must be strings."""
+    """Columns that must hold strings."""
     may_be_empty: ClassVar[tuple[str, ...]] = ()
-    """The columns whose cells may be empty."""
+    """Columns that may have empty cells."""
     split_by: ClassVar[tuple[str, ...]] = ("text", "text_pair")
-    """The columns that decide which split an example goes into: rows that are equal there stay together."""
+    """Columns that are hashed to choose the split of a row: rows with equal cells there go into the same split."""
     options: ClassVar[tuple[str, ...]] = ()
-    """The keys of data that this task reads and others do not."""
+    """Keys of the section data that only this task reads."""
     required_options: ClassVar[Mapping[str, str]] = {}
-    """Those of them that may not be null, each with what to write."""
+    """Those of `options` that must not be null: key → its meaning, for the error message."""
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether `eckart init` takes these columns for this task. At most one task may say so."""
+        """Whether `eckart init` chooses this task for these columns. At most one task may return True."""
         return False
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Return rows with columns text, text_pair and label as the stage extract writes them, labels unconverted.
+        """Check and clean the columns text, text_pair and label. Labels are converted later, in `convert_labels`.
 
         Args:
-            names: column → its name in data.columns.
+            names: column → its name in the source, from data.columns.
+            source: name of the data set, for error messages.
 
         Raises:
-            StageError: a cell is empty, or a text is no string.
+            StageError: a cell is empty, or a text is not a string.
         """
         filled = frame.drop(columns=[name for name in cls.may_be_empty if name in frame])
         if holes := (filled.isna() | filled.isin([""])).any(axis=1).sum():
@@ -144,27 +150,30 @@ class NlpTask(ABC):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        """Turn the column label of each split, in place, into what `columns` reads; return the names of the classes.
+        """Convert the labels of each split in place, such as to class ids, and return the class names (() if none).
 
         Raises:
-            StageError: nothing can be learned from these labels.
+            StageError: the labels do not fit the task.
         """
         return ()
 
     # Model: by default a sequence classifier that computes its own loss.
 
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    """The transformers class whose `from_pretrained` gives a model with the head."""
+    """The transformers auto class that loads a model with the head of this task."""
     head_class: ClassVar[str] = "ForSequenceClassification"
-    """The end of the name of a model class with this head; by default that of `auto_class`."""
+    """Suffix of the names of model classes with this head; by default the suffix of `auto_class`."""
     problem_type: ClassVar[str | None] = None
-    """The head's loss as config.json names it, where each output of the head stands for a label or a number."""
+    """The problem_type in config.json, which selects the loss; None if labels are neither classes nor numbers."""
     own_loss: ClassVar[bool] = True
-    """Whether the model returns the mean of `loss` itself; if not, training computes that mean instead."""
+    """Whether the model itself returns the mean of `loss`. If not, training computes that mean."""
     one_graph: ClassVar[bool] = True
-    """Whether the model is one ONNX graph, so that export.recipes may name recipes."""
+    """Whether the model can be exported as a single ONNX graph; export.recipes must be empty if not."""
     calibration_labels: ClassVar[tuple[Labels, ...]] = ("given",)
-    """Values of importance.labels. `drawn` needs as many predictions for each example, and `expected` one."""
+    """Allowed values of importance.labels.
+
+    `drawn` requires the same number of predictions for each example, and `expected` requires one.
+    """
 
     def __init__(self, spec: Task) -> None:
         self.spec = spec
@@ -175,11 +184,11 @@ class NlpTask(ABC):
 
     @property
     def auto(self) -> Any:
-        """The transformers class that loads a model of this task."""
+        """The transformers auto class named by `auto_class`."""
         return getattr(transformers, self.auto_class)
 
     def head(self) -> dict[str, Any]:
-        """Return the head's shape as arguments of `from_pretrained`: an output for each label, where it has labels."""
+        """Return the arguments of `from_pretrained` that set the head's size and labels."""
         if self.problem_type is None:
             return {}
         names = dict(enumerate(self.spec.labels))
@@ -187,32 +196,37 @@ class NlpTask(ABC):
         return {"problem_type": self.problem_type, "num_labels": len(names), "id2label": names, "label2id": ids}
 
     def encode(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Dataset:
-        """Return `columns` as a data set, from which a model trains."""
-        from datasets import Dataset  # a served version does without
+        """Return `columns` as a data set for training."""
+        from datasets import Dataset  # not required by a served version
 
         return Dataset.from_dict(dict(self.columns(frame, tokenizer, split)))
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that pads examples to a batch."""
+        """Return the function that makes a padded batch from examples."""
         return DataCollatorWithPadding(tokenizer)
 
     @property
     def loss(self) -> Loss:
-        """The sum over examples of the loss by the given labels."""
+        """The loss with the given labels, summed over the examples of a batch."""
         return mean_loss_times_batch
 
     @property
     def predictions(self) -> Predictions:
-        """The logits that a teacher teaches; padding is no prediction."""
+        """Function that returns the logits that distillation compares, without those at padding."""
         return logits_of
 
     @property
     def training_loss(self) -> Loss | None:
-        """The loss whose mean training minimises; None: the model's own loss."""
+        """The loss that is averaged and minimized in training; None to use the loss that the model itself returns."""
         return None if self.own_loss else self.loss
 
     def objective(self, labels: Labels = "given") -> Objective:
-        """Return the losses and predictions that methods need; gradients of calibration statistics are by `labels`."""
+        """Return the losses and predictions that compression methods use.
+
+        Args:
+            labels: labels that gradients of calibration statistics are computed with: the given ones, labels drawn from
+                the model's predictions, or the expectation over labels.
+        """
         drawn = drawn_loss(self.predictions, self.spec.seed)
         return Objective(
             loss=self.loss,
@@ -222,40 +236,42 @@ class NlpTask(ABC):
             classes=self.problem_type != "regression",
         )
 
-    # Scores and answers: by default the metric is the mean of a column of that name.
+    # Scores and answers: by default the metric is the mean of the column of `Scored.rows` with the same name.
 
     own_metrics: ClassVar[Mapping[MetricName, Metric]] = {}
-    """Those of `metrics` that tasks/artifacts/metrics.py does not list."""
+    """Definitions of those `metrics` that tasks/artifacts/metrics.py does not define."""
     mean_metrics: ClassVar[tuple[MetricName, ...]] = ()
-    """Those of `metrics` that are means over examples."""
+    """Those of `metrics` that are means over examples of values between 0 and 1."""
     perfect_is_far: ClassVar[bool] = False
-    """Whether even good models are far from a perfect score, so that the distance to it says nothing."""
+    """Whether even good models are far from a perfect score, so that a large distance from it says nothing."""
     pipeline: ClassVar[str] = "text-classification"
-    """The task's name on the Hugging Face hub."""
+    """The task's name on the Hugging Face hub (pipeline_tag)."""
 
     def on_draws(self, rows: pd.DataFrame) -> OnDraws:
-        """Return the study's metric on bootstrap draws of `Scored.rows`."""
+        """Return a function that computes the study's metric on bootstrap draws of `rows`, which are `Scored.rows`."""
         return mean_of(rows[self.spec.metric])
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
-        """Return the model's one answer to all rows of `Scored.rows`; None where answers differ, or are texts."""
+        """Return the model's answer if all `rows` (of `Scored`) have the same; None if answers differ or are texts."""
         return None
 
     def check_room(self, model: PreTrainedModel, continuation: int) -> None:  # noqa: B027
-        """
+        """Check that the model has positions for the tokens that a served version generates.
+
         Raises:
-            ValueError: a served version of the model has no room for what it is to write.
+            ValueError: it has too few.
         """
 
-    # For subclasses.
+    # Helpers for subclasses.
 
     def scored(self, metrics: dict[MetricName, float], loss: float, rows: pd.DataFrame) -> Scored:
         return Scored(Score(metric=metrics[self.spec.metric], loss=loss, rows=len(rows), metrics=metrics), rows)
 
     def check_offsets(self, tokenizer: Tokenizer) -> None:
-        """
+        """Check that the tokenizer can return the character offsets of its tokens.
+
         Raises:
-            StageError: the tokenizer does not say which characters of a text its tokens cover.
+            StageError: it is not a fast tokenizer.
         """
         if not tokenizer.is_fast:
             raise StageError(
@@ -265,5 +281,5 @@ class NlpTask(ABC):
 
 
 def labelled(outputs: ModelOutput, batch: Batch) -> Tensor:
-    """Return the logits `(labelled tokens, classes)` of a head that labels each token."""
+    """Return the logits at the labelled tokens of a batch, `(labelled tokens, classes)`."""
     return outputs["logits"][batch["labels"] != IGNORED]

@@ -1,8 +1,9 @@
 """Extractive question answering: the answer is a part of the context, as in SQuAD 1.1.
 
-A context that is too long for `max_length` is cut into windows, whose neighbours share `stride` tokens
-(eckart/text/qa_windows.py). Each is an example for the model: it points at the tokens where the answer starts and ends,
-or at the CLS token (the first token, if there is none) if the answer is not wholly in the window.
+A context that is too long for `max_length` is cut into overlapping windows: neighbours share `stride` tokens
+(eckart/text/qa_windows.py). Each window is one example for the model, with the first and last token of the answer as
+labels. If a window does not contain the whole answer, both labels are the CLS token (or the first token if there is no
+CLS token).
 
 Source: Rajpurkar et al., EMNLP 2016, and the evaluation script of SQuAD 1.1.
 """
@@ -40,7 +41,7 @@ class QuestionAnswering(NlpTask):
     metrics: ClassVar = ("exact_match", "f1")
     mean_metrics: ClassVar = ("exact_match", "f1")
     text_pair: ClassVar = "required"
-    split_by: ClassVar = ("text_pair",)  # several questions share a context
+    split_by: ClassVar = ("text_pair",)  # questions on the same context must be in the same split
     options: ClassVar = ("stride",)
     auto_class: ClassVar = "AutoModelForQuestionAnswering"
     own_loss: ClassVar = False
@@ -55,18 +56,18 @@ class QuestionAnswering(NlpTask):
         return ()
 
     def head(self) -> dict[str, Any]:
-        return {"num_labels": 2}  # a start and an end, whatever head the base model had
+        return {"num_labels": 2}  # start and end, whatever head the base model had
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return windows, and the first and last token of the first answer in each, where answers are given.
+        """Return the windows as model inputs; if `frame` has labels, with start and end positions of the first answer.
 
         Raises:
-            StageError: the tokenizer does not say where its tokens stand, or a question leaves no room for its context.
+            StageError: the tokenizer is not a fast one, or a question leaves no room for its context.
         """
         return _columns(frame, self.windows(frame, tokenizer), tokenizer)
 
     def windows(self, frame: pd.DataFrame, tokenizer: Tokenizer) -> list[Window]:
-        """Return all windows of all questions, in their order."""
+        """Return the windows of all questions, in the order of the questions."""
         self.check_offsets(tokenizer)
         questions, contexts = frame["text"].tolist(), frame["text_pair"].tolist()
         try:
@@ -83,13 +84,13 @@ class QuestionAnswering(NlpTask):
         return span_logits
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that pads on the right, whatever the tokenizer does: positions count from the left."""
+        """Return the function that makes a batch. It pads on the right, so that start and end positions stay valid."""
         return partial(pad_without_fast_tokenizer_warning, tokenizer, padding_side="right", return_tensors="pt")
 
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model: metrics are means over questions, the loss is a mean over windows."""
+        """Score a model. Metrics are means over questions; the loss is a mean over windows."""
         windows = self.windows(frame, tokenizer)
         data = _columns(frame, windows, tokenizer)
         logits, best = self._best(model, tokenizer, frame, windows, batch)
@@ -107,13 +108,13 @@ class QuestionAnswering(NlpTask):
     def _best(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, windows: Sequence[Window], batch: int
     ) -> tuple[tuple[np.ndarray, ...], list[Answer]]:
-        """Return the logits of starts and ends `(windows, tokens)`, and the best answer to each question."""
+        """Return the start and end logits, `(windows, tokens)` each, and the best answer to each question."""
         data = _columns(frame.drop(columns="label", errors="ignore"), windows, tokenizer)
         starts, ends = predict(model, data, self.collate(tokenizer, model), batch, _logits)
         return (starts, ends), best_answers(windows, starts, ends, frame["text_pair"].tolist())
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Answer every question by the most frequent one of the training rows, the first of equally frequent ones."""
+        """Answer every question with the most frequent training answer; the first one in a tie."""
         counts = Counter(normal(cell["text"][0]) for cell in train["label"])
         most = counts.most_common(1)[0][0]
         return question_scores([most] * len(frame), [list(cell["text"]) for cell in frame["label"]])
@@ -133,13 +134,13 @@ def _logits(outputs: Any, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def _span(answer: str, start: int) -> tuple[int, int]:
-    """Return the first character of an answer and the end of its last, without white space, which has no tokens."""
+    """Return where an answer starts and ends in its context, in characters, without white space around it."""
     start += len(answer) - len(answer.lstrip())
     return start, start + len(answer.strip())
 
 
 def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the first and the last token of the answer at the characters `start` to `end`."""
+    """Return the positions of the first and last token of the answer between the characters `start` and `end`."""
     begins, ends = window.offsets.T
     context = begins != qa_windows.NOT_CONTEXT
     tokens = np.flatnonzero(context & (ends > start) & (begins < end))
@@ -151,7 +152,7 @@ def _positions(window: Window, start: int, end: int, tokenizer: Tokenizer) -> di
 
 
 def mean_loss(windows: Sequence[Window], logits: tuple[np.ndarray, ...], positions: tuple[np.ndarray, ...]) -> float:
-    """Return the mean over windows of `eckart.calibration.losses.span_loss`, the mean over start and end."""
+    """Return the mean over windows of `eckart.calibration.losses.span_loss`: the mean loss of start and end."""
     lengths = torch.tensor([len(window.offsets) for window in windows])
     total = 0.0
     for predicted, wanted in zip(logits, positions, strict=True):
@@ -162,7 +163,7 @@ def mean_loss(windows: Sequence[Window], logits: tuple[np.ndarray, ...], positio
 
 
 def question_scores(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> pd.DataFrame:
-    """Score each guess against the best of its gold answers: whether they are equal, and the F1 of their words."""
+    """Return exact match and word F1 of each guess, each with the gold answer for which the score is best."""
     pairs = list(zip(guesses, golds, strict=True))
     return pd.DataFrame(
         {
@@ -173,7 +174,7 @@ def question_scores(guesses: Sequence[str], golds: Sequence[Sequence[str]]) -> p
 
 
 def normal(answer: str) -> str:
-    """Return an answer in lower case, without punctuation and articles, its words one space apart."""
+    """Normalize an answer as SQuAD does: lower case, no punctuation, no articles, single spaces."""
     answer = "".join(character for character in answer.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", answer).split())
 
@@ -185,7 +186,11 @@ def _f1(guess: str, gold: str) -> float:
 
 
 def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
-    """Return answers as SQuAD 1.1 has them: at least one a question, each a part of the context."""
+    """Convert labels to the format of SQuAD 1.1, and check them.
+
+    Raises:
+        StageError: a label is malformed, a question has no answer, or an answer is not in the context.
+    """
     where = f"column {params.columns.label} of the {split} split"
     try:
         answers = [_answer(cell) for cell in frame["label"]]
@@ -205,7 +210,7 @@ def _answers(frame: pd.DataFrame, split: Split, params: Data) -> pd.Series:
 
 
 def _answer(cell: Any) -> dict[str, list[Any]]:
-    """Return `{"text": [...], "answer_start": [...]}`, also for a list of single answers."""
+    """Convert a cell, possibly a list of answers, to `{"text": [...], "answer_start": [...]}`."""
     parts = [cell] if isinstance(cell, Mapping) else list(cell)
     texts, starts = (
         [value for part in parts for value in np.atleast_1d(part[key]).tolist()] for key in ("text", "answer_start")

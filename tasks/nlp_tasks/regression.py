@@ -1,4 +1,4 @@
-"""Regression: a number for a text, or for a pair of texts."""
+"""Regression: a number for each text, or for each pair of texts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Regression(SequenceTask):
         return [{"value": value} for value in outputs.squeeze(-1).tolist()]
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Give all rows the mean of the training labels."""
+        """Predict the mean of the training labels for every row."""
         return pd.DataFrame({"label": frame["label"], "value": float(train["label"].mean())})
 
     def only_answer(self, rows: pd.DataFrame) -> str | None:
@@ -68,7 +68,7 @@ class Regression(SequenceTask):
 
 
 def _correlation(correlate: Any, labels: np.ndarray, values: np.ndarray) -> float:
-    """Return a correlation; with a constant it is 0 by definition here."""
+    """Return a correlation, or 0 if labels or values are constant."""
     if np.ptp(values) == 0 or np.ptp(labels) == 0:
         return 0.0
     return float(correlate(labels, values).statistic)

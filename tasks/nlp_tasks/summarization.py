@@ -1,12 +1,12 @@
-"""Summarization by an encoder and a decoder: the encoder reads a document, the decoder writes a summary.
+"""Summarization with an encoder-decoder: the encoder reads a document, the decoder generates a summary.
 
-Scores are ROUGE (Lin, 2004) as `rouge_score` computes it, with words stemmed: F-measures of each written summary
-against its whole reference, as a mean over rows. Words are made of English letters and digits.
+Scores are ROUGE F-measures (Lin, 2004), computed with `rouge_score` and stemming: each generated summary is compared
+with its whole, untruncated reference, and the metric is the mean over rows. Only English letters and digits count.
 
-(choice) ROUGE-L takes the whole summary as one sequence. The tables of papers on CNN/DailyMail often have ROUGE-Lsum,
-the union over sentences, which is larger; for a summary of one sentence, as in XSum, the two are equal.
-(choice) Summaries are written greedily, so that a score is cheap and no setting decides it; papers use beams, which
-score somewhat higher. The rest of the model's generation config (forced tokens, n-grams it may not repeat) holds.
+(choice) ROUGE-L treats a summary as one sequence. Papers on CNN/DailyMail often report ROUGE-Lsum, the union over
+sentences, which is larger. For summaries of one sentence, as in XSum, the two are equal.
+(choice) Decoding is greedy, which is cheap and has no settings; papers use beam search, which scores somewhat higher.
+Other generation settings of the model (forced tokens, n-grams that must not repeat) are kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Summarization(NlpTask):
     text_columns: ClassVar = ("text", "label")
     options: ClassVar = ("target_length", "prefix")
     required_options: ClassVar = {"target_length": "how many tokens a summary has at most"}
-    one_graph: ClassVar = False  # an encoder, a decoder and its cache
+    one_graph: ClassVar = False  # an export would need an encoder, a decoder and a decoder with cache
     auto_class: ClassVar = "AutoModelForSeq2SeqLM"
     head_class: ClassVar = "ForConditionalGeneration"
     own_loss: ClassVar = False
@@ -58,7 +58,7 @@ class Summarization(NlpTask):
         return ()
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return documents of `max_length` tokens, prefix included, and summaries of `target_length`, at most."""
+        """Return documents with prefix, cut to `max_length` tokens, and summaries, cut to `target_length` tokens."""
         documents = [(self.spec.prefix or "") + text for text in frame["text"]]
         inputs = tokenizer(documents, truncation=True, max_length=self.spec.max_length)
         columns = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
@@ -77,14 +77,14 @@ class Summarization(NlpTask):
         return labelled
 
     def collate(self, tokenizer: Tokenizer, model: PreTrainedModel) -> Collate:
-        """Return the function that makes a batch, with the decoder's inputs and their attention mask.
+        """Return the function that makes a padded batch, including the decoder's inputs and attention mask.
 
         Raises:
-            StageError: the model does not say with which token a summary begins.
+            StageError: the model's config has no token that a summary begins with.
         """
         try:
             decoder_inputs(model, torch.zeros(1, 1, dtype=torch.long))
-        except (AttributeError, TypeError, ValueError) as error:  # each family has its own
+        except (AttributeError, TypeError, ValueError) as error:  # each model family raises its own
             raise StageError(
                 "the model does not say with which token a summary begins: add decoder_start_token_id to its "
                 "config.json"
@@ -93,7 +93,7 @@ class Summarization(NlpTask):
 
         def batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
             inputs = pad([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows])
-            if "labels" not in rows[0]:  # a summary is to be written
+            if "labels" not in rows[0]:  # the model generates summaries
                 return dict(inputs)
             tokens = [torch.tensor(row["labels"]) for row in rows]
             labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
@@ -104,7 +104,7 @@ class Summarization(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score what the model writes by ROUGE; the loss is a mean over all tokens of the references."""
+        """Score generated summaries with ROUGE; the loss is the mean over all tokens of the references."""
         data = self.columns(frame, tokenizer, split)
         losses, labels = predict(model, data, self.collate(tokenizer, model), batch, _losses)
         summaries = self._written(model, tokenizer, data, batch)
@@ -119,22 +119,23 @@ class Summarization(NlpTask):
         return [{"summary": text} for text in self._written(model, tokenizer, data, batch)]
 
     def _written(self, model: PreTrainedModel, tokenizer: Tokenizer, data: Columns, batch: int) -> list[str]:
-        """Return the summaries that the model writes greedily, of at most `target_length` tokens."""
+        """Return the summaries that the model generates greedily, with at most `target_length` tokens each."""
         options = {"num_beams": 1, "do_sample": False, "max_new_tokens": self.spec.target_length}
         (ids,) = predict(model, data, self.collate(tokenizer, model), batch, lambda ids, _: (ids,), **options)
-        ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # after the token it starts from
+        ids = np.where(ids == IGNORED, tokenizer.pad_token_id, ids)[:, 1:]  # without the decoder's start token
         return list(tokenizer.batch_decode(ids, skip_special_tokens=True))
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Answer with the first tokens of each document, as many as a summary may have; nothing is learned."""
+        """Answer with the first `target_length` tokens of each document; `train` is not used."""
         documents, length = frame["text"].tolist(), self.spec.target_length
         ids = tokenizer(documents, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
         return rouge(frame["label"].tolist(), list(tokenizer.batch_decode(ids, skip_special_tokens=True)))
 
 
 def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
-    """Return the F-measures of each summary, in [0, 1]."""
-    from rouge_score.rouge_scorer import RougeScorer  # its absl would close stderr where logging is set up after it
+    """Return the ROUGE F-measures of each summary, in [0, 1]."""
+    # Imported late: it imports absl, which closes stderr if logging is set up afterwards.
+    from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(Summarization.metrics, use_stemmer=True)
     rows = [scorer.score(*pair) for pair in zip(references, summaries, strict=True)]
@@ -142,7 +143,7 @@ def rouge(references: list[str], summaries: list[str]) -> pd.DataFrame:
 
 
 def _losses(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the loss of each token of a summary, given those before it; 0 where there is none; and the labels."""
+    """Return the loss of each summary token, given the tokens before it (0 at padding), and the labels."""
     labels = batch["labels"]
     losses = cross_entropy(outputs["logits"].mT.float(), labels, ignore_index=IGNORED, reduction="none")
     return losses, labels

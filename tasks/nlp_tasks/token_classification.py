@@ -1,8 +1,9 @@
 """Token classification: a tag for each word of an example, such as named entities or parts of speech.
 
-A word is labelled at its first sub-token. (choice) The words are joined by spaces before they are tokenized, not handed
-over one by one: tokenizers of bytes and of sentence pieces mark a word by the space before it, and would take words
-without one for the middles of others. Words beyond `max_length` tokens are neither learned nor scored.
+The label of a word is at its first sub-token. Words beyond `max_length` tokens are neither learned nor scored.
+(choice) Words are joined by spaces before tokenization, instead of being tokenized one by one: byte-level BPE and
+SentencePiece recognize the start of a word by the space before it, and would treat a word without a space as the middle
+of another word.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tasks.config.schema import Data
 
 ENTITY_TAG = re.compile(r"O|[BIES]-.+")
-"""If all tags match, F1 counts entities, each right only as a whole."""
+"""If all tags match this pattern, F1 counts whole entities; otherwise it is the mean F1 over tags."""
 
 
 class TokenClassification(NlpTask):
@@ -51,14 +52,14 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def looks_like(cls, texts: pd.Series, labels: pd.Series | None) -> bool:
-        """Whether texts are lists of words, and labels are lists as long."""
+        """Whether texts are lists of words, and labels are lists of the same lengths."""
         if labels is None or not all(map(pd.api.types.is_list_like, [*texts, *labels])):
             return False
         return bool((texts.map(len) == labels.map(len)).all())
 
     @classmethod
     def prepare(cls, frame: pd.DataFrame, names: Mapping[str, str], source: str) -> pd.DataFrame:
-        """Check the words, and turn lists of words into tuples, which can be compared."""
+        """Check the words, and convert the lists to tuples, so that rows can be compared."""
         frame = super().prepare(frame, names, source)
         rows, column = frame["text"], f"column {names['text']} of {source}"
         if not all(pd.api.types.is_list_like(row) and all(isinstance(word, str) for word in row) for row in rows):
@@ -72,7 +73,7 @@ class TokenClassification(NlpTask):
 
     @classmethod
     def convert_labels(cls, splits: Mapping[Split, pd.DataFrame], params: Data) -> tuple[str, ...]:
-        """Turn tags into ids; a tag that the source names is known even if train does not have it."""
+        """Convert tags to ids. If the source defines tag names, train need not contain them all."""
         for name, frame in splits.items():
             pairs = zip(frame["text"], frame["label"], strict=True)
             if wrong := sum(not pd.api.types.is_list_like(tags) or len(tags) != len(words) for words, tags in pairs):
@@ -87,17 +88,17 @@ class TokenClassification(NlpTask):
         return tuple(map(str, ids))
 
     def columns(self, frame: pd.DataFrame, tokenizer: Tokenizer, split: Split) -> Columns:
-        """Return rows with the tag of each word at its first sub-token, and -100 elsewhere.
+        """Return model inputs; labels have the tag of each word at its first sub-token, and -100 elsewhere.
 
         Raises:
-            StageError: the tokenizer does not say where its tokens stand.
+            StageError: the tokenizer is not a fast one.
         """
         return self._columns(frame, tokenizer)[0]
 
     def _columns(self, frame: pd.DataFrame, tokenizer: Tokenizer) -> tuple[dict[str, list[Any]], list[np.ndarray]]:
-        """Return the columns, and the first sub-token of each word `(words,)`, -1 where it has none.
+        """Return model inputs, and for each row the position of each word's first sub-token, `(words,)`; -1 if none.
 
-        Without a column label every word has tag 0, which marks the tokens that are to be answered.
+        If `frame` has no labels, every word gets tag 0, which marks the tokens to predict.
         """
         self.check_offsets(tokenizer)
         texts = [" ".join(words) for words in frame["text"]]
@@ -125,7 +126,7 @@ class TokenClassification(NlpTask):
     def score(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, split: Split
     ) -> Scored:
-        """Score a model; a row contributes the tags of its labelled tokens."""
+        """Score a model; `Scored.rows` has the true and predicted tags of each row's labelled tokens."""
         data = self.columns(frame, tokenizer, split)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         guesses, where = outputs.argmax(-1), labels != IGNORED
@@ -138,28 +139,34 @@ class TokenClassification(NlpTask):
     def answers(
         self, model: PreTrainedModel, tokenizer: Tokenizer, frame: pd.DataFrame, batch: int, continuation: int = 0
     ) -> list[Answers]:
-        """Return a tag for each word, None for a word without a token within `max_length`."""
+        """Return a tag for each word; None for words beyond `max_length` tokens, and words without a token."""
         data, firsts = self._columns(frame.drop(columns="label", errors="ignore"), tokenizer)
         outputs, labels = predict(model, data, self.collate(tokenizer, model), batch, _read)
         rows = zip(outputs.argmax(-1), labels, firsts, strict=True)
         return [{"tags": self._tags(guesses[row != IGNORED], first)} for guesses, row, first in rows]
 
     def _tags(self, guesses: np.ndarray, first: np.ndarray) -> list[str | None]:
-        """Return the tags of words from `guesses` `(labelled tokens,)`; padding may be on either side of a row."""
+        """Return the predicted tag of each word of a row; None for a word without a token.
+
+        Args:
+            guesses: predicted class at each labelled token, `(labelled tokens,)`, in order.
+            first: position of each word's first sub-token, `(words,)`; -1 if there is none. Only the order of the
+                positions is used, because padding may shift them.
+        """
         order = iter(np.unique(first[first >= 0], return_inverse=True)[1])
         return [None if token < 0 else self.spec.labels[guesses[next(order)]] for token in first]
 
     def all_metrics(self, guesses: np.ndarray, labels: np.ndarray) -> dict[MetricName, float]:
-        """Return all metrics of tags `(rows, tokens)` at labelled tokens.
+        """Return all metrics at labelled tokens; `guesses` and `labels` are `(rows, tokens)`.
 
-        F1 counts entities, each right only as a whole (seqeval's, which is conlleval's), if every tag is O or begins
-        with B-, I-, E- or S-; otherwise it is the mean over tags.
+        If every tag is O or begins with B-, I-, E- or S-, F1 counts whole entities (as in seqeval and conlleval).
+        Otherwise it is the mean F1 over tags.
         """
         where = labels != IGNORED
         accuracy = float(accuracy_score(labels[where], guesses[where]))
         if not self._has_entities:
             return {"accuracy": accuracy, "f1": float(f1_score(labels[where], guesses[where], average="macro"))}
-        from seqeval.metrics import f1_score as entity_f1_score  # which a served version does not need
+        from seqeval.metrics import f1_score as entity_f1_score  # not required by a served version
 
         names = np.array(self.spec.labels)
         wanted, given = (
@@ -172,7 +179,7 @@ class TokenClassification(NlpTask):
         return all(ENTITY_TAG.fullmatch(tag) for tag in self.spec.labels)
 
     def trivial(self, train: pd.DataFrame, frame: pd.DataFrame, tokenizer: Tokenizer) -> pd.DataFrame:
-        """Give every word the most frequent tag of the training rows."""
+        """Predict the most frequent tag of the training rows for every word."""
         most = int(np.bincount(np.concatenate(train["label"].tolist())).argmax())
         labels = [np.array(row) for row in self.columns(frame, tokenizer, "test")["labels"]]
         wanted = [row[row != IGNORED] for row in labels]
@@ -189,7 +196,7 @@ class TokenClassification(NlpTask):
         return on_draws.of_classes(on_draws.class_counts(rows, len(self.spec.labels)), metric)
 
     def _entity_counts(self, rows: pd.DataFrame) -> np.ndarray:
-        """Count how many entities of each row are right, guessed and wanted, `(rows, 3)`."""
+        """Count the right, predicted and true entities of each row, `(rows, 3)`."""
         from seqeval.metrics.sequence_labeling import get_entities
 
         names = np.array(self.spec.labels)
@@ -201,7 +208,7 @@ class TokenClassification(NlpTask):
 
 
 def mean_loss(outputs: np.ndarray, labels: np.ndarray) -> float:
-    """Return the mean over rows of each row's mean cross-entropy, as `eckart.calibration.losses.token_loss` has it.
+    """Return the mean over rows of the mean cross-entropy of a row, as in `eckart.calibration.losses.token_loss`.
 
     Args:
         outputs: `(rows, tokens, classes)`.

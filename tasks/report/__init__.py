@@ -1,1 +1,1 @@
-"""The comparison of a study's candidates as table, text, plots, page and model cards."""
+"""Compare a study's candidates in tables, text, plots, a web page and model cards."""

@@ -1,4 +1,4 @@
-"""The model card of a candidate: its quality, size and speed beside the original model, and how it was made."""
+"""Write the model card of a candidate: quality, size and speed, compared with the original model, and its recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.runtime.templates import template
 
 
 def card(results: Results, candidate: CandidateResults) -> str:
-    """Return the card: Markdown under the hub's metadata, with no date and no machine."""
+    """Return the model card: metadata for the hub, then Markdown. It contains no date and no machine name."""
     return template(Path(__file__).with_name("card.md.j2")).render(
         metadata=_metadata(results, candidate).to_yaml(),
         results=results,
@@ -42,7 +42,7 @@ def card(results: Results, candidate: CandidateResults) -> str:
 
 
 def as_code(text: str) -> str:
-    """Format `text` as an indented block of Markdown, which nothing in it can end."""
+    """Format `text` as an indented Markdown code block, so that no markup in it takes effect."""
     lines = (part for line in text.splitlines() for part in textwrap.wrap(line, 100) or [""])
     return textwrap.indent("\n".join(lines), "    ", lambda _: True)
 
@@ -53,7 +53,7 @@ def _metadata(results: Results, candidate: CandidateResults) -> ModelCardData:
     result = EvalResult(
         task_type=pipeline,
         dataset_type=hub_id(data.source, PACKAGED) or "other",
-        dataset_name=Path(data.source).name,  # of a folder here, no path
+        dataset_name=Path(data.source).name,  # of a local folder, only its name
         dataset_config=data.config,
         dataset_revision=data.revision,
         dataset_split="test",

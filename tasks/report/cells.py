@@ -1,4 +1,4 @@
-"""Rows of the tables that the page draws and a terminal prints."""
+"""Rows and cells of tables, for the web page and the terminal."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from rich.table import Table
 class Cell:
     value: str = "–"
     below: str = ""
-    """Small print: a share of the original model's value, or an interval; may have several lines."""
+    """Small print below the value, possibly in several lines, such as an interval or a share of the original value."""
     order: float | None = None
-    """The number by which the page sorts."""
+    """The number that the page sorts this column by."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its head, and a cell for each column."""
+    """Row of a table.
+
+    cells: title of the column → cell.
+    """
 
     name: str
     cells: Mapping[str, Cell]
     mark: str = ""
-    """`*` for the best at its keep, `≈` for one that is not significantly different from it."""
+    """`*` for the best candidate at its keep, `≈` for a candidate that is not significantly different from it."""
 
 
 def cell(value: float | None, text: Callable[[Any], str], below: str = "") -> Cell:
-    """Return a cell that sorts by `value`; a dash without one."""
+    """Return a cell with `value` formatted by `text`, sorted by `value`; a dash if it is None."""
     return Cell(below=below) if value is None else Cell(text(value), below, value)
 
 
 def terminal_table(title: str, first: str, rows: Sequence[Row]) -> Table:
-    """Return rows as a table for a terminal, with the first line of the small print in parentheses."""
+    """Make a table for the terminal. A cell shows its value, and the first line of its small print in parentheses."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column(first, no_wrap=True)
     for head in rows[0].cells:
@@ -48,7 +51,7 @@ def terminal_table(title: str, first: str, rows: Sequence[Row]) -> Table:
 
 
 def printed(*tables: Table, width: int = 180) -> str:
-    """Return tables as text of a fixed width without markup: the same in a terminal, a log and a test."""
+    """Return tables as plain text of a fixed width, so that it is the same in terminals, logs and tests."""
     console = Console(width=width, color_system=None, markup=False, highlight=False)
     with console.capture() as captured:
         console.print(*tables)

@@ -1,4 +1,4 @@
-"""The outcome of a study in a few sentences: the chosen candidate and why, how sure that is, its cost, what is next."""
+"""Summarize a study in a few sentences: the chosen candidate and why, its significance and cost, and the next steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.scoring.trivial_baseline import warning
 
 
 def conclusion(results: Results) -> list[str]:
-    """Return the sentences; commands stand between backticks."""
+    """Return the sentences of the conclusion, with commands in backticks."""
     candidate = results.named(results.choice.nearest)
     sentences = [
         teacher_warning(results),
@@ -32,7 +32,7 @@ def conclusion(results: Results) -> list[str]:
 
 
 def chosen(results: Results) -> Chosen:
-    """Return the outcome for programs."""
+    """Return the conclusion in machine-readable form."""
     choice, other = results.choice, alternative(results)
     return Chosen(
         candidate=choice.chosen,
@@ -42,15 +42,15 @@ def chosen(results: Results) -> Chosen:
 
 
 def teacher_warning(results: Results) -> str | None:
-    """Return a warning where the original model has hardly learned the task: nothing below says much then."""
+    """Return a warning if the original model has hardly learned the task, because then the study says little."""
     dense, trivial = results.metric_of(DENSE), results.metric_of(TRIVIAL)
     return warning(results.task, dense, trivial, results.difference(DENSE, TRIVIAL), results.dense.score.rows)
 
 
 def alternative(results: Results) -> CandidateResults | None:
-    """Return the smallest non-inferior candidate that is small and fast enough, unless it is the chosen one.
+    """Return the smallest non-inferior candidate within the limits of size and speed, unless it is the chosen one.
 
-    Its metric is held against the limits on the test examples, when it is promoted by name.
+    The limit of its metric is not checked here, but on the test examples when the candidate is promoted by name.
     """
     exact = {
         name: [gate for gate in gates if gate.standard_error is None] for name, gates in results.choice.gates.items()
@@ -80,7 +80,7 @@ def _choice(results: Results, candidate: CandidateResults) -> str:
 
 
 def _best_on_test(results: Results) -> str | None:
-    """Say why the chosen candidate is not the one with the best test score, where it is not."""
+    """If another candidate has the best test score, name it and say why it is not chosen."""
     within = [candidate for candidate in results.candidates if candidate.name not in results.choice.closed]
     best = max(within, key=lambda candidate: results.metric.goodness(candidate.recovered), default=None)
     if best is None or best.recovered == results.named(results.choice.nearest).recovered:
@@ -92,7 +92,7 @@ def _best_on_test(results: Results) -> str | None:
 
 
 def _goals(results: Results) -> str | None:
-    """Name the goals that another candidate meets."""
+    """Name the goals that are met by other candidates than the chosen one."""
     others = [goal for goal in goal_results(results) if goal.met and goal.candidate.name != results.choice.chosen]
     if not others:
         return None
@@ -132,7 +132,7 @@ def _cost(results: Results, candidate: CandidateResults) -> str:
 
 
 def _setbacks(results: Results) -> str | None:
-    """Name the candidates that recovery fine-tuning made worse."""
+    """Name the candidates that recovery fine-tuning made significantly worse."""
     scored = [candidate for candidate in results.candidates if candidate.factorized is not None]
     worse = [candidate.name for candidate in scored if results.gain(candidate.after, candidate.before) < 0]
     if not worse:

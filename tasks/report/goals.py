@@ -1,12 +1,14 @@
-"""Goals in a user's own units: the candidate of each recipe that meets one, and the keep to look at next.
+"""Goals that a user sets in params.yaml: find the candidate of each recipe that meets a goal, and a keep to try next.
 
-A candidate meets `largest_drop` if its metric on validation examples is at most so much worse than the original
-model's; `speedup` if the benchmark measured it so many times as fast as the original model; `bytes` if its weights as
-saved are no larger. Speed and bytes are those in torch, or in the goal's `runtime`, like the original model's: such a
-goal applies to the recipes that are exported. A largest drop chooses the smallest candidate that meets it, other goals
-the best on validation examples, where models are scored in torch. A candidate chosen by its drop on some validation
-examples may lose more on others: beside it stands the recipe's smallest candidate for which the test examples show that
-it loses no more.
+A goal is one of:
+- `largest_drop`: on validation examples, the metric is at most this much worse than the original model's.
+- `speedup`: the benchmark measured at least this speedup over the original model in the same runtime.
+- `bytes`: the saved weights are at most this large.
+
+Speed and bytes are measured in the goal's `runtime`, by default torch. A goal with another runtime applies only to
+recipes that are exported. If several candidates meet a largest drop, the smallest is chosen; for other goals, the best
+on validation examples (scored in torch). A drop that was met on validation examples may be exceeded on other examples.
+The table therefore also has the smallest candidate for which the test examples show that the drop is met.
 """
 
 from __future__ import annotations
@@ -23,15 +25,16 @@ from tasks.report.numbers import between, score, size, times
 from tasks.report.results import DENSE, CandidateResults, Results
 from tasks.report.runtimes import TITLES, Way, way
 
-_SMALLEST = 0.02  # keep; below it little is left of any model
+_SMALLEST = 0.02  # the smallest keep to suggest; less leaves little of any model
 
 
 @dataclass(frozen=True)
 class GoalResult:
-    """A goal and its result for a recipe.
+    """Result of a goal for a recipe.
 
-    met: whether `candidate` meets it; otherwise it is the nearest that does not.
-    closer: a keep that may meet it more closely; None where those at hand are close enough, or none would.
+    candidate: the chosen candidate of those that meet the goal, or the nearest one if none does.
+    met: whether `candidate` meets the goal.
+    closer: a keep to try next, which may come closer to the goal; None if no other keep is worth a try.
     """
 
     goal: Goal
@@ -42,7 +45,7 @@ class GoalResult:
 
 
 def goal_results(results: Results) -> list[GoalResult]:
-    """Return every goal of the study for every recipe; a goal of another runtime for those that are exported."""
+    """Return the results of all goals for all recipes. Goals for other runtimes than torch need exported recipes."""
     exported = {candidate.recipe for candidate in results.candidates if candidate.name in results.exports}
     return [
         _goal_result(results, goal, recipe)
@@ -63,14 +66,14 @@ def _goal_result(results: Results, goal: Goal, recipe: str) -> GoalResult:
 
 
 def _limit(goal: Goal) -> float:
-    """Return the largest amount that meets the goal."""
+    """Return the largest value of `_amount` that meets the goal."""
     if goal.largest_drop is not None:
         return goal.largest_drop
     return 1 / goal.speedup if goal.speedup is not None else float(goal.bytes or 0)
 
 
 def _amount(results: Results, goal: Goal, candidate: CandidateResults) -> float:
-    """Return the amount that the goal limits: the drop of the metric, time ÷ the original model's, or bytes."""
+    """Return the quantity that the goal limits: drop of the metric, time ÷ the original model's time, or bytes."""
     if goal.largest_drop is not None:
         return results.metric.worse_by(candidate.evaluation.validation.metric, results.dense.validation.metric)
     run = way(results, candidate.name, goal.runtime)
@@ -84,17 +87,19 @@ def _dense_amount(results: Results, goal: Goal) -> float:
 
 
 def _speedup(run: Way) -> float:
-    """Return the speedup over the original model in the same runtime, at the first shape of the benchmark."""
+    """Return the speedup over the original model in the same runtime, for the first input shape of the benchmark."""
     return next(iter(run.latencies.values())).of_same.median
 
 
 def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float | None:
-    """Return the keep to look at next, with two digits; None where it would add nothing.
+    """Return the keep to try next, rounded to two digits, or None if no keep is worth a try.
 
     Args:
-        amounts: keep → the limited amount, with the original model's at 1.
-        linear: True for an amount that grows evenly with the keep, as bytes do, and as time does where products take
-            the share p of it: 1 - p + p · keep. False for one that falls with the keep, as the drop of a metric does.
+        amounts: keep → value of `_amount`, including the original model's at keep 1.
+        limit: the largest value that meets the goal.
+        linear: whether the value grows linearly with the keep. Bytes do, and time does, too: if the targets take the
+            share p of it, it is 1 - p + p · keep. A value that is not linear, such as the drop of a metric, must fall
+            with the keep.
     """
     keep = _between(amounts, limit) if linear else _halfway(amounts, limit)
     if keep is None:
@@ -105,14 +110,17 @@ def closer(amounts: Mapping[float, float], limit: float, linear: bool) -> float 
 
 
 def _halfway(amounts: Mapping[float, float], limit: float) -> float | None:
-    """Return the middle between the smallest keep that passes and the largest below it that does not."""
+    """Return the midpoint between the smallest keep that meets the limit and the next smaller keep, which does not."""
     best = min(keep for keep, amount in amounts.items() if amount <= limit + ROUNDING or keep == 1)
     low = max((keep for keep in amounts if keep < best), default=0.0)
     return None if _close(low, best) else max((low + best) / 2, _SMALLEST)
 
 
 def _between(amounts: Mapping[float, float], limit: float) -> float | None:
-    """Interpolate between the largest keep that passes and the one above it, or from the two smallest if none does."""
+    """Return the keep at which a line through two known keeps reaches the limit.
+
+    These are the largest keep that meets the limit and the next larger one, or the two smallest if none meets it.
+    """
     keeps = sorted(amounts)
     if len(keeps) == 1:
         return keeps[0] / 2
@@ -126,12 +134,12 @@ def _between(amounts: Mapping[float, float], limit: float) -> float | None:
 
 
 def _close(low: float, high: float) -> bool:
-    """Whether two keeps are so close that the chance in validation examples hides what lies between."""
+    """Whether two keeps are so close that results at a keep between them would differ less than by chance."""
     return high - low <= max(0.01, 0.1 * high) + ROUNDING
 
 
 def goal_rows(results: Results) -> list[Row]:
-    """Return the rows that the page and the terminal show."""
+    """Return the table of goals for the page and the terminal."""
     return [Row(goal_text(result.goal), _cells(results, result)) for result in goal_results(results)]
 
 
@@ -151,7 +159,7 @@ def _cells(results: Results, result: GoalResult) -> dict[str, Cell]:
 
 
 def goal_text(goal: Goal) -> str:
-    """Return the goal as people read it."""
+    """Format a goal, such as `speedup 2.00 ×`."""
     if goal.largest_drop is not None:
         return f"drop at most {score(goal.largest_drop)}"
     limit = f"speedup {times(goal.speedup)}" if goal.speedup is not None else f"at most {size(goal.bytes or 0)}"

@@ -1,4 +1,4 @@
-"""Ranks per layer as heat maps: tables whose cells are shaded by the share of parameters that is kept."""
+"""Heat maps of ranks: tables with a cell for each target, shaded by the share of its parameters that is kept."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from eckart.model.targets import Target
 from tasks.report.numbers import counted, percent
 from tasks.report.results import CandidateResults, Results
 
-_WIDTH = 960.0  # of all cells of a line, at most, in pixels
-_CELL = 34.0  # width of a cell, at most
-_CHARACTER = 6.6  # mean width
-_RANK_ROOM = 24.0  # the width that a rank takes
-_KIND_ROOM = 14.0  # the width that the name of a kind takes, written downwards
+_WIDTH = 960.0  # largest width of a row of cells, in pixels
+_CELL = 34.0  # largest width of a cell
+_CHARACTER = 6.6  # mean width of a character
+_RANK_ROOM = 24.0  # smallest width of a cell that shows its rank
+_KIND_ROOM = 14.0  # smallest width of a column with a title, which is written vertically
 _IN_A_LAYER = re.compile(r"(?:(?P<stack>.+?)\.)??(?P<layer>\d+)\.(?P<kind>.+)")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A target of a candidate."""
+    """Cell of a heat map: one target of a candidate."""
 
     share: float
-    """Parameters after ÷ before; above 1 where factors and residual exceed the dense weight."""
+    """Parameters after ÷ before the factorization; above 1 if factors and residual are larger than the dense weight."""
     text: str
     title: str
     first: bool
-    """Whether it is the first of its layer."""
+    """Whether the target is the first of its layer."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Columns:
     cell: float
     """Width in pixels."""
     layers: tuple[tuple[str, int], ...]
-    """Label, empty where it has no room, and number of targets."""
+    """Label (empty if there is no room for it) and number of targets of each layer."""
     kinds: tuple[str, ...]
-    """The kind of each target; empty where the cells are too narrow."""
+    """The kind of each target, such as `query`; () if the cells are too narrow."""
 
     @property
     def shows_ranks(self) -> bool:
@@ -49,7 +49,7 @@ class Columns:
 
 
 def columns(results: Results) -> Columns:
-    """Return columns that fit into the page, however many targets there are."""
+    """Return the columns for all targets, as narrow as needed to fit on the page."""
     cell = min(_CELL, _WIDTH / len(results.targets))
     groups = layers(results.targets)
     room = max(_CHARACTER * len(label) + 8 for label, _ in groups)
@@ -61,7 +61,7 @@ def columns(results: Results) -> Columns:
 
 
 def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
-    """Return the cells of each candidate in order of execution: keep → recipe → cells."""
+    """Return the heat maps of all candidates: keep → recipe → cells, in the order in which the targets are executed."""
     firsts, shows_ranks = {targets[0] for _, targets in layers(results.targets)}, columns(results).shows_ranks
 
     def cell(candidate: CandidateResults, target: Target) -> Cell:
@@ -80,16 +80,16 @@ def heat_maps(results: Results) -> dict[str, dict[str, list[Cell]]]:
 
 
 def place(name: str) -> tuple[str, str, str]:
-    """Split the name of a target into stack, layer and kind; a name without a number is all kind.
+    """Split the name of a target into stack, layer and kind. A name without a number is a kind only.
 
-    `encoder.layer.3.attention.query` is `attention.query` of layer 3 of `encoder.layer`.
+    `encoder.layer.3.attention.query` gives `encoder.layer`, `3` and `attention.query`.
     """
     match = _IN_A_LAYER.fullmatch(name)
     return (match["stack"] or "", match["layer"], match["kind"]) if match else ("", "", name)
 
 
 def layers(targets: Sequence[Target]) -> list[tuple[str, list[Target]]]:
-    """Group the targets by layer, in order of execution; labels name the stack where there are several."""
+    """Group the targets by layer, in order of execution. Labels include the stack if there are several stacks."""
     stacks = short({place(target.name)[0] for target in targets} - {""})
     groups = groupby(targets, lambda target: place(target.name)[:2])
     return [
@@ -99,7 +99,7 @@ def layers(targets: Sequence[Target]) -> list[tuple[str, list[Target]]]:
 
 
 def short(names: set[str]) -> dict[str, str]:
-    """Return the shortest unique ending of each dotted name, without `dense`, BERT's word for any linear layer."""
+    """Shorten each dotted name to its shortest unique ending, without `.dense`, BERT's name of many linear layers."""
 
     def ending(name: str) -> str:
         parts, others = name.split("."), names - {name}

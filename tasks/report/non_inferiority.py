@@ -1,16 +1,17 @@
-"""Non-inferiority: whether the test examples show that a candidate loses no more than a margin.
+"""Non-inferiority: test whether a candidate's loss of quality is within a margin.
 
-An interval that holds 0 is no evidence of no loss: the fewer the examples, the wider it is. A candidate is non-inferior
-to a reference if the worse end of the interval of their difference is within the margin. Where it is not, but the
-observed loss is, more examples may show it: the interval narrows with the square root of their number.
+An interval that contains 0 does not show that there is no loss: it may be wide only because examples are few. A
+candidate is non-inferior to a reference if the worse end of the interval of their difference is within the margin. If
+only the observed loss is within the margin, more examples may show non-inferiority, since the interval narrows with the
+square root of their number.
 
-Where no example differs, no resample does, so that a bootstrap of a few examples would be certain. A change that none
-of n examples shows may still concern 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples: where the metric is a mean of values
-between 0 and 1, the interval is taken to reach at least that far below the observed gain. For other metrics fewer than
-30 examples show nothing (choice), because the bootstrap's intervals are too narrow then.
+If two models agree on all examples, the bootstrap interval has width 0, even with few examples. Yet a difference that
+occurs in none of n examples may affect 1 - 0.025^(1/n) ≈ 3.7 ÷ n of all examples. For metrics that are means of values
+between 0 and 1, the interval therefore extends at least this far below the observed gain. For other metrics,
+non-inferiority requires at least 30 examples (choice), because bootstrap intervals of fewer examples are too narrow.
 
 Source: Piaggio et al., JAMA 2012, on the reporting of non-inferiority trials; Hanley and Lippman-Hand, JAMA 1983, on
-what nothing in n shows.
+zero events in n trials.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _NAMES = {DENSE: "the original model", CONTROL: "the control"}
 
 @dataclass(frozen=True)
 class Statistics:
-    """A difference on some examples, positive where the candidate is better.
+    """Difference between a candidate and a reference on some examples, positive if the candidate is better.
 
     gain: the observed difference.
     low: the worse end of its bootstrap interval.
+    margin: the largest loss allowed.
+    rows: number of examples.
     is_mean: whether the metric is a mean over examples of values between 0 and 1.
     """
 
@@ -49,7 +52,7 @@ class Statistics:
 
     @property
     def unseen(self) -> float:
-        """The share of all examples that a change may concern which none of these shows."""
+        """The share of all examples in which two models may differ although they agree on these examples."""
         return 1 - _TAIL ** (1 / self.rows) if self.is_mean else 0.0
 
     @property
@@ -58,13 +61,13 @@ class Statistics:
 
     @property
     def holds(self) -> bool:
-        """Whether the loss is within the margin."""
+        """Whether the examples show that the loss is within the margin."""
         enough = self.is_mean or self.rows >= _FEWEST
         return enough and self.interval_holds and self.gain - self.unseen >= -self.margin - ROUNDING
 
     @property
     def wanted(self) -> int | None:
-        """Number of examples that would show it at the same gain; None where the loss itself uses up the margin."""
+        """Number of examples that would show non-inferiority at the same gain; None if the loss itself is too large."""
         if self.holds:
             return self.rows
         room = self.gain + self.margin
@@ -76,7 +79,7 @@ class Statistics:
 
 
 def statistics(results: Results, candidate: CandidateResults, reference: ScoredModel, margin: float) -> Statistics:
-    """Compare the recovered model with the original model or the control, on the test examples."""
+    """Compare a recovered model with a reference (the original model or the control) on the test examples."""
     ends, metric = results.difference(candidate.after, reference), results.metric
     gain = -metric.worse_by(candidate.recovered, results.metric_of(reference))
     low = min(metric.goodness(ends.low), metric.goodness(ends.high))
@@ -84,12 +87,12 @@ def statistics(results: Results, candidate: CandidateResults, reference: ScoredM
 
 
 def is_mean(task: Task) -> bool:
-    """Whether the task's metric is a mean over examples; F1 of classes, correlations and perplexity are not."""
+    """Whether the task's metric is a mean over examples, unlike F1 of classes, correlations and perplexity."""
     return task.metric in kind_of(task).mean_metrics
 
 
 def against_both(results: Results, candidate: CandidateResults) -> dict[ScoredModel, Statistics]:
-    """Compare with the original model and the control, with the margin `promotion.largest_drop`."""
+    """Compare a candidate with the original model and with the control; the margin is `promotion.largest_drop`."""
     return {reference: statistics(results, candidate, reference, results.limits.largest_drop) for reference in _NAMES}
 
 
@@ -98,7 +101,7 @@ def non_inferior(results: Results, candidate: CandidateResults) -> bool:
 
 
 def verdict(results: Results, candidate: CandidateResults) -> str:
-    """Return in a sentence whether the test examples show non-inferiority to both references."""
+    """Say in a sentence whether the candidate is non-inferior to both the original model and the control."""
     compared = against_both(results, candidate)
     shown = "show" if all(loss.holds for loss in compared.values()) else "do not show"
     losses = []
@@ -113,7 +116,7 @@ def verdict(results: Results, candidate: CandidateResults) -> str:
 
 
 def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
-    """Return what would show it: more examples, or nothing, where the loss itself uses up the margin."""
+    """Say how many examples would show non-inferiority, or that the observed loss is too large to show it at all."""
     open_ = {reference: loss for reference, loss in compared.items() if not loss.holds}
     if not open_:
         return ""
@@ -133,7 +136,7 @@ def _missing(compared: Mapping[ScoredModel, Statistics]) -> str:
 
 
 def rows_wanted(losses: Iterable[Statistics]) -> str:
-    """Return in words, to two digits, how many examples would show all of it at the same differences."""
+    """Format the number of examples, to two digits, that would show non-inferiority in all comparisons."""
     most = max(loss.wanted or 0 for loss in losses)
     step = 10 ** max(0, len(str(most)) - 2)
     return f"about {-(-most // step) * step:,} examples" if most < _COUNTLESS else f"more than {_COUNTLESS:,} examples"

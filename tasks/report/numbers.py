@@ -1,21 +1,21 @@
-"""Format numbers for people."""
+"""Format numbers for tables and text."""
 
 from __future__ import annotations
 
-_GAP = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
+_GAP = "\N{NO-BREAK SPACE}"  # keeps a number and its unit on one line
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float) -> str:
-    """Format with three digits and a unit: 22.7 M."""
+    """Format a number with three digits and a metric prefix: 22.7 M."""
     for size, unit in _UNITS:
-        if value >= size * 0.9995:  # what would round to 1000 of a unit is 1 of the next
+        if value >= size * 0.9995:  # 999.6 k is shown as 1.00 M, not as 1000 k
             return f"{_three_digits(value / size)}{_GAP}{unit}"
     return f"{value:.0f}"
 
 
 def size(value: int) -> str:
-    """Format bytes in powers of ten: 90.9 MB."""
+    """Format a number of bytes, with prefixes for powers of 1000: 90.9 MB."""
     return f"{count(value)}B" if value >= 1000 else f"{value}{_GAP}B"
 
 
@@ -33,16 +33,17 @@ def times_between(low: float, high: float) -> str:
 
 
 def score(metric: float, spread: float | None = None) -> str:
-    """Format a metric with three decimals: the standard error on fewer than 100,000 examples is larger than the last.
+    """Format a metric with three decimals, which is finer than the standard error on fewer than 100,000 examples.
 
-    A perplexity has fewer the larger it is: 8.127, 23.41, 1,204, 1.3e5. A `spread` follows it, to the same digit.
+    Values of 10 or more, such as perplexities, have fewer decimals: 8.127, 23.41, 1,204, 1.3e5. If there is a `spread`,
+    it follows as `± spread`, with the same number of decimals.
     """
     both = [metric] if spread is None else [metric, spread]
     return " ± ".join(_to_digit(value, abs(metric)) for value in both)
 
 
 def _to_digit(value: float, size: float) -> str:
-    """Format `value` to the last digit shown of a metric of `size`."""
+    """Format `value` with as many decimals as a metric of the magnitude `size` has."""
     for limit, decimals in ((10, 3), (100, 2), (1000, 1), (100_000, 0)):
         if round(size, decimals) < limit:
             return f"{value:,.{decimals}f}"
@@ -51,7 +52,7 @@ def _to_digit(value: float, size: float) -> str:
 
 
 def between(low: float, high: float, metric: float) -> str:
-    """Format an interval of differences of a `metric`, with signs and its digits: -0.031 to +0.006."""
+    """Format an interval of differences, with signs and the decimals of `metric`: -0.031 to +0.006."""
     return " to ".join(_signed(end, abs(metric)) for end in (low, high))
 
 
@@ -61,12 +62,12 @@ def _signed(value: float, size: float) -> str:
 
 
 def rank(average: float) -> str:
-    """Format a mean rank over targets, with one decimal."""
+    """Format a mean rank with one decimal."""
     return f"{average:,.1f}"
 
 
 def counted(number: int, thing: str) -> str:
-    """Format a count: 1 target, 2 targets."""
+    """Format a number of things, with a plural s: 1 target, 2 targets."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 

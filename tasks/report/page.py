@@ -1,6 +1,6 @@
-"""The comparison as one self-contained page, without any script, font or picture from elsewhere.
+"""Write the comparison of a study as one self-contained HTML page, which loads no other files.
 
-It can be read without its script (page.js), which sorts and filters the tables.
+Its script (page.js) sorts and filters the tables; the page can be read without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from tasks.runtime.templates import template
 
 
 def page(results: Results, cards: Mapping[str, str]) -> str:
-    """Return the whole page; every name and number in it is escaped. `cards`: candidate → model card."""
+    """Return the page as HTML, with all names and numbers escaped.
+
+    Args:
+        cards: candidate → its model card.
+    """
     meanings = captions()
     script = Path(__file__).with_name("page.js").read_text()
     return template(Path(__file__).with_name("page.html.j2")).render(

@@ -1,4 +1,4 @@
-"""The plots: metric against keep and cost, and training curves. The same inputs give the same bytes."""
+"""Draw the plots: metric against keep and costs, and training curves. Equal inputs give identical files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tasks.report.numbers import count, score, size
 from tasks.report.results import CONTROL, DENSE, CandidateResults, Curve, Results
 from tasks.report.scale import ScaleOfDense, tick_text
 
-# Each is legible on white and on near black.
+# Each colour is legible on white and on near black.
 _COLOURS = (
     "#3f7fd6",
     "#e0791f",
@@ -37,12 +37,14 @@ _COLOURS = (
     "#6b7f93",
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_INK, _MUTED, _RULE, _PAPER = "#1d2530", "#5d6876", "#dfe3e8", "#ffffff"  # on the page variables of its style sheet
+# On the page these are replaced by variables of its style sheet.
+_INK, _MUTED, _RULE, _PAPER = "#1d2530", "#5d6876", "#dfe3e8", "#ffffff"
 _WIDTH = 11  # inches
-_COLUMNS = 3  # of panels, at most
-_MEASURES = 4  # panels of measures in a row
-_DECADES = 6  # ticks of a logarithmic axis, about
-_STROKES: tuple[dict[str, Any], ...] = (  # of keeps, in turn; the first is pale and broad, so that others show on it
+_COLUMNS = 3  # most panels in a row
+_MEASURES = 4  # most panels of measures in a row
+_DECADES = 6  # approximate number of ticks on a logarithmic axis
+# Line styles of keeps. The first is pale and wide, so that other lines on top of it are visible.
+_STROKES: tuple[dict[str, Any], ...] = (
     {"linestyle": "-", "linewidth": 2.6, "alpha": 0.6},
     {"linestyle": (0, (5, 1.5)), "linewidth": 1.4},
     {"linestyle": (0, (1, 1)), "linewidth": 1.4},
@@ -71,16 +73,16 @@ _STYLE = {
 }
 
 Panels = Mapping[str, Mapping[str, list[tuple[int, float]]]]
-"""Title of a panel → keep → its points: step and value."""
+"""Panels of a plot: title → keep → points (step, value)."""
 
 
 def tradeoff_svg(results: Results) -> Markup:
-    """Draw metric against keep for the page."""
+    """Draw metric against keep, as SVG for the page."""
     return _svg(partial(_tradeoff, results), "tradeoff")
 
 
 def tradeoff_png(results: Results) -> bytes:
-    """Draw metric against keep as a picture."""
+    """Draw metric against keep, as a PNG file."""
     with style.context(["default", _STYLE]):
         file = io.BytesIO()
         _tradeoff(results).savefig(file, format="png", dpi=150, metadata={"Software": None})
@@ -88,18 +90,23 @@ def tradeoff_png(results: Results) -> bytes:
 
 
 def costs_svg(results: Results) -> Markup:
-    """Draw metric against each cost; a candidate's mark names it and leads to its details."""
+    """Draw metric against each cost. The marker of a candidate shows its name and links to its details."""
     svg = str(_svg(partial(_costs, results), "costs"))
     return Markup(re.sub(r'<a xlink:href="#([^"]+)" target="_blank">', r'<a xlink:href="#\1"><title>\1</title>', svg))
 
 
 def curves_svg(results: Results) -> Markup:
-    """Draw the task loss of the original model's training and, for every keep, of each recovery."""
+    """Draw the task loss in training of the original model and, for every keep, in recovery of each candidate."""
     return _svg(partial(_curves, results), "curves")
 
 
 def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> dict[str, Markup]:
-    """Draw a curve's measures for each recipe that has some, and the task loss of shaping and rank search."""
+    """Draw the measures recorded in training curves, one plot per recipe that has any.
+
+    Args:
+        curve: `search_curve` for shaping and rank search, which also get a panel with the task loss; `curve` for
+            recovery.
+    """
     plots = {}
     for recipe in results.recipes:
         panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
@@ -114,7 +121,7 @@ def measures_svgs(results: Results, curve: Literal["search_curve", "curve"]) -> 
 
 
 def predictions_svg(results: Results) -> Markup | None:
-    """Draw predicted against measured loss of every target, a panel per recipe; None where nothing was measured."""
+    """Draw the measured against the predicted loss of every target, a panel per recipe; None if none was measured."""
     shown = {recipe: pairs for recipe in results.recipes if (pairs := _predicted_and_measured(results, recipe))}
     return _svg(partial(_predictions, results, shown), "predictions") if shown else None
 
@@ -130,7 +137,7 @@ def _tradeoff(results: Results) -> Figure:
     axes = figure.add_subplot()
     keeps = sorted(results.keeps, key=float)
     _mark_dense(axes, results)
-    step = min(0.1, 0.7 / len(results.recipes))  # side by side, so that no point hides another
+    step = min(0.1, 0.7 / len(results.recipes))  # recipes are side by side, so that no point hides another
     for position, (recipe, look) in enumerate(_looks(results.recipes).items()):
         shift = step * (position - (len(results.recipes) - 1) / 2)
         x = [place + shift for place in range(len(keeps))]
@@ -147,10 +154,12 @@ def _tradeoff(results: Results) -> Figure:
 
 
 def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
-    """Set an axis for all recovered metrics and `more`: even, or finest at dense where they span more than a decade.
+    """Set limits and scale of the y axis, so that it shows all recovered metrics and `more`.
+
+    The scale is linear, or a `ScaleOfDense` if the values span more than a factor of ten.
 
     Returns:
-        Its label.
+        The label of the axis.
     """
     notes = ["lower is better"] if results.metric.lower_is_better else []
     dense = results.metric_of(DENSE)
@@ -158,7 +167,7 @@ def _scale(axes: Axes, results: Results, more: Sequence[float] = ()) -> str:
     if results.spans_decades(values):
         scale = ScaleOfDense(dense)
         limits = scale.limits(values)
-        axes.set_ylim(*limits)  # before the scale, which has no place for the 0 and less of an even one
+        axes.set_ylim(*limits)  # set first, because ScaleOfDense cannot show values ≤ 0, which a linear axis may have
         axes.set_yscale("function", functions=(scale.stretched, scale.back))
         axes.yaxis.set_major_locator(FixedLocator(scale.ticks(*limits)))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -174,7 +183,10 @@ def _mark_dense(axes: Axes, results: Results) -> None:
 
 
 def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults], look: Mapping[str, Any]) -> None:
-    """Draw factorized hollow and dashed, recovered filled, with a thin line from one to the other."""
+    """Draw the metrics of a recipe: factorized with hollow markers and dashed, recovered with filled markers and solid.
+
+    A thin vertical line joins the two metrics of each candidate.
+    """
     before = []
     for place, candidate in zip(x, candidates, strict=True):
         if candidate.factorized is not None:
@@ -188,14 +200,14 @@ def _draw_recipe(axes: Axes, x: list[float], candidates: list[CandidateResults],
 def _draw_intervals(
     axes: Axes, x: Sequence[float], candidates: list[CandidateResults], results: Results, colour: str
 ) -> None:
-    """Draw the intervals of the difference from the original model on its line."""
+    """Draw the interval of each candidate's difference from the original model, shifted to the original's metric."""
     for place, candidate in zip(x, candidates, strict=True):
         ends, dense = results.difference(candidate.after, DENSE), results.metric_of(DENSE)
         axes.vlines(place, dense + ends.low, dense + ends.high, color=colour, linewidth=3, alpha=0.35)
 
 
 def _size_label(results: Results, keep: str) -> str:
-    """Return the keep and, as the recipes differ a little, the range of the whole model's parameters."""
+    """Return the label of a keep, with the range over recipes of the whole model's parameters."""
     sizes = sorted(candidate.evaluation.size.model_parameters for candidate in results.at(keep))
     dense = results.dense.size.model_parameters
     parts = [(count(value), f"{100 * value / dense:.0f} %") for value in (sizes[0], sizes[-1])]
@@ -243,7 +255,7 @@ def _costs(results: Results) -> Figure:
 
 
 def _costs_of(results: Results) -> Iterator[tuple[str, Callable[[CandidateResults], float], Callable[[float], str]]]:
-    """Yield each cost: its title, the amount of a candidate, and the text of a tick."""
+    """Yield for each cost its title, a function that returns a candidate's cost, and a function that formats ticks."""
     yield "size of the weights", lambda candidate: candidate.evaluation.size.bytes, lambda value: size(round(value))
     yield "multiply-accumulates per token", lambda candidate: candidate.evaluation.size.macs_per_token, count
     for shape in results.candidates[0].benchmark.latency["candidate"]["torch"]:
@@ -258,7 +270,14 @@ def _time(shape: str, candidate: CandidateResults) -> float:
 def _grid(
     panels: int, height: float, columns: int | None = None, margin: float = 0.0, **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of rows of the same height, with axes for the panels and then the hidden, free ones."""
+    """Return a figure with a grid of panels. Axes beyond the number of panels come last and are hidden.
+
+    Args:
+        height: height of a row, in inches.
+        columns: panels in a row; chosen by their number if None.
+        margin: additional height of the figure, in inches.
+        shared: arguments of `subplots`, such as sharex.
+    """
     columns = columns or (2 if panels == 4 else min(_COLUMNS, panels))
     rows = math.ceil(panels / columns)
     figure = Figure(figsize=(_WIDTH, margin + height * rows), layout="constrained")
@@ -296,7 +315,7 @@ def _draw_curves(axes: Axes, title: str, lines: list[tuple[Curve, str]]) -> None
 
 
 def _measures(results: Results, recipe: str, panels: Panels) -> Figure:
-    """Draw panels side by side, each with its own scale over the same steps, and a line for each keep."""
+    """Draw a panel for each measure, with a line for each keep. Panels share the x axis (steps), but not the y axis."""
     figure, places = _grid(len(panels), 2.2, columns=_MEASURES, sharex=True)
     colour = _looks(results.recipes)[recipe]["color"]
     strokes = {keep: {"color": colour, **stroke} for keep, stroke in zip(results.keeps, cycle(_STROKES), strict=False)}
@@ -305,7 +324,7 @@ def _measures(results: Results, recipe: str, panels: Panels) -> Figure:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
-        # In full, without matplotlib's factor and offset above the axis.
+        # Write numbers in full: matplotlib would put a common factor and offset above the axis.
         axes.yaxis.set_major_formatter(lambda value, _: count(value) if value >= 10_000 else f"{value:g}")
         axes.tick_params(labelbottom=True)
         for keep, points in series.items():
@@ -319,7 +338,7 @@ def _measures(results: Results, recipe: str, panels: Panels) -> Figure:
 
 
 def _predicted_and_measured(results: Results, recipe: str) -> dict[str, list[tuple[float, float]]]:
-    """Return by keep the predicted and measured loss of each target that has both, above 0."""
+    """Return keep → (predicted, measured) loss of each target, if both are positive."""
     by_keep: dict[str, list[tuple[float, float]]] = {}
     for candidate in results.of(recipe):
         predicted = candidate.decision.predicted_loss or {}
@@ -331,7 +350,7 @@ def _predicted_and_measured(results: Results, recipe: str) -> dict[str, list[tup
 
 
 def _predictions(results: Results, shown: Mapping[str, Mapping[str, list[tuple[float, float]]]]) -> Figure:
-    """Draw both on logarithmic axes, a marker for each keep, and the line on which they are equal."""
+    """Draw measured against predicted losses on logarithmic axes, with the line of equality, and a marker per keep."""
     figure, places = _grid(len(shown), 3.2, margin=0.4)
     markers = dict(zip(results.keeps, cycle(_MARKERS), strict=False))
     for axes, (recipe, by_keep) in zip(places, shown.items(), strict=False):
@@ -343,7 +362,7 @@ def _predictions(results: Results, shown: Mapping[str, Mapping[str, list[tuple[f
         colour = _looks(results.recipes)[recipe]["color"]
         for keep, pairs in by_keep.items():
             axes.plot(*_columns(pairs), markers[keep], color=colour, markersize=4, alpha=0.75, linestyle="")
-        axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # equal on both scales
+        axes.axline((1, 1), (10, 10), color=_MUTED, linewidth=1)  # the line of equality
     keeps = [keep for keep in results.keeps if any(keep in by_keep for by_keep in shown.values())]
     handles = [Line2D([], [], color=_INK, marker=markers[keep], linestyle="", label=f"keep {keep}") for keep in keeps]
     handles.append(Line2D([], [], color=_MUTED, linewidth=1, label="equal"))
@@ -352,7 +371,7 @@ def _predictions(results: Results, shown: Mapping[str, Mapping[str, list[tuple[f
 
 
 def _decades(axes: Axes, name: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Set a logarithmic axis from the decade below all `values` to that above, with a few ticks."""
+    """Set the limits of a logarithmic axis to powers of ten around all `values`, with ticks at a few powers of ten."""
     ends = [math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))]
     step = math.ceil((ends[1] - ends[0]) / _DECADES)
     axis = axes.xaxis if name == "x" else axes.yaxis
@@ -367,14 +386,14 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 
 def _svg(draw: Callable[[], Figure], salt: str) -> Markup:
-    """Return the bare `<svg>` element of a figure, in the page's colours and fonts; matplotlib escapes every text."""
-    with style.context(["default", {**_STYLE, "svg.hashsalt": salt}]):  # else ids in the file are drawn at random
+    """Return the `<svg>` element of a figure, with the page's colours and font. Matplotlib has escaped all text."""
+    with style.context(["default", {**_STYLE, "svg.hashsalt": salt}]):  # otherwise ids in the file would be random
         file = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         draw().savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    # Such ids would repeat in a page of several plots, and nothing uses them.
+    # Drop ids that nothing refers to: they would occur several times on a page with several plots.
     text = re.sub(r'<g id="[\w.]+">', "<g>", text).replace("'DejaVu Sans'", "var(--font)")
     for name, colour in {"ink": _INK, "muted": _MUTED, "rule": _RULE, "paper": _PAPER}.items():
         text = text.replace(colour, f"var(--{name})")

@@ -1,4 +1,4 @@
-"""The settings behind the numbers, from params.yaml, without date and machine: equal inputs give equal pages."""
+"""Describe a study's settings, from params.yaml. No date or machine is named, so equal studies have equal pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.report.results import Results
 
 
 def provenance(results: Results) -> dict[str, str]:
-    """Return facts by name."""
+    """Return a description of the settings: topic → sentences."""
     data, model = schema.section("data", schema.Data), schema.section("model", schema.Model)
     teacher, timing = schema.section("teacher", schema.Training), schema.section("benchmark", schema.Benchmark)
     rows, tokens = timing.shapes[0]
@@ -38,17 +38,17 @@ def provenance(results: Results) -> dict[str, str]:
 
 
 def source(data: schema.Data) -> str:
-    """Name the data set with its configuration and revision."""
+    """Return the name of the data set, with its configuration and revision."""
     return " ".join(filter(None, (data.source, data.config, data.revision and f"at {data.revision}")))
 
 
 def base(model: schema.Model) -> str:
-    """Name the base model with its revision."""
+    """Return the name of the base model, with its revision."""
     return " at ".join(filter(None, (model.base, model.revision)))
 
 
 def cut(data: schema.Data) -> str:
-    """Say which part of a text an example has."""
+    """Describe how long the text of an example is."""
     if task_class(data.task).running_text:
         return f"each a block of {data.max_length} tokens of the text"
     return f"texts are cut to {data.max_length} tokens"
@@ -59,7 +59,7 @@ def _in(dtype: str) -> str:
 
 
 def _machines(trainer: schema.Trainer) -> dict[str, str]:
-    """Say how trainings ran, where it is not in float32 in one process."""
+    """Describe how training ran, if it was in mixed precision or in several processes."""
     precision = "in mixed precision (bf16)" if trainer.precision else ""
     processes = f"in {trainer.processes} processes" if trainer.processes > 1 else ""
     ways = ", ".join(filter(None, (precision, processes)))
@@ -76,7 +76,7 @@ def _training(teacher: schema.Training, seed: int) -> str:
 
 
 def recipes_yaml(names: Iterable[str]) -> str:
-    """Return recipes as they stand in params.yaml."""
+    """Return recipes as YAML, in the format of params.yaml."""
     text = io.StringIO()
     yaml_edit.yaml().dump({name: schema.section(f"recipes.{name}", dict[str, Any]) for name in names}, text)
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""Read the results of a study from the files of its stages, and check them against each other."""
+"""Load the results of a study from the files of its stages, and check that these files belong together."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ Content = TypeVar("Content", bound=BaseModel)
 
 
 class Point(BaseModel):
-    """A point of a training curve; measures of a method stand in it under names of their own."""
+    """Point of a training curve. Methods may add measures with other names."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     __pydantic_extra__: dict[str, float] = Field(init=False)
 
     step: int
     loss: float
-    """Task loss and all terms that the method adds to it."""
+    """The training loss: the task loss plus all terms that the method adds."""
     learning_rate: float
     grad_norm: float
     task_loss: float | None = None
-    """Left out where it equals `loss`."""
+    """None if it equals `loss`."""
 
     @property
     def compared_loss(self) -> float:
-        """The task loss, which is the same quantity for every method."""
+        """The task loss, which can be compared between methods."""
         return self.loss if self.task_loss is None else self.task_loss
 
     @property
@@ -74,10 +74,13 @@ class Point(BaseModel):
 
 
 Curve = tuple[Point, ...]
-"""Empty where nothing was trained."""
+"""The points of a training curve; empty if nothing was trained."""
 
 ScoredModel = tuple[str, str]
-"""A scored model: the file of its per-example results and its name there, such as ("kfac-0.5", "recovered")."""
+"""Key of a scored model: the name of the file with its per-example results and its name in that file.
+
+Example: ("kfac-0.5", "recovered").
+"""
 DENSE: ScoredModel = ("dense", "dense")
 CONTROL: ScoredModel = ("dense", "control")
 TRIVIAL: ScoredModel = ("dense", trivial_baseline.TRIVIAL)
@@ -85,7 +88,7 @@ TRIVIAL: ScoredModel = ("dense", trivial_baseline.TRIVIAL)
 
 @dataclass(frozen=True)
 class CandidateResults:
-    """The results of all stages for one candidate."""
+    """Results of all stages for one candidate."""
 
     recipe: str
     keep: str
@@ -93,9 +96,9 @@ class CandidateResults:
     evaluation: Evaluation
     benchmark: Benchmark
     search_curve: Curve
-    """The curve of shaping and rank search."""
+    """Training curve of shaping and rank search."""
     curve: Curve
-    """The curve of recovery fine-tuning."""
+    """Training curve of recovery fine-tuning."""
 
     @property
     def name(self) -> str:
@@ -103,12 +106,12 @@ class CandidateResults:
 
     @property
     def shaped(self) -> float | None:
-        """The metric after shaping and before the factorization; None where nothing was shaped."""
+        """The metric after shaping and before the factorization; None if nothing was shaped."""
         return None if self.evaluation.shaped is None else self.evaluation.shaped.metric
 
     @property
     def factorized(self) -> float | None:
-        """The metric before recovery; None where the model is not smaller yet."""
+        """The metric before recovery; None if the model is only made smaller during recovery."""
         return None if self.evaluation.factorized is None else self.evaluation.factorized.metric
 
     @property
@@ -127,7 +130,7 @@ class CandidateResults:
 
 @dataclass(frozen=True)
 class Results:
-    """A study with its dense model and candidates, recipes outer, keeps inner, in the study's order."""
+    """Results of a study. Candidates are sorted by recipe, then by keep, both in the order of params.yaml."""
 
     name: str
     recipes: tuple[str, ...]
@@ -136,32 +139,31 @@ class Results:
     task: Task
     targets: tuple[Target, ...]
     census: Census
-    """Parameters of the original model by kind."""
+    """Numbers of parameters of the original model, by kind of layer."""
     dense: DenseReport
     curve: Curve
     control: str
-    """The recipe whose recovery fine-tuning the control gets."""
+    """The recipe that the control takes its recovery fine-tuning from."""
     control_curve: Curve
     candidates: tuple[CandidateResults, ...]
     exports: Mapping[str, Exports]
-    """By name, `dense` and the exported candidates; empty where none was exported."""
+    """`dense` or name of an exported candidate → its exported files; empty if nothing was exported."""
     limits: Limits
-    """The limits of a promotion."""
+    """The limits that a candidate must meet to be promoted."""
     resampled: Mapping[ScoredModel, np.ndarray]
-    """The metric of each model on the same resamples of the test examples, `(resamples,)` each."""
+    """Model → its metric on resamples of the test examples, `(resamples,)`. All models have the same resamples."""
     validated: Mapping[ScoredModel, np.ndarray]
-    """The same on the validation examples, for models that could be shipped."""
+    """Like `resampled`, but on the validation examples, and only for models that may be promoted."""
     only_answers: Mapping[ScoredModel, str]
-    """The answer of each model that gives the same class, tag or number for every test example."""
+    """Model → its answer, for models that give the same class, tag or number for every test example."""
 
     @property
     def metric(self) -> Metric:
-        """The task's metric."""
         return METRICS[self.task.metric]
 
     @property
     def target_parameters(self) -> int:
-        """Parameters of the target layers of the original model."""
+        """Number of parameters in the target layers of the original model."""
         return sum(target.parameters for target in self.targets)
 
     @property
@@ -176,36 +178,36 @@ class Results:
 
     @property
     def measures(self) -> list[str]:
-        """Names of the measures in training curves besides the loss, in the order in which they appear."""
+        """Names of the measures that methods added to training curves, in order of appearance."""
         curves = [curve for candidate in self.candidates for curve in (candidate.search_curve, candidate.curve)]
         return list(dict.fromkeys(name for curve in curves for point in curve for name in point.measures))
 
     @property
     def has_sparse_rows(self) -> bool:
-        """Whether any candidate has rows of a residual beside its factors."""
+        """Whether any candidate has a sparse residual (some rows) besides its factors."""
         return any(size.rows for candidate in self.candidates for size in candidate.evaluation.targets.values())
 
     @property
     def full_rank(self) -> float:
-        """The largest possible rank, as a mean over the targets."""
+        """The mean of the targets' full ranks."""
         return sum(min(target.out_features, target.in_features) for target in self.targets) / len(self.targets)
 
     def difference(self, model: ScoredModel, reference: ScoredModel) -> Interval:
-        """Return the interval of the model's metric minus the reference's, in the metric's units."""
+        """Return the interval of the difference in the test metric: model minus reference."""
         return interval(self.resampled[model] - self.resampled[reference])
 
     def gain(self, model: ScoredModel, reference: ScoredModel) -> int:
-        """Return 1 if `model` is significantly better than the reference, -1 if worse, and 0 if neither."""
+        """Return 1 if `model` is significantly better than the reference, -1 if significantly worse, else 0."""
         sign = self.difference(model, reference).sign
         return -sign if self.metric.lower_is_better else sign
 
     def validation_difference(self, candidate: CandidateResults) -> Interval:
-        """Return the interval of its metric minus the original model's, on the validation examples."""
+        """Return the interval of the difference in the validation metric: candidate minus original model."""
         return interval(self.validated[candidate.after] - self.validated[DENSE])
 
     @cached_property
     def measured(self) -> Mapping[str, Measured]:
-        """Candidate → the numbers that are limited and by which candidates are ordered, on the validation examples."""
+        """Candidate → the quantities used for limits and for sorting; metrics are those on validation examples."""
         return {
             candidate.name: Measured(
                 metric=candidate.evaluation.validation.metric,
@@ -220,15 +222,15 @@ class Results:
 
     @cached_property
     def choice(self) -> Choice:
-        """The candidate that `eckart promote` takes."""
+        """The candidate that `eckart promote` chooses."""
         return choose(self.measured, self.task.metric, self.limits)
 
     def best(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
-        """Return the best one on validation examples, of equal ones the smallest; None of none."""
+        """Return the candidate with the best validation metric, the smallest in a tie; None if there are none."""
         return min(candidates, key=lambda model: best_first(self.measured[model.name], self.task.metric), default=None)
 
     def smallest(self, candidates: Iterable[CandidateResults]) -> CandidateResults | None:
-        """Return the smallest one, of equally small ones the best on validation examples; None of none."""
+        """Return the smallest candidate, with the best validation metric in a tie; None if there are none."""
         return min(
             candidates, key=lambda model: smallest_first(self.measured[model.name], self.task.metric), default=None
         )
@@ -241,7 +243,7 @@ class Results:
         return [candidate for candidate in self.candidates if candidate.recipe == recipe]
 
     def at(self, keep: str) -> list[CandidateResults]:
-        """Return the candidates at `keep`, best on test examples first, of equal ones as a promotion orders them."""
+        """Return the candidates at `keep`, best test metric first; ties are ordered as for a promotion."""
 
         def order(candidate: CandidateResults) -> tuple[float, ...]:
             by_validation = best_first(self.measured[candidate.name], self.task.metric)
@@ -250,11 +252,11 @@ class Results:
         return sorted((candidate for candidate in self.candidates if candidate.keep == keep), key=order)
 
     def is_best(self, candidate: CandidateResults) -> bool:
-        """Whether no candidate at its keep has a better metric on test examples."""
+        """Whether no candidate at the same keep has a better test metric."""
         return candidate.recovered == self.at(candidate.keep)[0].recovered
 
     def rivals(self, candidate: CandidateResults) -> list[CandidateResults]:
-        """Return the candidates at its keep with another metric that is not significantly different."""
+        """Return the candidates at the same keep with a different test metric, but no significant difference."""
         others = [other for other in self.at(candidate.keep) if other.recovered != candidate.recovered]
         return [other for other in others if not self.gain(candidate.after, other.after)]
 
@@ -265,20 +267,20 @@ class Results:
         return (self.dense if model == DENSE else self.dense.control).score.metric
 
     def spans_decades(self, metrics: Iterable[float]) -> bool:
-        """Whether `metrics` are too different for an even scale."""
+        """Whether `metrics` differ too much for a linear scale: by more than a factor of ten."""
         values = list(metrics)
         return not self.metric.bounded and max(values) > 10 * min(values) > 0
 
     def retained(self, metric: float, reference: ScoredModel) -> float | None:
-        """Return the share of the reference's metric that `metric` is; None where the quotient would mislead."""
+        """Return `metric` ÷ the reference's metric, inverted if lower is better; None if that would be misleading."""
         return self.metric.retained(metric, self.metric_of(reference))
 
 
 def load_results() -> Results:
-    """Read the study and every file that its stages wrote.
+    """Load the results of the study in the current folder.
 
     Raises:
-        StageError: a file is missing or malformed, or was made from other inputs than the rest.
+        StageError: a file is missing or malformed, or belongs to another run than the rest.
     """
     study = schema.section("study", schema.Study)
     keeps, exported = schema.keeps(), schema.exported()
@@ -340,7 +342,7 @@ def _export_command(name: str) -> str:
 
 
 def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame]:
-    """Return the per-example results of each model, all of equally many examples."""
+    """Load the per-example results of all models, and check that each has the expected number of examples."""
     count = (results.dense.score if split == "test" else results.dense.validation).rows
     commands = {
         candidate.name: f"evaluate {_options(candidate.recipe, candidate.keep)}" for candidate in results.candidates
@@ -356,7 +358,13 @@ def _read_rows(results: Results, split: Split) -> dict[ScoredModel, pd.DataFrame
 
 
 def read_rows(workspace: Path, name: str, command: str, split: Split = "test") -> pd.DataFrame:
-    """Return the per-example results of a candidate's models, or of `dense`, its control and the trivial baseline."""
+    """Load the per-example results in one file.
+
+    Args:
+        workspace: folder of the study.
+        name: name of a candidate, or `dense` for the original model, the control and the trivial baseline.
+        command: the stage that makes the file, for error messages.
+    """
     path = rows_file(name)
     try:
         return pd.read_parquet(workspace / path, filters=[("split", "==", split)]).drop(columns="split")
@@ -399,7 +407,7 @@ def _parse(path: Path, text: str, kind: type[Content], command: str) -> Content:
 
 
 def _check(results: Results) -> None:
-    """Check that all files are of one run: the same targets and the same number of test examples."""
+    """Check that all files belong to one run: they have the same targets and the same number of test examples."""
     names = {target.name for target in results.targets}
     for candidate in results.candidates:
         name, evaluation, options = candidate.name, candidate.evaluation, _options(candidate.recipe, candidate.keep)

@@ -1,4 +1,4 @@
-"""The table of exported files: each model in each runtime, with its score, size and speed."""
+"""Make the table of exported models: score, size and speed of each model in each runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES: Mapping[Runtime, str] = {"torch": "torch", "onnx": "onnxruntime", "int8"
 
 @dataclass(frozen=True)
 class Way:
-    """A model in a runtime."""
+    """Result of running a model in a runtime."""
 
     model: str
     runtime: Runtime
@@ -27,16 +27,16 @@ class Way:
     metric: float
     bytes: int
     latencies: Mapping[str, Latency]
-    """At each shape; the original model's as timed beside the first exported candidate."""
+    """Input shape → latency. The original model's was measured in the benchmark of the first exported candidate."""
 
 
 def ways(results: Results) -> list[Way]:
-    """Return the original model and each exported candidate in each runtime; none where none was exported."""
+    """Return the results of the original model and each exported candidate in each runtime; [] if none was exported."""
     return [way(results, name, runtime) for name in results.exports for runtime in TITLES]
 
 
 def way(results: Results, name: str, runtime: Runtime) -> Way:
-    """Return a candidate, or `dense`, in torch or a runtime that it is exported for."""
+    """Return the result of a candidate, or of `dense`, in torch or in a runtime that it was exported for."""
     own = None if name == "dense" else results.named(name)
     latencies = _latencies(results, own, runtime)
     if runtime != "torch":
@@ -55,7 +55,7 @@ def _latencies(results: Results, own: CandidateResults | None, runtime: Runtime)
 
 
 def runtime_rows(results: Results) -> list[Row]:
-    """Return the rows that the page and the terminal show."""
+    """Return the table for the page and the terminal."""
     return [Row(way.model, _cells(results, way)) for way in ways(results)]
 
 
@@ -71,7 +71,7 @@ def _cells(results: Results, way: Way) -> dict[str, Cell]:
 
 
 def _speed(latency: Latency, is_dense: bool) -> Cell:
-    """Return the speedup over the original model in torch, and below it that in the same runtime."""
+    """Return a cell with the speedup over the original model in torch, and, below it, in the same runtime."""
     torch, same = latency.of_torch, latency.of_same
     of_same = "" if is_dense else f"\nsame runtime {times(same.median)} ({times_between(same.low, same.high)})"
     return cell(torch.median, times, times_between(torch.low, torch.high) + of_same)
@@ -85,7 +85,7 @@ def _difference(results: Results, way: Way) -> str:
 
 
 def runtimes_csv(results: Results) -> str:
-    """Return a line for each model and runtime, every number in full; the head alone where nothing was exported."""
+    """Return the table as CSV, with all digits; only the header if nothing was exported."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measured = ("seconds", *(f"{name}{end}" for name in ("of_torch", "of_same") for end in ("", "_low", "_high")))

@@ -1,4 +1,4 @@
-"""A scale of perplexities that is finest at the original model's, with its ticks."""
+"""An axis scale for perplexities, which has the highest resolution near the original model's perplexity."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 
 import numpy as np
 
-_EVEN = 0.2  # loss over dense, in nats, up to which the scale is nearly even
-_LOSS = 600.0  # over dense, in nats, at which it ends: its exponential is a float yet
-_TICKS_APART = 0.06  # at least, as a share of its length
-_MARGIN = 0.05  # beyond the values at each end, as a share of its length
-_MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of its ticks, the roundest first
+_EVEN = 0.2  # loss minus the dense loss, in nats, up to which the scale is nearly linear
+_LOSS = 600.0  # loss minus the dense loss, in nats, at which the scale ends, so that perplexities do not overflow
+_TICKS_APART = 0.06  # smallest distance between ticks, as a share of the axis
+_MARGIN = 0.05  # at both ends of the axis, as a share of its length
+_MANTISSAS = ((1.0,), (2.0, 5.0), (3.0, 4.0, 7.0), (1.5, 2.5), (1.2, 2.2, 3.5))  # of ticks, the roundest numbers first
 
 
 @dataclass(frozen=True)
 class ScaleOfDense:
-    """A scale linear in the loss over dense, log(perplexity ÷ dense), while that is small, and logarithmic far from it.
+    """Scale that is linear in d = log(perplexity ÷ dense perplexity) for small d, and logarithmic in d for large d.
 
-    A plain logarithm would leave a tenth of the axis to all values near dense beside one perplexity of 10⁵.
+    On a plain logarithmic scale with one perplexity of 10⁵, all values near dense would share a tenth of the axis.
     """
 
     dense: float
 
     def stretched(self, value: Any) -> Any:
-        """Return the places of an array."""
-        above_0 = np.maximum(value, np.finfo(float).tiny)  # matplotlib asks for the place of 0, too
+        """Map perplexities to positions on the axis."""
+        above_0 = np.maximum(value, np.finfo(float).tiny)  # matplotlib also transforms 0
         return np.arcsinh(np.log(above_0 / self.dense) / _EVEN)
 
     def back(self, stretched: Any) -> Any:
-        """Return the values at places."""
+        """Map positions on the axis to perplexities."""
         return self.dense * np.exp(np.minimum(_EVEN * np.sinh(stretched), _LOSS))
 
     def limits(self, values: list[float]) -> tuple[float, float]:
-        """Return the ends of an axis over all `values`, with a margin."""
+        """Return the limits of an axis that shows all `values`, with a margin."""
         low, high = self.stretched(min(values)), self.stretched(max(values))
         margin = _MARGIN * (high - low)
         return float(self.back(low - margin)), float(self.back(high + margin))
 
     def ticks(self, bottom: float, top: float) -> list[float]:
-        """Return the roundest numbers that have room."""
+        """Return ticks between `bottom` and `top`: the roundest numbers that are not too close to each other."""
         apart = _TICKS_APART * (self.stretched(top) - self.stretched(bottom))
         ticks: list[float] = []
         for mantissas in _MANTISSAS:

@@ -1,4 +1,4 @@
-"""The comparison as a table: for machines as CSV, for people with readable and relative numbers."""
+"""Make the table of candidates: as CSV with all digits, or with readable numbers for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tasks.report.runtimes import TITLES, runtime_rows, ways
 from tasks.scoring.bootstrap import LEVEL, RESAMPLES
 
 ZERO_SHOT = "zero_shot."
-"""Begins the columns of zero-shot tasks, TASK.METRIC of lm-eval, after all others."""
+"""Prefix of the CSV columns of zero-shot tasks, which come last: zero_shot.TASK.METRIC, with the names of lm-eval."""
 
 STEPS = "steps before factorization"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that the tables list, with its numbers; None where it has none."""
+    """Numbers of a model in the tables; None for those that the model does not have."""
 
     name: str
     recipe: str
@@ -39,16 +39,16 @@ class Entry:
     factorized: float | None = None
     shaped: float | None = None
     steps: int | None = None
-    """Training steps before the factorization."""
+    """Number of training steps before the factorization."""
     average_rank: float | None = None
     target_parameters: int | None = None
     size: Size | None = None
     speedup: Times | None = None
-    """Over the original model."""
+    """Speedup over the original model."""
 
 
 def references(results: Results) -> list[Entry]:
-    """Return the original model and its control."""
+    """Return the entries of the original model and of the control."""
     scores = (("dense", DENSE, results.dense), (CONTROL_NAME, CONTROL, results.dense.control))
     return [
         Entry(
@@ -68,7 +68,7 @@ def references(results: Results) -> list[Entry]:
 
 
 def entry(candidate: CandidateResults) -> Entry:
-    """Return a candidate as the tables list it."""
+    """Return the entry of a candidate."""
     return Entry(
         name=candidate.name,
         recipe=candidate.recipe,
@@ -91,7 +91,7 @@ def _flat(zero_shot: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def to_csv(results: Results) -> str:
-    """Return a line for the control and each candidate, every number in full."""
+    """Return the table as CSV, with all digits and a row for the control and each candidate."""
     lines = list(numbers(results))
     text = io.StringIO()
     writer = csv.DictWriter(text, lines[0], lineterminator="\n")
@@ -101,7 +101,7 @@ def to_csv(results: Results) -> str:
 
 
 def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
-    """Yield a line of the CSV for the control and each candidate: column → value; None stays empty."""
+    """Yield the CSV rows of the control and each candidate: column → value, or None for an empty cell."""
     dense, control = references(results)
     for model in (control, *map(entry, results.candidates)):
         assert model.size is not None  # only the trivial baseline has none
@@ -136,14 +136,14 @@ def numbers(results: Results) -> Iterator[dict[str, str | float | None]]:
 
 
 def row(results: Results, candidate: CandidateResults) -> Row:
-    """Return a candidate as the page and the terminal show it."""
+    """Return the row of a candidate, for the page and the terminal."""
     best = results.at(candidate.keep)[0]
     mark = "*" if results.is_best(candidate) else "≈" if candidate in results.rivals(best) else ""
     return _row(results, entry(candidate), mark)
 
 
 def reference_rows(results: Results) -> list[Row]:
-    """Return the original model, its control and the trivial baseline, in the columns of a candidate."""
+    """Return the rows of the original model, the control and the trivial baseline, with the columns of `row`."""
     trivial = Entry(TRIVIAL_NAME, TRIVIAL_NAME, "–", TRIVIAL, results.metric_of(TRIVIAL))
     return [_row(results, model) for model in (*references(results), trivial)]
 
@@ -167,7 +167,7 @@ def _row(results: Results, model: Entry, mark: str = "") -> Row:
 
 
 def _costs(results: Results, model: Entry) -> dict[str, Cell]:
-    """Return each cost with its share of the original model's."""
+    """Return a cell for each cost, with its share of the original model's cost."""
     costs = (
         ("model parameters", "model_parameters", count),
         ("MACs per token", "macs_per_token", count),
@@ -186,26 +186,26 @@ def _relative(value: int | None, whole: int, text: Callable[[int], str]) -> Cell
 def _speedup(speedup: Times | None) -> Cell:
     if speedup is None:
         return Cell()
-    measured = speedup.low < speedup.high  # that of the original model over itself is 1
+    measured = speedup.low < speedup.high  # not for the original model, which has speedup 1 by definition
     return cell(speedup.median, times, times_between(speedup.low, speedup.high) if measured else "")
 
 
 def _compared(results: Results, model: Entry, reference: ScoredModel) -> Cell:
-    """Compare a model with a reference; with itself it has no difference."""
+    """Return a cell with the share of the reference's metric, and the interval of the difference (not with itself)."""
     ends = results.difference(model.scored, reference)
     difference = "" if model.scored == reference else between(ends.low, ends.high, model.metric)
     return cell(results.retained(model.metric, reference), percent, difference)
 
 
 def zero_shot(results: Results) -> list[Row]:
-    """Return a row of lm-eval's metrics for each model."""
+    """Return the table of zero-shot metrics, with a row for each model."""
     models = [*references(results), *map(entry, results.candidates)]
     heads = models[0].zero_shot
     return [Row(model.name, {head: cell(model.zero_shot[head], score) for head in heads}) for model in models]
 
 
 def legend(best: str) -> str:
-    """Return what the marks and intervals of the tables mean; `best` says how the best at a keep is marked."""
+    """Explain the marks and intervals in the tables. `best` says how the best candidate at a keep is marked."""
     return (
         f"{best}; ≈ not significantly different from the best. Differences: {100 * LEVEL:.0f} % intervals from "
         f"{RESAMPLES:,} paired resamples of the test examples; they do not cover the choice of a seed."
@@ -213,7 +213,7 @@ def legend(best: str) -> str:
 
 
 def notes(results: Results) -> list[str]:
-    """Return notes on the trivial baseline, on large parts that no target covers, and on models with one answer."""
+    """Return notes: on the trivial baseline, a low share of parameters in targets, and models with only one answer."""
     sentences = [f"The {TRIVIAL_NAME} always answers {kind_of(results.task).trivial_answer}."]
     if results.census.warning:
         sentences.append(results.census.warning)
@@ -229,7 +229,7 @@ def notes(results: Results) -> list[str]:
 
 
 def to_text(results: Results) -> str:
-    """Return the tables for a terminal."""
+    """Return all tables and notes as text for the terminal."""
     tables = [_candidates(results)]
     if goals := goal_rows(results):
         tables.append(terminal_table("goals", "goal", goals))

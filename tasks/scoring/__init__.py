@@ -1,1 +1,1 @@
-"""Scores: splits, bootstrap intervals, baselines, zero-shot tasks and generated samples."""
+"""Score models on splits: metrics, bootstrap intervals, trivial baselines, zero-shot tasks and generated samples."""

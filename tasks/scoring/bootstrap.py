@@ -1,9 +1,9 @@
-"""Paired bootstrap intervals: how much the choice of test rows alone may change a difference between two models.
+"""Paired bootstrap: confidence intervals for the difference between two models' metrics on the same test rows.
 
-Rows are drawn with replacement, the same for every model; the interval of a difference is that of the differences on
-the draws. It does not include the effect of other seeds of training. scipy's bootstrap draws anew for each difference;
-here each model is scored once on all draws, and most metrics are functions of sums over rows, so that a draw is a
-product.
+Rows are drawn with replacement, and all models are scored on the same draws. The interval of a difference is taken from
+the differences on the draws. It covers the choice of test rows, but not of the training seed. Unlike scipy's bootstrap,
+each model is scored only once on all draws, not again for each difference. Most metrics are functions of sums over
+rows, so all draws are scored with one matrix product.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13; Koehn, EMNLP 2004.
 """
@@ -25,34 +25,34 @@ from tasks.scoring.metrics_on_draws import Draws
 RESAMPLES = 2000
 LEVEL = 0.95
 _SEED = 0
-_AT_ONCE = 4_000_000  # rows drawn at a time, to bound memory
+_AT_ONCE = 4_000_000  # number of rows drawn at a time, which bounds memory
 
 Model = TypeVar("Model", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The interval of a difference, in the metric's units."""
+    """Confidence interval of a difference, in the metric's units."""
 
     low: float
     high: float
 
     @property
     def sign(self) -> int:
-        """1 or -1 if all of it is on that side of 0; 0 if the difference is not significant."""
+        """The sign (1 or -1) of a significant difference; 0 if the interval contains 0."""
         return int(self.low > 0) - int(self.high < 0)
 
 
 def interval(differences: np.ndarray) -> Interval:
-    """Return the percentiles of the differences on all draws."""
+    """Return the percentile interval of a difference, given its value on each draw."""
     tail = (1 - LEVEL) / 2
     return Interval(*map(float, np.quantile(differences, [tail, 1 - tail])))
 
 
 def standard_error(differences: np.ndarray) -> float:
-    """Return the standard error of a difference, its standard deviation over all draws.
+    """Return the standard error of a difference: its standard deviation over all draws.
 
-    0 if it is not finite: the spread of a perplexity near the largest number must excuse nothing.
+    It is 0 if it is not finite, as for huge perplexities: such an error must not widen a limit.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         error = float(np.std(differences, ddof=1))
@@ -60,15 +60,15 @@ def standard_error(differences: np.ndarray) -> float:
 
 
 def metric_of_all(task: Task, rows: pd.DataFrame) -> float:
-    """Return the study's metric on all rows, each once."""
+    """Return the study's metric on all rows."""
     return float(kind_of(task).on_draws(rows)(Draws(np.arange(len(rows))[None])).item())
 
 
 def resampled(task: Task, models: Mapping[Model, pd.DataFrame]) -> dict[Model, np.ndarray]:
-    """Return the metric of each model `(RESAMPLES,)` on draws that depend on the number of rows alone.
+    """Return the metric of each model on all draws, `(RESAMPLES,)`. The draws depend only on the number of rows.
 
     Args:
-        models: model → the contributions of the same rows, as the stages wrote them.
+        models: model → its per-example results (`Scored.rows`) on the same examples.
 
     Raises:
         StageError: the numbers of rows differ.

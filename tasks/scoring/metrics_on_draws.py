@@ -1,4 +1,7 @@
-"""Metrics on bootstrap draws, computed from each row's contribution, most of them from sums over the drawn rows."""
+"""Metrics on bootstrap draws, computed from per-example results.
+
+Most metrics are functions of sums over the drawn rows.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,27 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Draws:
-    """The rows of each draw, `(draws, rows)`."""
+    """Bootstrap draws of rows.
+
+    rows: the indices of the rows in each draw, `(draws, rows)`.
+    """
 
     rows: np.ndarray
 
     @cached_property
     def times(self) -> np.ndarray:
-        """The number of times that each draw has each row, `(draws, rows)`."""
+        """How often each draw contains each row, `(draws, rows)`."""
         return np.stack([np.bincount(draw, minlength=self.rows.shape[1]) for draw in self.rows]).astype(float)
 
 
 OnDraws = Callable[[Draws], np.ndarray]
-"""The metric of each draw `(draws,)`."""
+"""Function that computes a metric on each draw, `(draws,)`."""
 OfCounts = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Counts of each class among right, guessed and wanted labels, `(draws, classes)` each → the metric of each draw."""
+"""Function: counts of right, predicted and true labels of each class, `(draws, classes)` each → metric `(draws,)`."""
 
 
 def mean_of(values: pd.Series) -> OnDraws:
-    """Return the mean of a number that each row contributes."""
+    """Return the metric that is the mean of a value per row."""
     return of_sums(_with_ones(values), _ratio)
 
 
@@ -46,12 +52,17 @@ def spearman(rows: pd.DataFrame) -> OnDraws:
 
 
 def of_classes(counts: np.ndarray, metric: OfCounts) -> OnDraws:
-    """Return a metric of the classes' counts `(rows, 3 · classes)`, as `class_counts` gives them."""
+    """Return a metric computed from the counts of `class_counts`, `(rows, 3 · classes)`, summed over the drawn rows."""
     return of_sums(counts, lambda sums: metric(*np.moveaxis(sums.reshape(len(sums), 3, -1), 1, 0)))
 
 
 def of_sums(parts: np.ndarray, combine: Callable[[np.ndarray], np.ndarray]) -> OnDraws:
-    """Return a function of the sums of `parts` `(rows, parts)` over the rows of each draw, `(draws, parts)`."""
+    """Return a metric computed from sums over the drawn rows.
+
+    Args:
+        parts: the summands of each row, `(rows, parts)`.
+        combine: sums `(draws, parts)` → metric `(draws,)`.
+    """
     return lambda draws: combine(draws.times @ parts)
 
 
@@ -64,12 +75,15 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def _quotient(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return `part` ÷ `whole`, 0 where `whole` is."""
+    """Return `part` ÷ `whole`, or 0 for elements with `whole` ≤ 0."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def class_counts(rows: pd.DataFrame, classes: int) -> np.ndarray:
-    """Count each row's right, guessed and wanted labels of each class, `(rows, 3 · classes)`; it has one or several."""
+    """Count the right, predicted and true labels of each class in each row, which has one or several labels.
+
+    The result is `(rows, 3 · classes)`.
+    """
     label, guess = (list(map(np.atleast_1d, rows[name])) for name in ("label", "guess"))
     row = np.repeat(np.arange(len(rows)), list(map(len, label)))
     wanted, guessed = np.concatenate(label), np.concatenate(guess)
@@ -86,12 +100,12 @@ def f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray
 
 
 def macro_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the mean F1 over the classes that are wanted or guessed."""
+    """Return the mean F1 over the classes that occur as true or predicted labels."""
     return _quotient(f1(right, guessed, wanted).sum(1), (guessed + wanted > 0).sum(1).astype(float))
 
 
 def micro_f1(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the F1 of all classes' decisions together."""
+    """Return the F1 of the counts summed over classes."""
     return f1(right.sum(1), guessed.sum(1), wanted.sum(1))
 
 
@@ -100,20 +114,20 @@ def accuracy(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.n
 
 
 def matthews(right: np.ndarray, guessed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return Gorodkin's R (2004), which is Matthews' φ for two classes."""
+    """Return the Matthews correlation coefficient, generalized to several classes (Gorodkin, 2004)."""
     rows = wanted.sum(1)
     spreads = [rows**2 - (counts**2).sum(1) for counts in (guessed, wanted)]
     return _quotient(right.sum(1) * rows - (guessed * wanted).sum(1), np.sqrt(spreads[0] * spreads[1]))
 
 
 def _moments(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return moments `(rows, 6)` about the means of all rows, as differences of large sums would lose their digits."""
+    """Return the moments of each row `(rows, 6)`, centred for numerical precision: 1, x, y, x², y², x·y."""
     x, y = x - x.mean(), y - y.mean()
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 
 
 def _pearson(sums: np.ndarray) -> np.ndarray:
-    """Return the correlation, 0 where one of the two is constant, but for rounding."""
+    """Return the correlation on each draw; 0 if a variable is constant there, up to rounding."""
     count, x, y, xx, yy, xy = sums.T
     spread_x, spread_y = (square - total**2 / count for square, total in ((xx, x), (yy, y)))
     varied = (spread_x > 1e-12 * xx) & (spread_y > 1e-12 * yy)
@@ -127,7 +141,7 @@ def _spearman(label: np.ndarray, value: np.ndarray, draws: Draws) -> np.ndarray:
 
 
 def _ranks(values: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Return each row's mean rank in each draw, `(draws, rows)`; scipy's rankdata takes six times as long."""
+    """Return each row's rank in each draw, the mean rank for ties, `(draws, rows)`. It is 6 × faster than scipy's."""
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
     sorted_times = times[:, np.argsort(group, kind="stable")]
     alike = np.add.reduceat(sorted_times, np.cumsum(sizes) - sizes, axis=1)

@@ -1,5 +1,7 @@
-"""Score a model in the stages dense and evaluate: on test rows, which reports and gates read, and on validation rows,
-by which candidates and trials are chosen."""
+"""Score a model in the stages dense and evaluate, on two splits.
+
+Test scores are for reports and for the gates of a promotion; validation scores are for choosing candidates and trials.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from tasks.scoring.generation_samples import continuations
 from tasks.scoring.zero_shot import zero_shot
 
 Rows = Mapping[Split, pd.DataFrame]
-"""Split → each row's contribution to a score."""
+"""Split → per-example results (`Scored.rows`)."""
 
 
 def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Scored:
-    """Score all rows of a split, and log the score under the model's `name`."""
+    """Score a model on all rows of a split, and log the score with the model's `name`."""
     task = load_task()
     size = section("evaluate", Evaluate).batch_size
     scored = kind_of(task).score(model, tokenizer, load_split(split), size, split)
@@ -35,10 +37,10 @@ def score_on(split: Split, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 def all_scores(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, known: Scored | None = None
 ) -> tuple[Scores, Rows]:
-    """Return all scores of a model that could be shipped, and each row's contribution.
+    """Return all scores of a model that may be promoted, and its per-example results.
 
     Args:
-        known: the score on the test split, if it is known already.
+        known: the score on the test split, if it was computed before.
     """
     test, settings = known or score_on("test", model, tokenizer, name), section("evaluate", Evaluate)
     validation = score_on("validation", model, tokenizer, name)
@@ -52,13 +54,18 @@ def all_scores(
 
 
 def same_weights(before: Path, after: Path) -> bool:
-    """Whether two folders hold equal weights, since training took no step, so that there is nothing new to score."""
+    """Whether two folders have equal weights, as after a training without steps. Then one set of scores is enough."""
     names = [sorted(file.name for file in folder.glob("*.safetensors")) for folder in (before, after)]
     return names[0] == names[1] and all(filecmp.cmp(before / name, after / name, shallow=False) for name in names[0])
 
 
 def write_rows(name: str, models: Mapping[str, Rows]) -> None:
-    """Write each row's contribution to the scores of `models`, with the columns `model` and `split`."""
+    """Save the per-example results of several models in one file, with the added columns `model` and `split`.
+
+    Args:
+        name: name of a candidate, or `dense`.
+        models: name of a model (such as `recovered`) → its results.
+    """
     path = rows_file(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [

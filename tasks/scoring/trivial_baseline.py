@@ -1,6 +1,8 @@
-"""Compare the original model with the trivial baseline, which answers without reading its input.
+"""Check that the original model is better than a trivial baseline.
 
-A study of a teacher that has learned nothing says nothing about compression, whatever its candidates keep.
+A trivial baseline is, for example, to answer every input with the most frequent class.
+
+If the original model has not learned the task, a study of it says nothing about compression.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ from tasks.nlp_tasks import kind_of
 from tasks.scoring.bootstrap import Interval
 
 TRIVIAL = "trivial"
-"""The baseline's name beside the dense model's, in files of rows."""
+"""Name of the baseline in the file of per-example results of the dense model."""
 
-_TINY = 0.1  # (choice) of the way from the baseline to a perfect score; below it one would not call a task learned
+_TINY = 0.1  # (choice) smallest `share_learned` of a model that has learned its task
 
 
 def share_learned(task: Task, dense: float, trivial: float) -> float:
-    """Return the dense model's share of the way from the trivial baseline to a perfect score.
+    """Return (dense - trivial) / (perfect - trivial): 0 for a model like the trivial baseline, 1 for a perfect one.
 
-    For a perplexity the way is that of its logarithm, the loss. 0 if the baseline is perfect.
+    A perplexity is replaced by its logarithm, the loss. The result is 0 if the baseline is perfect.
+
+    Args:
+        dense, trivial: the metric of the dense model and of the baseline.
     """
     if METRICS[task.metric].bounded:
         return (dense - trivial) / (1 - trivial) if trivial < 1 else 0.0
@@ -29,11 +34,12 @@ def share_learned(task: Task, dense: float, trivial: float) -> float:
 
 
 def warning(task: Task, dense: float, trivial: float, difference: Interval, rows: int) -> str | None:
-    """Return what to do about a model that has learned next to nothing, or is not significantly above the baseline.
+    """Return a warning if the dense model is hardly or not significantly better than the baseline, else None.
 
     Args:
-        difference: the interval of dense less trivial, in the metric's units.
-        rows: of the test split.
+        dense, trivial: the metric of the dense model and of the baseline.
+        difference: interval of dense - trivial.
+        rows: number of test rows.
     """
     metric, share = METRICS[task.metric], share_learned(task, dense, trivial)
     is_above = (-difference.sign if metric.lower_is_better else difference.sign) > 0

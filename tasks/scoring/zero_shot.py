@@ -1,4 +1,4 @@
-"""Zero-shot tasks of a language model, by EleutherAI's lm-evaluation-harness. Needs the extra `lm-eval`."""
+"""Zero-shot evaluation of a language model with EleutherAI's lm-evaluation-harness (the extra `lm-eval`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from tasks.runtime.stage_runner import StageError
 def zero_shot(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return task → metric → value, on all rows that the harness has of each task; its data come from the hub.
+    """Evaluate a model on tasks of the harness, which downloads their data from the hub.
+
+    Returns:
+        Task → metric → value.
 
     Raises:
         StageError: the harness is not installed, knows no such task, or cannot get its data.
@@ -25,7 +28,7 @@ def zero_shot(
         return {}
     if not find_spec("lm_eval"):
         raise StageError("evaluate.zero_shot needs lm-eval: pip install 'eckart[lm-eval]', or empty the list")
-    from lm_eval import simple_evaluate  # slow to import, and absent where it is not asked for
+    from lm_eval import simple_evaluate  # slow to import, and an optional dependency
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -47,7 +50,7 @@ def zero_shot(
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics, `acc` for `acc,none`, without standard errors, which would need a bootstrap."""
+    """Return the metrics, named `acc` instead of `acc,none`, without standard errors."""
     return {
         name.removesuffix(",none").replace(",", "."): float(value)
         for name, value in sorted(values.items())
