@@ -40,7 +40,9 @@ class Options:
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages that run at the same time, by default 1 if there is a GPU, which they share.
+        """Return the number of stages that may run at the same time: `workers`, or else as many as the cores allow.
+
+        If there is a GPU, the default is 1, since stages would share it.
 
         Args:
             threads: number of CPU threads of each stage.

@@ -2,8 +2,8 @@
 
 It does so when the stage ends, when the flow ends, or on SIGTERM.
 
-`python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that is closed when the flow ends. A shell runs
-COMMAND, unless STAGE, the id of a child process, says that it runs already.
+`python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that gives end-of-file when the flow ends. A
+shell runs COMMAND, unless it already runs in the child process with the id STAGE.
 
 A process that the stage starts may leave the stage's session and lose its parent. On Linux it then becomes a child of
 the supervisor, which is a "child subreaper". Python offers neither that nor the signal at a parent's death, so `prctl`
