@@ -45,7 +45,7 @@ _RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
-    """A stage, its code or an input changed during the run, so that it is unknown from which inputs its result is."""
+    """A stage, its code or an input changed during the run: which inputs the result was made from is unknown."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class Planned:
 def plan() -> list[Planned]:
     """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
 
-    A stage comes as early as its dependencies allow, so all searches, which may be long, come before what follows
-    them. The stage `resolve` is run first if it is stale. All stages are checked here at once, because reading dvc.lock
-    again for each would take a minute.
+    Stages are sorted by their depth in the graph of dependencies, so that all searches, which may be long, come before
+    the stages that depend on any search. The stage `resolve` is run first if it is stale. All stages are checked here
+    at once, because reading dvc.lock again for each would take a minute.
     """
     check_workspace()
     resolve_parameters()
