@@ -17,9 +17,9 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 
 TOPIC = "eckart"
-"""Topic of the events that a worker sends with Dask: (key of a stage, printed line, training curves so far).
+"""Topic of the Dask events that a worker sends: (key of a stage, printed line, training curves so far).
 
-The curves are path → content of the file.
+The training curves are path → content of the file.
 """
 
 _POLL = 0.5  # seconds between two checks whether the scheduler is still there

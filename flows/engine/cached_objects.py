@@ -25,10 +25,10 @@ _FOLDER = ".dir"  # end of a folder's digest; the object of a folder is a list o
 
 
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
-    """Return the corrupt objects of an output: the digest of their bytes is not their name. All bytes are read.
+    """Return the corrupt objects of an output. An object is corrupt if its bytes do not have the digest in its name.
 
-    Missing objects are not reported. If a folder's list of files is corrupt, only the list is returned, since its
-    content cannot be trusted.
+    All bytes are read. Missing objects are not reported. If a folder's list of files is corrupt, only the list is
+    returned, since its content cannot be trusted.
     """
     path = object_path(cache_dir, digest)
     if path.is_file() and not _whole(path, digest):
@@ -84,9 +84,8 @@ def add(repo: Repo, path: Path, digest: str) -> None:
     odb = repo.cache.local
     staged, _, built = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
     if built.hash_info.value == digest:
-        transfer(
-            staged, odb, {built.hash_info}, shallow=False
-        )  # else DVC adds no file of a folder that it has the list of
+        # shallow=False: if the cache has a folder's list of files but lacks a file, add the file.
+        transfer(staged, odb, {built.hash_info}, shallow=False)
 
 
 def remove(path: Path) -> None:

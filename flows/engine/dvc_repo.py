@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class WholeRepo(Repo):
-    """DVC's `Repo`, which here repairs its databases and its run cache before it uses them."""
+    """A `Repo` of DVC that repairs its databases and its run cache before it uses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,7 +32,7 @@ class WholeRepo(Repo):
 
 
 class _WholeEntries(StageCache):
-    """DVC's run cache, which here removes damaged entries, and corrupt objects that an entry names, before use.
+    """A run cache of DVC that removes damaged entries, and the corrupt objects that an entry names, before use.
 
     An entry holds the inputs and outputs of one run of a stage, and is named by the digest of its content. DVC does
     not check this digest: an entry that was cut off between two outputs is valid YAML, and the restored stage would

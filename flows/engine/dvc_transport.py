@@ -70,7 +70,7 @@ class Order:
 
 
 def order(planned: Planned) -> Order:
-    """Return the order with which another workspace runs a stage as this one would. All inputs must exist here."""
+    """Return the order to run a stage in another workspace with this workspace's inputs. All inputs must exist here."""
     with repository() as repo, bookkeeping(repo):
         stages = _stages(repo)
         stage = stages[planned.name]
@@ -163,9 +163,8 @@ def push() -> set[str]:
     with _transport("pushing") as repo:
         _refuse_damaged()
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
-        used = list(
-            repo.stage_cache.get_used_objs(runs).values()
-        )  # before the push, since this removes corrupt objects
+        # Before the push, since this call removes corrupt objects.
+        used = list(repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
         lacking: set[str] = set()
         for objects in used:

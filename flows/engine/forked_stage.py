@@ -37,7 +37,10 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
 
 
 def _supervise(command: str, child: int) -> None:
-    """Replace this process with the program supervisor.py: it is small, and shows other processes the environment."""
+    """Replace this process with the program supervisor.py.
+
+    It is small, and other processes can read its environment. For a fork, the system shows the server's environment.
+    """
     flow = multiprocessing.parent_process()
     assert flow
     os.set_inheritable(flow.sentinel, True)

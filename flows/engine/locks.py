@@ -89,10 +89,10 @@ def workspace(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Wait for and hold a lock on the machine, among all flows of this user.
+    """Wait for and hold the lock on the machine, which all flows of this user share.
 
     Args:
-        alone: whether no other stage may run meanwhile.
+        alone: whether no other stage may run on the machine while the block runs.
     """
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
@@ -147,7 +147,7 @@ def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> 
 
 
 def _wait_for(acquire: Callable[[], object]) -> None:
-    """Call `acquire` until it no longer fails because another process holds the lock.
+    """Call `acquire` again and again until no other process holds the lock that it asks for.
 
     Raises:
         CommandFailed: the flow has ended meanwhile.

@@ -1,4 +1,4 @@
-"""The shortcut for a study that is up to date: without Prefect and a server, only missing results go to MLflow."""
+"""The shortcut for a study that is up to date: only record results that MLflow lacks, without starting Prefect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plan() -> list[Planned]:
     """Return the stages of the study.
 
     Raises:
-        WorkspaceUnusable: dvc.yaml lacks the final table's stage. It may have been cut off, and stages may be missing.
+        WorkspaceUnusable: dvc.yaml lacks the stage of the final table. It was cut off, and may lack other stages, too.
     """
     planned = stages.plan()
     if not any(Path(path).match(str(COMPARISON)) for stage in planned for path in stage.writes):

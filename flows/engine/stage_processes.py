@@ -176,7 +176,7 @@ def reaping() -> Iterator[None]:
 def terminable() -> Iterator[None]:
     """In the block, turn SIGTERM and SIGHUP (closed terminal) into SystemExit, so that the process can clean up."""
     ending = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup has it ignored
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup protects this process from it
         ending.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:

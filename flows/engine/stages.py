@@ -45,7 +45,7 @@ _RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
-    """A stage, its code or an input changed during the run: which inputs the result was made from is unknown."""
+    """A stage, its code or an input changed during the run. The result is not recorded, as it may mix old and new."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Planned:
     upstream: tuple[str, ...]
     """Names of the stages that it directly depends on."""
     alone: bool
-    """Whether no other stage may run on the machine meanwhile."""
+    """Whether no other stage may run on the machine at the same time."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     definition: str
     """Digest of the command, parameters and paths at the time of the plan."""
     twin: str | None
-    """Name of a stage that does the same computation for another recipe. Its result can be used, so wait for it."""
+    """Name of a stage that does the same computation for another recipe: wait for it, and use its result."""
     cached: Outcome | None
     """The result if the stage and all upstream stages were up to date at the time of the plan."""
 
@@ -269,7 +269,7 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
-    """Check out the result of the same computation for a recipe of another name, if the cache still has it.
+    """Check out the outputs of a stage that did the same computation for another recipe, if the cache has them.
 
     Returns:
         Whether this succeeded.

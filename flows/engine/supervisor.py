@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 _PAUSE = 0.01  # seconds between two looks for processes that are left
 _LOOKS = 1000  # number of looks before giving up: processes of another user cannot be killed
 
@@ -64,7 +64,7 @@ def _watch(stage: int, flow: int) -> NoReturn:
         if signal.sigwait(signals) == signal.SIGTERM:
             _end(1)
     code = os.waitstatus_to_exitcode(status)
-    _end(code if code >= 0 else 128 - code)  # as a shell has it
+    _end(code if code >= 0 else 128 - code)  # like a shell's code for a signal
 
 
 def _status(stage: int) -> int | None:

@@ -32,7 +32,7 @@ class Kind:
 
 
 def size_of(paths: Iterable[Path]) -> Size:
-    """Return the size of files and folders. Bytes of hard-linked files do not count: removing one link frees none."""
+    """Return the size of files and folders. Hard-linked files count as 0 bytes, since removing a link frees none."""
     sizes = [_bytes(path) for path in paths]
     return Size(len(sizes), sum(sizes))
 

@@ -80,7 +80,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 
 
 def _registered(count: int) -> Kind:
-    """Return the registered versions as a kind. All stay; the count lets a user see that it is the right registry."""
+    """Return the `Kind` of registered versions. All stay; the count lets a user see that it is the right registry."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
@@ -118,7 +118,7 @@ def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
 
 
 def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
-    """Load the record of its stages that a study's run made at its end; empty if there is none."""
+    """Load the record of its stages that a study's run has stored in MLflow at its end; empty if there is none."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +142,7 @@ def _kinds(
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
-    """Return the runs and the models in the workspace's own store as two kinds.
+    """Return the two kinds in the workspace's own store: runs and models.
 
     Args:
         runs: id → run.
@@ -173,7 +173,7 @@ def _kinds(
 
 
 def _ends(run: Run, stays: bool) -> bool:
-    """Whether a run goes: a study's run goes unless it stays, and a run in MLflow's trash always, since gc empties it.
+    """Whether a run goes: it belongs to a study and nothing needs it, or it is in MLflow's trash, which is emptied.
 
     Args:
         stays: whether something needs the run.
@@ -193,7 +193,7 @@ def _is_unused(model: LoggedModel, staying: set[str]) -> bool:
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Return runs or models as a kind.
+    """Return the `Kind` of runs or of models.
 
     Args:
         places: id → URL of the folder with the files.

@@ -53,7 +53,7 @@ class Filled:
     """Result of `init`: the values that it wrote into params.yaml.
 
     changes: dotted name → new value.
-    before: dotted name → value before; in a new workspace, the values of the default study.
+    before: dotted name → old value of every parameter; in a new workspace, its value in the default study.
     head: sentence that says what happens to the base model's head; may be empty.
     """
 
@@ -66,16 +66,15 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
     """Make `folder` a workspace, or change one that exists. Files in it stay.
 
     Args:
-        again: whether `folder` already is a workspace. Its params.yaml then changes only where the wishes decide it.
+        again: whether `folder` already is a workspace. Then only the parameters that follow from the wishes change.
 
     Raises:
         InitError: nothing was changed.
     """
     _check(folder, wishes, again)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    with TemporaryDirectory(
-        prefix=".eckart-init-", dir=parent
-    ) as temporary:  # on the same disk as `folder`, so that moving files is fast
+    # On the same disk as `folder`, so that moving files is fast.
+    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:
         draft = Path(temporary)
         shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:

@@ -58,7 +58,7 @@ def of_data(
             "metric": task_class(kind).metrics[0],
         }
     }
-    if not task_class(kind).running_text:  # for running text, sizes count blocks, and drops are perplexity
+    if not task_class(kind).running_text:  # else sizes count blocks, and drops are perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     labels = _labels(changes["data"])
@@ -71,7 +71,7 @@ def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the classes, with the code of the stage extract, which raises its errors here already.
 
     Args:
-        changes: the section data of params.yaml, as far as it is derived.
+        changes: derived values of the section data of params.yaml.
     """
     content = sections(read())["data"]
     yaml_edit.change(content, changes)
@@ -147,7 +147,7 @@ def _length(
 ) -> int:
     """Choose max_length: the number of tokens that nearly all examples fit into, as far as the model allows.
 
-    It is a multiple of 8, and at most 512. For running text it is the most that the model allows.
+    It is rounded up to a multiple of 8, and at most 512. For running text it is the most that the model allows.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)
