@@ -1,4 +1,4 @@
-"""Run the tasks and seeds of a study's file, each in a workspace of its own, one after the other."""
+"""Run the seeds and trials of a multi-seed study one after the other, each in its own workspace."""
 
 from __future__ import annotations
 
@@ -27,25 +27,29 @@ log = logging.getLogger(__name__)
 
 
 def folder_of(study: StudyFile, seed: int) -> Path:
-    """Return the workspace of a seed, relative to the main one."""
+    """Return the path of a seed's workspace, relative to the main workspace."""
     return WORKSPACES / f"{study.name}-seed{seed}"
 
 
 def check_committed(study: StudyFile) -> None:
-    """Raise unless a workspace made from the commit runs the same code and study as the main one.
+    """Check that the code and the study's file are committed, since workspaces of seeds are made from the commit.
 
     Raises:
-        WorkspaceError: files are edited or new and not committed; the message names them.
+        WorkspaceError: files are edited or new. The message names them.
     """
     file = str(study.path)
     edited = worktrees.edited(*worktrees.CODE, file)
-    if not worktrees.git(Path(), "ls-files", "--", file):  # ignored by git
+    if not worktrees.git(Path(), "ls-files", "--", file):  # git ignores it, so `edited` does not find it
         edited.add(file)
     worktrees.refuse(edited, "A study runs")
 
 
 def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, str]]:
-    """Run a study's trials, if it has any, and its seeds; return it as it ran, and failed seed → cause."""
+    """Run a study's trials, if it has any, then its seeds with the best variants.
+
+    Returns:
+        The study with the variants that were chosen in the trials, and failed seed → cause.
+    """
     try:
         study = _choose(study, study.trials, options) if study.trials else study
     except WorkspaceError as error:
@@ -62,10 +66,10 @@ def run_all(study: StudyFile, options: Options) -> tuple[StudyFile, dict[int, st
 
 
 def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
-    """Run the trials of the study's file, and return the study with the best variant of each recipe.
+    """Run the trials of the study, and return the study with the best variant of each recipe.
 
     Raises:
-        WorkspaceError: the trials cannot be run, or failed.
+        WorkspaceError: the trials could not run, or failed.
     """
     first = study.of_trials(trial)
     folder = folder_of(first, trial.seed)
@@ -76,17 +80,17 @@ def _choose(study: StudyFile, trial: Trials, options: Options) -> StudyFile:
 
 
 def run(study: StudyFile, seed: int, options: Options) -> bool:
-    """Run `eckart run` with a seed in its workspace, and return whether it succeeded.
+    """Run `eckart run` in the workspace of a seed, and return whether it succeeded.
 
     Raises:
-        WorkspaceError: the workspace cannot be made, or another study runs in it.
+        WorkspaceError: the workspace cannot be made, or is in use.
     """
     folder = folder_of(study, seed)
     command = [sys.executable, "-m", "flows", "run", *options.words()]
     with worktrees.held(folder) as lock:
         prepare(study, seed)
         environment = worktrees.environment() | {"MLFLOW_TRACKING_URI": _tracking(study.params["study"]["name"])}
-        # The study inherits the lock, so that it holds even if this process is killed.
+        # The new process inherits the lock, so the workspace stays locked even if this process is killed.
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -100,7 +104,7 @@ def run(study: StudyFile, seed: int, options: Options) -> bool:
 
 @contextmanager
 def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """End the study when this process is ended. Ctrl-C reaches both by itself."""
+    """End the process of the study when this process is told to end. Ctrl-C reaches both processes anyway."""
     with terminable(), process:
         try:
             yield process
@@ -108,12 +112,12 @@ def _ending(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
             process.terminate()
             raise
         except KeyboardInterrupt:
-            process.wait()  # while it cleans up
+            process.wait()  # let it clean up
             raise
 
 
 def prepare(study: StudyFile, seed: int) -> Path:
-    """Make the workspace of a seed, or update it to the present commit; its outputs stay."""
+    """Make the workspace of a seed, or update it to the present commit. Outputs in it stay."""
     folder = folder_of(study, seed)
     worktrees.follow(folder)
     of_task = f", task {study.task}," if study.task else ""
@@ -127,7 +131,10 @@ def prepare(study: StudyFile, seed: int) -> Path:
 
 
 def _tracking(experiment: str) -> str:
-    """Return MLflow's address: that of the main workspace, unless the environment names another."""
+    """Return MLflow's address: that of the main workspace, unless the environment names another.
+
+    In a local database, the experiment is made first.
+    """
     from flows.tracking import database
 
     if not database.is_local():
@@ -139,6 +146,6 @@ def _tracking(experiment: str) -> str:
     database.set_aside_damaged()
     try:
         mirror.experiment(MlflowClient(database.address()), experiment)
-    except Exception as error:  # a store may fail in many ways, none of which may stop the study
+    except Exception as error:  # whatever fails in MLflow must not stop the study
         log.warning("MLflow cannot be used: %s", error)
     return database.address()

@@ -1,8 +1,8 @@
-"""Runs the stages of a study on Dask's workers, each of which has a workspace of its own.
+"""Run the stages of a study on Dask's workers, each of which has its own workspace.
 
-A stage goes to a worker as an order, the digests of its inputs, and comes back as its entry in dvc.lock; the bytes go
-through the DVC remote. The engine here decides what runs, records results and holds DVC's locks, as for a stage that
-runs here.
+A stage is sent to a worker as an `Order` with the digests of its inputs, and its result comes back as the stage's entry
+in dvc.lock. The bytes go through the DVC remote. The engine in this workspace decides which stages run, records the
+results and holds DVC's locks, like for a stage that runs here.
 """
 
 from __future__ import annotations
@@ -30,22 +30,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_POLL = 1.0  # seconds between two looks at whether there are workers
+_POLL = 1.0  # seconds between two checks whether there are workers
 
 
 class ClusterError(EckartError):
-    """Stages cannot be run on workers; the message says what to do."""
+    """Stages cannot run on workers. The message says what to do."""
 
 
 def require() -> None:
-    """Check that Dask is installed."""
+    """Raise a ClusterError if Dask is not installed."""
     if not find_spec("distributed"):
         raise ClusterError("the task runner dask needs more packages: pip install '.[cluster]'")
 
 
 @contextmanager
 def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -> Iterator[Workers]:
-    """Yield the workers of the Dask scheduler at this address, to run the stages on, for `timeout` seconds each."""
+    """Connect to a Dask scheduler, and yield its workers, which can then run stages.
+
+    Args:
+        planned: all stages of the study.
+        scheduler: address of the scheduler.
+        timeout: seconds that a stage may take; None for no limit.
+    """
     require()
     dvc_transport.check_remote()
     from distributed import Client
@@ -59,24 +65,31 @@ def workers(planned: Sequence[Planned], scheduler: str, timeout: float | None) -
 
 
 class Workers:
-    """Runs stages on Dask's workers. Its methods are called from many threads, one for each stage."""
+    """The workers of a Dask cluster, which run stages. Many threads call `execute`, one for each stage."""
 
     def __init__(self, planned: Sequence[Planned], client: Client, timeout: float | None) -> None:
         self._planned = {stage.name: stage for stage in planned}
         self._client, self._timeout = client, timeout
         self._warned = threading.Event()
         self._published: set[str] = set()
-        """Stages whose results the remote has."""
+        """Names of the stages with outputs that the remote has."""
         self._publishing = threading.Lock()
         self._heard: dict[str, SimpleQueue[tuple[str, dict[str, str]] | None]] = {}
-        """Dask's key of a stage → messages of its worker, and None at the end."""
+        """Dask's key of a running stage → messages from its worker; None is the last."""
         client.subscribe_topic(dask_worker.TOPIC, self._hear)
 
     def execute(self, planned: Planned, command: str, log: Callable[[str], None]) -> Outcome | float:
-        """Run a stage on a worker and bring its outputs here; run it here if no other workspace has its inputs.
+        """Run a stage on a worker and fetch its outputs; if no other workspace can have its inputs, run it here.
+
+        Args:
+            command: the stage's command, used only if the stage runs here.
+            log: called with each line that the stage prints.
+
+        Returns:
+            The outcome on the worker, or the seconds that the stage took here.
 
         Raises:
-            EckartError, OSError: it failed there, or what it reads or wrote could not be carried.
+            EckartError, OSError: the stage failed, or its inputs or outputs could not be transported.
         """
         if _gathers(planned, self._planned):
             return stages.execute_here(planned, command, log, self._timeout)
@@ -94,8 +107,11 @@ class Workers:
                 self._published.update(missing)
 
     def _run(self, order: Order, log: Callable[[str], None]) -> tuple[Outcome, Entry]:
-        """Return a worker's result; meanwhile, hand its lines to `log` and write its training curves as they grow."""
-        key = f"{order.stage}-{uuid4()}"  # never that of another flow
+        """Run an ordered stage on a worker, and return its result.
+
+        Meanwhile, the printed lines go to `log`, and the training curves so far are written into this workspace.
+        """
+        key = f"{order.stage}-{uuid4()}"  # unique among all flows that use the scheduler
         heard = self._heard[key] = SimpleQueue()
         future = self._client.submit(dask_worker.stage, order, self._timeout, key=key)
         future.add_done_callback(lambda ended: heard.put(None))
@@ -108,7 +124,7 @@ class Workers:
                 log(line)
             return _result(future)
         finally:
-            future.release()  # else Dask makes the result again when its worker ends
+            future.release()  # else Dask would run the stage again when its worker ends
             del self._heard[key]
 
     def _next(self, heard: SimpleQueue[Any], future: Future) -> Any:
@@ -116,7 +132,7 @@ class Workers:
             try:
                 return heard.get(timeout=_POLL)
             except Empty:
-                if future.done():  # as it is when the client was closed
+                if future.done():  # also true after the client was closed, when no message comes any more
                     return None
                 if not self._warned.is_set() and not self._client.nthreads():
                     self._warned.set()
@@ -125,14 +141,14 @@ class Workers:
     def _hear(self, event: tuple[float, tuple[str, str, dict[str, str]]]) -> None:
         _, (key, line, curves) = event
         heard = self._heard.get(key)
-        if heard is not None:  # else it is another flow's, or over
+        if heard is not None:  # else the stage belongs to another flow, or has ended
             heard.put((line, curves))
 
 
 def _result(future: Future) -> tuple[Outcome, Entry]:
     try:
         result = future.result()
-    except Exception as error:  # workers died in it, or cannot load what it is: Dask raises what it met
+    except Exception as error:  # its workers died, or cannot load our code: Dask raises any kind of error
         raise ClusterError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
     if isinstance(result, Exception):
         raise result
@@ -140,9 +156,10 @@ def _result(future: Future) -> tuple[Outcome, Entry]:
 
 
 def _gathers(stage: Planned, planned: Mapping[str, Planned]) -> bool:
-    """Whether a stage reads a folder that several others write into, or the reference, which the flow writes here.
+    """Whether a stage must run in this workspace, because no other one has the same input files.
 
-    No other workspace has the same files there.
+    This is so if the stage reads a folder into which several other stages write, or the reference data, which the flow
+    writes into this workspace only.
     """
     written = [Path(path) for name in stage.upstream for path in planned[name].writes]
     folders = any(path != Path(read) and path.is_relative_to(read) for read in stage.reads for path in written)

@@ -1,4 +1,4 @@
-"""A worker: runs stages of a study elsewhere in its working directory, a clone of its own."""
+"""A Dask worker that runs stages for a study of another workspace. Its working directory is its own workspace."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from flows.engine.stages import Outcome
 from tasks.artifacts.errors import EckartError
 
 TOPIC = "eckart"
-"""Topic of Dask's events with a stage's key, a line that it prints, and its training curves so far (path → text)."""
+"""Topic of the Dask events that a worker sends: (key of a stage, printed line, training curves so far).
 
-_POLL = 0.5  # seconds between two looks at whether the scheduler is still there
-_GOODBYE = 5.0  # seconds for a usual end
+The training curves are path → content of the file.
+"""
+
+_POLL = 0.5  # seconds between two checks whether the scheduler is still there
+_GOODBYE = 5.0  # seconds that the worker has to end in the normal way
 
 
 def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Exception:
-    """Run a stage in this worker's workspace, push its outputs, and return its outcome and its entry in dvc.lock.
+    """Run an ordered stage in this worker's workspace, push its outputs, and return (outcome, entry in dvc.lock).
 
-    A failure is returned, not raised: Dask would print its traceback.
+    If the stage fails, the error is returned and not raised, since Dask would print its traceback.
+
+    Args:
+        timeout: seconds that the stage may take; None for no limit.
     """
     from distributed import get_worker  # slow, and an optional extra
 
@@ -49,7 +55,12 @@ def stage(order: Order, timeout: float | None) -> tuple[Outcome, Entry] | Except
 
 
 def work(scheduler: str, side_by_side: int) -> None:
-    """Run stages, `side_by_side` at a time, until the scheduler at this address or this process ends."""
+    """Run stages for a scheduler until it ends or this process is told to end.
+
+    Args:
+        scheduler: its address.
+        side_by_side: largest number of stages that run at the same time.
+    """
     stages.check_workspace()
     print(f"Stages run in {Path.cwd()}, once {scheduler} answers and hands them out; Ctrl-C ends this.", flush=True)
     asyncio.run(_work_and_end(scheduler, side_by_side))
@@ -58,8 +69,8 @@ def work(scheduler: str, side_by_side: int) -> None:
 async def _work_and_end(scheduler: str, side_by_side: int) -> None:
     with stage_processes.reaping():
         await _work(scheduler, side_by_side)
-    # Not by a return: what Dask has not finished could hold the process open for ever, and the thread of a stage that
-    # was just killed would report it as failed.
+    # Exit at once instead of returning: unfinished work of Dask could keep the process alive for ever, and the thread
+    # of a stage that was just killed would report the stage as failed.
     os._exit(0)
 
 
@@ -73,9 +84,9 @@ async def _work(scheduler: str, side_by_side: int) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    host = get_ip(get_address_host(scheduler))  # not on every network of this machine
+    host = get_ip(get_address_host(scheduler))  # listen only on the network that leads to the scheduler
     dask.config.set({"distributed.worker.http.routes": []})
-    name, nowhere = f"{gethostname()}:{Path.cwd()}", "127.0.0.1:0"  # Dask listens for pages in any case
+    name, nowhere = f"{gethostname()}:{Path.cwd()}", "127.0.0.1:0"  # Dask's web server cannot be turned off
     worker = Worker(scheduler, nthreads=side_by_side, name=name, host=host, dashboard_address=nowhere)
     started, asked_to_end = asyncio.ensure_future(worker), asyncio.create_task(stopped.wait())
     await asyncio.wait([started, asked_to_end], return_when=asyncio.FIRST_COMPLETED)
@@ -83,6 +94,6 @@ async def _work(scheduler: str, side_by_side: int) -> None:
         started.result()
     while not stopped.is_set() and worker.status in (Status.running, Status.paused):
         await asyncio.sleep(_POLL)
-    # Before its stages are killed: the scheduler is to give them to other workers. Where it is gone, Dask has begun to
-    # end the worker by itself, and waits for stages, which end when they are killed.
+    # Close the worker before its stages are killed, so that the scheduler gives them to other workers. If the scheduler
+    # is gone, Dask has begun to close the worker by itself and waits for its stages, which end when they are killed.
     await asyncio.wait([asyncio.ensure_future(worker.close(timeout=_POLL, executor_wait=False))], timeout=_GOODBYE)

@@ -1,1 +1,1 @@
-"""The engine: DVC decides what is stale, and a stage runs in a process of its own."""
+"""The engine that runs stages: DVC decides which stages are stale, and each stage runs in its own process."""

@@ -1,6 +1,7 @@
-"""The objects of DVC's cache as plain files, and the check that their bytes have the digest that is their name.
+"""Check, copy, add and remove the objects of DVC's cache as plain files.
 
-DVC trusts a read-only object and never reads it again: what a disk damages would spread into every workspace.
+An object is named by the digest of its bytes. DVC trusts a read-only object and never hashes it again, so an object
+that the disk has damaged would spread into every workspace. This module compares the bytes with the name.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dvc_objects.fs.local import LocalFileSystem
 
 log = logging.getLogger(__name__)
 
-_FOLDER = ".dir"  # how the digest of a folder ends; its object lists the files
+_FOLDER = ".dir"  # end of a folder's digest; the object of a folder is a list of its files
 
 
 def corrupted(cache_dir: Path, digest: str) -> list[Path]:
-    """Return the objects of an output whose bytes have another digest than their name says; reads all bytes.
+    """Return the corrupt objects of an output. An object is corrupt if its bytes do not have the digest in its name.
 
-    Missing objects are not reported. Where a folder's list of files is corrupt only the list is named, since what it
-    lists cannot be trusted.
+    All bytes are read. Missing objects are not reported. If a folder's list of files is corrupt, only the list is
+    returned, since its content cannot be trusted.
     """
     path = object_path(cache_dir, digest)
     if path.is_file() and not _whole(path, digest):
@@ -37,9 +38,9 @@ def corrupted(cache_dir: Path, digest: str) -> list[Path]:
 
 
 def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
-    """Remove the corrupt objects of these outputs, and return them.
+    """Remove the corrupt objects of these outputs from the cache, and return their paths.
 
-    DVC would use them as they are, and never write them anew.
+    DVC would use a corrupt object as it is, and never write it anew.
     """
     corrupt = sorted({path for digest in digests for path in corrupted(cache_dir, digest)})
     for path in corrupt:
@@ -51,7 +52,10 @@ def discard_corrupt(cache_dir: Path, digests: Iterable[str]) -> list[Path]:
 
 
 def missing(cache_dir: Path, digest: str) -> set[str]:
-    """Return the digests of the missing objects of an output; for a folder whose list is missing, only the list's."""
+    """Return the digests of the objects of an output that the cache lacks.
+
+    If the list of a folder's files is missing or corrupt, only the digest of the folder is returned.
+    """
     listed = files(cache_dir, digest)
     if listed is None:
         return {digest}
@@ -59,7 +63,11 @@ def missing(cache_dir: Path, digest: str) -> set[str]:
 
 
 def copy(cache_dir: Path, digest: str, target: Path) -> None:
-    """Copy an output from the cache to `target`; all its objects must be there."""
+    """Copy an output from the cache to `target`, which is replaced. The cache must have all objects of the output.
+
+    Raises:
+        FileNotFoundError: an object is missing.
+    """
     if (listed := files(cache_dir, digest)) is None:
         raise FileNotFoundError(f"the cache has no list of the files of {digest}")
     remove(target)
@@ -72,15 +80,16 @@ def copy(cache_dir: Path, digest: str, target: Path) -> None:
 
 
 def add(repo: Repo, path: Path, digest: str) -> None:
-    """Put a file or folder into the cache of a workspace if it has this digest."""
+    """Add a file or folder to the cache of a workspace, but only if its digest is `digest`."""
     odb = repo.cache.local
     staged, _, built = build(odb, str(path.absolute()), LocalFileSystem(), "md5")
     if built.hash_info.value == digest:
-        transfer(staged, odb, {built.hash_info}, shallow=False)  # also files whose list is there
+        # shallow=False: if the cache has a folder's list of files but lacks a file, add the file.
+        transfer(staged, odb, {built.hash_info}, shallow=False)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder or a link, if it is there."""
+    """Remove a file, a folder or a link if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -88,7 +97,10 @@ def remove(path: Path) -> None:
 
 
 def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
-    """Return path within an output → digest; None for a folder whose list of files is missing or corrupt."""
+    """Return the files of an output in the cache, as path within the output → digest.
+
+    An output that is a file has the path "". The result is None if a folder's list of files is missing or corrupt.
+    """
     if not digest.endswith(_FOLDER):
         return {"": digest}
     path = object_path(cache_dir, digest)
@@ -96,14 +108,14 @@ def files(cache_dir: Path, digest: str) -> dict[str, str] | None:
 
 
 def measured(path: Path) -> dict[str, str]:
-    """Return path within `path` → digest of the bytes there now; a file's own path within itself is empty."""
+    """Hash the file or folder `path`, and return path within `path` → digest. A file itself has the path ""."""
     if path.is_file():
         return {"": file_md5(str(path))}
     return {file.relative_to(path).as_posix(): file_md5(str(file)) for file in path.rglob("*") if file.is_file()}
 
 
 def digest_of(files: Mapping[str, str]) -> str:
-    """Return DVC's digest of an output whose files have these digests, as `measured` gives them."""
+    """Return the digest that DVC gives to an output with these files (path → digest, as `measured` returns them)."""
     if set(files) == {""}:
         return files[""]
     tree = Tree.from_list([{"md5": digest, "relpath": name} for name, digest in files.items()])

@@ -1,4 +1,4 @@
-"""DVC's repository with repairs: damaged databases, entries of the run cache and objects are removed before use."""
+"""DVC's `Repo` with repairs: damaged databases, run cache entries and objects are removed before DVC uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class WholeRepo(Repo):
-    """DVC's `Repo` that repairs its databases and its run cache before it uses them."""
+    """A `Repo` of DVC that repairs its databases and its run cache before it uses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,11 +32,11 @@ class WholeRepo(Repo):
 
 
 class _WholeEntries(StageCache):
-    """The run cache without damaged entries and without entries that name corrupt objects.
+    """A run cache of DVC that removes damaged entries, and the corrupt objects that an entry names, before use.
 
-    An entry is named by the digest of its content. DVC does not check that: an entry that was cut off between two
-    outputs is valid YAML, and the restored stage would lack an output. Nor does DVC read the objects that an entry
-    names, so it would restore and push corrupt ones.
+    An entry holds the inputs and outputs of one run of a stage, and is named by the digest of its content. DVC does
+    not check this digest: an entry that was cut off between two outputs is valid YAML, and the restored stage would
+    lack an output. DVC does not read the objects that an entry names either, so it would restore and push corrupt ones.
     """
 
     def __init__(self, repo: Repo) -> None:
@@ -50,17 +50,17 @@ class _WholeEntries(StageCache):
         return super()._create_stage(cache, wdir)
 
     def _load_cache(self, key: str, value: str | None) -> Any:
-        if value is None:  # a folder without entries, on which DVC fails
+        if value is None:  # the folder has no entries; DVC's own code fails on this
             return None
         try:
             entry = super()._load_cache(key, value)
             if entry is None or _get_cache_hash(entry) == value:
                 return entry
-        except PermissionError:  # another user's, in a cache that several share
+        except PermissionError:  # in a shared cache, the entry may belong to another user
             return None
         except (DvcException, OSError):
             pass
         log.warning("%s of DVC's run cache is damaged: it is removed", value)
-        with suppress(OSError):  # another user's, in a shared cache
+        with suppress(OSError):  # as above
             cached_objects.remove(Path(self._get_cache_path(key, value)))
         return None

@@ -1,7 +1,7 @@
-"""Transport between workspaces over the DVC remote: stages to run, their results, and settings.
+"""Exchange stages, their results and DVC's settings between workspaces; bytes go through the DVC remote.
 
-A stage goes to another workspace as an order and comes back as its entry in dvc.lock, both nothing but digests; the
-bytes go through the remote. Of DVC's internals it touches load_file, StageLoader.fill_from_lock, Output.checkout,
+A stage is sent to another workspace as an `Order`, and its result comes back as the stage's entry in dvc.lock. Both
+hold digests only. This module uses these internals of DVC: load_file, StageLoader.fill_from_lock, Output.checkout,
 cloud.push/pull, stage_cache and Config.
 """
 
@@ -45,30 +45,32 @@ log = logging.getLogger(__name__)
 
 
 class TransportFailed(EckartError):
-    """The DVC remote cannot be used, or lacks what it should hold; the message says which."""
+    """The DVC remote cannot be used, or lacks an object that it should have. The message says which."""
 
 
 class NotTheSame(EckartError):
-    """This workspace would run something else under the stage's name; the message says what differs."""
+    """A stage differs between two workspaces: its definition, code or inputs. The message says what differs."""
 
 
 Entry = dict[str, Any]
-"""A stage as it stands in dvc.lock: digests and no bytes, so that any workspace can adopt it."""
+"""The entry of a stage in dvc.lock. It holds digests and no bytes, so that any workspace can adopt it."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A stage for another workspace to run: all that it reads as digests, no bytes and no paths of this machine."""
+    """Request to another workspace to run a stage. It has the digests of all inputs, but no paths of this machine."""
 
     stage: str
     definition: str
+    """Digest of the stage's command, parameters and paths."""
     reads: dict[str, str]
-    """Dependency or parameter file → digest."""
+    """Dependency → digest; parameter file → values as JSON."""
     upstream: dict[str, Entry]
+    """Name → entry in dvc.lock of each stage that the stage directly depends on."""
 
 
 def order(planned: Planned) -> Order:
-    """Return what another workspace needs to run a stage as it would run here; all that it reads must be here."""
+    """Return the order to run a stage in another workspace with this workspace's inputs. All inputs must exist here."""
     with repository() as repo, bookkeeping(repo):
         stages = _stages(repo)
         stage = stages[planned.name]
@@ -78,7 +80,12 @@ def order(planned: Planned) -> Order:
 
 
 def accept(order: Order) -> Planned:
-    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage as it is to run here."""
+    """Pull the inputs of an ordered stage that this workspace lacks, and return the stage, ready to run here.
+
+    Raises:
+        NotTheSame: the stage does not exist here, lacks an input, or has other inputs, parameters or code.
+        TransportFailed: the remote cannot be used, or lacks an input.
+    """
     with _transport(f"pulling what {order.stage} reads") as repo:
         stages = _stages(repo)
         if missing := [name for name in (order.stage, *order.upstream) if name not in stages]:
@@ -105,7 +112,7 @@ def accept(order: Order) -> Planned:
 
 
 def publish(names: Sequence[str]) -> dict[str, Entry]:
-    """Push what stages wrote to the remote, and return their entries in dvc.lock."""
+    """Push the outputs of stages to the remote, and return name → entry in dvc.lock."""
     with _transport(f"pushing what {', '.join(names)} wrote") as repo:
         stages = _stages(repo)
         for name in names:
@@ -116,7 +123,16 @@ def publish(names: Sequence[str]) -> dict[str, Entry]:
 
 
 def fetch(order: Order, entry: Entry) -> None:
-    """Pull what another workspace wrote when it ran the order; the caller's `stages.run` records it."""
+    """Pull the outputs that another workspace made for the order. `stages.run` of the caller records them.
+
+    Args:
+        entry: the stage's entry in dvc.lock of the other workspace.
+
+    Raises:
+        StageChanged: the stage or an input changed here since it was ordered.
+        NotTheSame: the other workspace used other inputs than the order says.
+        TransportFailed: the remote cannot be used, or lacks an output.
+    """
     with _transport(f"pulling what {order.stage} wrote") as repo:
         stage = _stages(repo)[order.stage]
         stage.save_deps()
@@ -130,24 +146,25 @@ def fetch(order: Order, entry: Entry) -> None:
 
 
 def check_remote() -> None:
-    """Check that the workspace has a DVC remote, which carries bytes between workspaces."""
+    """Raise a TransportFailed if the workspace has no default DVC remote, which workers need."""
     with repository() as repo:
         if not repo.config["core"].get("remote"):
             raise TransportFailed("workers need a DVC remote that all reach: `dvc remote add --default NAME URL`")
 
 
 def push() -> set[str]:
-    """Copy to the remote what dvc.lock and .dvc files name, and the run cache with all that it names.
+    """Copy all results to the remote: the objects that dvc.lock, .dvc files and the run cache name, and the run cache.
+
+    `dvc push --run-cache` does not copy objects that only the run cache names: results of earlier parameters.
 
     Returns:
-        Digests that the run cache names and that neither the cache nor the remote has.
-
-    `dvc push --run-cache` leaves behind what only the run cache names: results of parameters that were changed since.
+        Digests of objects that the run cache names, but that the remote does not have after the push.
     """
     with _transport("pushing") as repo:
         _refuse_damaged()
         runs = [(path.parent.name, path.name) for path in Path(repo.stage_cache.cache_dir).glob("*/*/*")]
-        used = list(repo.stage_cache.get_used_objs(runs).values())  # first: what is corrupt goes with it
+        # Before the push, since this call removes corrupt objects.
+        used = list(repo.stage_cache.get_used_objs(runs).values())
         repo.push(run_cache=True)
         lacking: set[str] = set()
         for objects in used:
@@ -159,33 +176,33 @@ def push() -> set[str]:
 
 @dataclass(frozen=True)
 class Pulled:
-    """The stages and .dvc files that `pull` could not bring up to date."""
+    """Result of `pull`: the stages and .dvc files that it could not bring up to date."""
 
     lacking: list[str]
-    """Neither the cache nor the remote has it."""
+    """Their outputs are neither in the cache nor in the remote."""
     stale: list[str]
-    """Not what dvc.lock or the .dvc file records: its parameters, code, inputs or outputs were edited."""
+    """Their parameters, code, inputs or outputs differ from the record in dvc.lock or in the .dvc file."""
 
 
 def pull() -> Pulled:
-    """Bring from cache and remote the results that fit this workspace.
+    """Fetch the results that fit this workspace from the cache and the remote.
 
-    It runs no stage but `resolve`, and leaves the other entries of dvc.lock as they are. Of each stage it brings what
-    somebody made from its present parameters, code and data; where nobody did, what dvc.lock records. What a person
-    edited stays.
+    For each stage, these are the outputs that somebody made from its present parameters, code and data. If there are
+    none, they are the outputs that dvc.lock records. Files that a person has edited stay. Only the stage `resolve` is
+    run, and only its entry in dvc.lock can change.
     """
     _refuse_damaged()
     resolve_parameters()
     with _transport("pulling") as repo:
         repo.stage_cache.pull(None)
         lacking = [stage.addressing for stage in _upstream_first(repo) if not _pulled(repo, stage)]
-        repo._reset()  # in the stages seen so far is noted what they read, in place of what dvc.lock records
+        repo._reset()  # load all stages anew: `_pulled` overwrote the recorded inputs of those in memory
         stale = [stage.addressing for stage in _upstream_first(repo) if stage.changed()]
         return Pulled(lacking, [name for name in stale if name not in lacking])
 
 
 def run_entries() -> list[tuple[str, str]]:
-    """Return place and text of each entry of the run cache, here and in the remote; an entry in both comes once."""
+    """Return (path, text) of each entry of the run cache, here and in the remote, without duplicates."""
     with _transport("reading the run cache") as repo:
         here = Path(repo.stage_cache.cache_dir)
         texts = {
@@ -202,7 +219,7 @@ def run_entries() -> list[tuple[str, str]]:
 
 
 def fetch_outputs(digests: Collection[str]) -> bool:
-    """Fetch what the cache lacks of these outputs from the remote, and return whether the cache then has all of it."""
+    """Fetch the missing objects of these outputs from the remote, and return whether the cache then has all of them."""
     try:
         with _transport("pulling") as repo:
             return _fetch(repo, digests)
@@ -214,7 +231,7 @@ def fetch_outputs(digests: Collection[str]) -> bool:
 def _fetch(repo: Repo, digests: Collection[str]) -> bool:
     cache_dir = Path(repo.cache.local_cache_dir)
     asked: set[str] = set()
-    while True:  # the list of a folder's files comes first, then the files
+    while True:  # the first round fetches lists of folders' files, the second the files
         cached_objects.discard_corrupt(cache_dir, digests)
         lacking = {missing for digest in digests for missing in cached_objects.missing(cache_dir, digest)}
         if not lacking or lacking == asked:
@@ -224,7 +241,7 @@ def _fetch(repo: Repo, digests: Collection[str]) -> bool:
 
 
 def share_settings(folder: Path) -> None:
-    """Give the workspace `folder` DVC's settings of the working directory: cache and remotes, with absolute paths."""
+    """Copy DVC's settings of the working directory (cache, remotes) to the workspace `folder`, with absolute paths."""
     root = Path.cwd()
     main = Config(str(root / ".dvc"))
     settings = main.load_one("repo")
@@ -238,14 +255,14 @@ def share_settings(folder: Path) -> None:
 
 
 def _upstream_first(repo: Repo) -> list[Stage]:
-    """Every stage and .dvc file."""
+    """Return all stages and .dvc files, each after those that it depends on."""
     return list(reversed(list(networkx.topological_sort(repo.index.graph))))
 
 
 def _pulled(repo: Repo, stage: Stage) -> bool:
-    """Put what a stage wrote into the workspace, and return False if neither cache nor remote has it.
+    """Put the outputs of a stage into the workspace, and return False if neither the cache nor the remote has them.
 
-    It writes no entry into dvc.lock: only a run knows what was made from what.
+    dvc.lock stays as it is: only a run knows from which inputs the outputs were made.
     """
     if not stage.changed():
         return True
@@ -267,7 +284,7 @@ def _pulled(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull_inputs(repo: Repo, stage: Stage) -> None:
-    """Bring the inputs of a stage up to date that have .dvc files: data and base models."""
+    """Bring those inputs of a stage up to date that have .dvc files: data and base models."""
     for file in (Path(f"{dep.fs_path}.dvc") for dep in stage.deps):
         if file.exists():
             _pulled(repo, load_file(repo, str(file)).stage)
@@ -282,10 +299,10 @@ def _pulled_input(repo: Repo, stage: Stage) -> bool:
 
 
 def _pull(repo: Repo, out: Output, force: bool = True) -> None:
-    """Put an output into the workspace, after a check of its digests.
+    """Fetch an output, check its digests and put it into the workspace.
 
     Args:
-        force: whether to replace files that are in no cache.
+        force: whether to overwrite files in the workspace that are in no cache.
     """
     if not _fetch(repo, [str(out.hash_info.value)]):
         raise TransportFailed(f"the DVC remote does not have {out}, or not whole")
@@ -300,12 +317,12 @@ def _refuse_damaged() -> None:
 
 
 def _stages(repo: Repo) -> Mapping[str, PipelineStage]:
-    """Return all stages by name; each access makes the stage anew, from one reading of dvc.yaml and dvc.lock."""
+    """Return name → stage. dvc.yaml and dvc.lock are read once, but each access returns a new stage object."""
     return load_file(repo, "dvc.yaml").stages
 
 
 def _differences(stage: PipelineStage, order: Order) -> list[str]:
-    """Return the files that differ from when the stage was ordered, or dvc.yaml if the stage itself does."""
+    """Return the inputs that differ from the order; ["dvc.yaml"] if only the definition of the stage differs."""
     reads = noted_digests(stage)
     paths = [path for path in {**reads, **order.reads} if reads.get(path) != order.reads.get(path)]
     return paths or ([] if definition_of(stage) == order.definition else ["dvc.yaml"])
@@ -317,7 +334,11 @@ def _here() -> str:
 
 @contextmanager
 def _transport(what: str) -> Iterator[Repo]:
-    """Yield the workspace as DVC sees it; errors of its remote become TransportFailed, which begins with `what`."""
+    """Yield DVC's repository of the workspace, and turn errors of the remote into TransportFailed.
+
+    Args:
+        what: beginning of the error message: the attempted action.
+    """
     with repository() as repo, bookkeeping(repo):
         try:
             yield repo

@@ -1,7 +1,7 @@
-"""Become a stage: what a process does that stage_processes.py has forked from the warm server.
+"""Turn a process that stage_processes.py has forked from the warm server into a stage.
 
-It imports nothing that a stage imports: `tasks` and `eckart` must be those of the stage's workspace, as they are when
-it starts, and no stage needs DVC.
+This module imports nothing of `tasks` and `eckart`: the stage must load them from its own workspace when it starts.
+It does not import DVC either, which no stage needs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from flows.engine import supervisor
 
 
 def become(command: str, words: list[str], root: str, env: dict[str, str], writer: Connection) -> None:
-    """Become the supervisor of a child that runs a module in `root` and prints to `writer`.
+    """Fork a child that runs a stage's module in `root`, and turn this process into the child's supervisor.
 
-    Both end with the process that asked for them.
+    Both processes end when the process of the flow ends.
 
     Args:
-        command: the stage's command, to be seen in lists of processes.
+        command: the stage's command, only to be shown in lists of processes.
         words: the module and its arguments.
+        env: variables to add to the environment.
+        writer: end of a pipe that takes all that the stage prints.
     """
     os.setsid()
     for stream in (1, 2):
@@ -35,7 +37,10 @@ def become(command: str, words: list[str], root: str, env: dict[str, str], write
 
 
 def _supervise(command: str, child: int) -> None:
-    """Become supervisor.py, a small program whose environment other processes can read."""
+    """Replace this process with the program supervisor.py.
+
+    It is small, and other processes can read its environment. For a fork, the system shows the server's environment.
+    """
     flow = multiprocessing.parent_process()
     assert flow
     os.set_inheritable(flow.sentinel, True)
@@ -45,7 +50,7 @@ def _supervise(command: str, child: int) -> None:
 def be_module(words: list[str], root: str) -> None:
     """Run a module in `root` as `python -m` does."""
     os.chdir(root)
-    if not sys.flags.safe_path:  # otherwise the code is installed, and its folder is on the path
+    if not sys.flags.safe_path:  # with `python -P` the code is installed, and its folder is on the path already
         sys.path[0] = root
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Notice a stage that prints nothing for long and may hang."""
+"""Detect a stage that has printed nothing for a long time and may hang."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ _PATIENCE = 600.0  # seconds
 
 @contextmanager
 def noticed(tell: Callable[[float], None], patience: float = _PATIENCE) -> Iterator[Callable[[], None]]:
-    """Yield a function to call whenever the stage prints.
+    """Yield a function that must be called whenever the stage prints.
 
-    `tell` is called with the seconds of silence, in a thread, when they reach `patience` and each time they double.
+    Args:
+        tell: called in another thread with the seconds of silence, first at `patience`, then each time they double.
+        patience: in seconds.
     """
     heard: SimpleQueue[bool] = SimpleQueue()
     thread = threading.Thread(target=_listen, args=(heard, tell, patience), daemon=True)

@@ -1,4 +1,4 @@
-"""Detect a dvc.lock that was cut off, and set it aside."""
+"""Detect a dvc.lock that was cut off, and rename it so that DVC does not read it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LOCK = Path("dvc.lock")
 
 
 def heal(repo: Repo) -> None:
-    """Set dvc.lock and DVC's file of locks aside where a full disk or a kill left them half-written.
+    """Rename dvc.lock and DVC's file of locks to *.damaged if a full disk or a kill left them half-written.
 
-    The results that dvc.lock named are found again by the run cache.
+    The results that dvc.lock named are found again with the run cache.
     """
     rwlock = Path(repo.tmp_dir) / RWLOCK_FILE
     checks = {_LOCK: _check, rwlock: lambda text: RWLOCK_SCHEMA(json.loads(text))}
@@ -36,9 +36,9 @@ def heal(repo: Repo) -> None:
 
 
 def is_damaged() -> bool:
-    """Whether dvc.lock was cut off: DVC would not take it, or it ends in half a line, which may be YAML (`hash: m`).
+    """Whether dvc.lock was cut off: DVC cannot read it, or its last line is incomplete (`hash: m` is valid YAML).
 
-    A file that was cut off between two lines is valid and only says less: some stages are not up to date.
+    A file that was cut off between two lines is not damaged: the stages that it lacks are just not up to date.
     """
     return _fails(_LOCK, _check)
 
@@ -50,7 +50,7 @@ def _check(text: str) -> None:
 
 
 def _fails(path: Path, check: Callable[[str], Any]) -> bool:
-    """Whether the file exists and does not pass the check."""
+    """Whether the file exists and fails the check."""
     try:
         check(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Locks: DVC's own, which this module waits for, and one on the machine, which a measurement has to itself.
+"""Locks: DVC's own locks, and a lock on the machine, so that a stage that measures time can run alone.
 
-DVC's locks fail instead of waiting. Its locks on paths belong to a process, so the threads of a process share them.
+DVC's locks on paths fail if they are taken, so this module tries again until it gets them. They belong to a process,
+so all threads of a process share them.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ from tasks.artifacts.errors import EckartError
 
 log = logging.getLogger(__name__)
 
-_books = threading.RLock()  # DVC polls its own lock twice a second: queue our threads here instead
+_books = threading.RLock()  # our threads queue here: for its own lock, DVC looks only twice a second
 _POLL = 0.2  # seconds between two looks at a lock that another process holds
 
 
 class WorkspaceUnusable(EckartError):
-    """Nothing can be run in the workspace; the message says why."""
+    """No stage can run in the workspace. The message says why."""
 
 
 @contextmanager
 def repository() -> Iterator[Repo]:
-    """Yield the workspace as DVC sees it. DVC logs warnings only, since the flow reports what happens to a stage."""
+    """Yield DVC's repository of the working directory, and turn DVC's errors into WorkspaceUnusable.
+
+    DVC then logs warnings and errors only, since the flow itself reports the progress of a stage.
+    """
     logging.getLogger("dvc").setLevel(logging.WARNING)
     where = f"{Path.cwd()} (.dvc/config, .dvc/config.local, .dvcignore)"
     try:
@@ -59,7 +63,7 @@ def repository() -> Iterator[Repo]:
 
 
 def _cause(error: Exception) -> str:
-    """Return DVC's message and that of its cause, which says where in a file the mistake is."""
+    """Return the message of a DVC error and of its cause, which says at which place of a file the mistake is."""
     errors = (error, getattr(error, "exc", None) or error.__cause__)
     said = [" ".join(str(part).split()) for part in errors if part]
     return said[0] if said[-1] in said[0] else ": ".join(said)
@@ -67,17 +71,17 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def bookkeeping(repo: Repo) -> Iterator[None]:
-    """Hold DVC's lock on the repository, in one thread of one process at a time."""
+    """Hold DVC's lock on the repository. Only one thread of one process can hold it at a time."""
     with _books, lock_repo(repo):
         yield
 
 
 @contextmanager
 def workspace(repo: Repo) -> Iterator[None]:
-    """Hold the workspace so that no stage in it runs or begins.
+    """Lock the whole workspace, so that no stage in it can begin.
 
     Raises:
-        LockError: one runs.
+        LockError: a stage runs.
     """
     with bookkeeping(repo), _rwlock(repo, write=[repo.root_dir]):
         yield
@@ -85,7 +89,11 @@ def workspace(repo: Repo) -> Iterator[None]:
 
 @contextmanager
 def machine(alone: bool = False) -> Iterator[None]:
-    """Share the machine with other stages, or have it alone, among all flows of this user."""
+    """Wait for and hold the lock on the machine, which all flows of this user share.
+
+    Args:
+        alone: whether no other stage may run on the machine while the block runs.
+    """
     with (Path(tempfile.gettempdir()) / f"eckart-{os.getuid()}.lock").open("w") as file:
         kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         _wait_for(lambda: fcntl.flock(file, kind | fcntl.LOCK_NB))
@@ -94,7 +102,7 @@ def machine(alone: bool = False) -> Iterator[None]:
 
 @contextmanager
 def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterator[None]:
-    """Wait for and hold DVC's locks on what a stage reads and writes; `dvc repro` by hand respects them, too."""
+    """Wait for and hold DVC's locks on the paths that a stage reads and writes. `dvc repro` respects them, too."""
     with ExitStack() as stack:
         for path in reads:
             _wait_for(partial(_read_locks.acquire, repo, path))
@@ -106,7 +114,11 @@ def of_paths(repo: Repo, reads: Sequence[str], writes: Sequence[str]) -> Iterato
 
 
 class _ReadLocks:
-    """Read locks that threads share: DVC's belong to a process, so the first thread to finish would end all of them."""
+    """Read locks that several threads of a process can hold together.
+
+    A read lock of DVC belongs to the process, so the first thread to finish would end it for all. This class counts
+    the threads that hold a lock.
+    """
 
     def __init__(self) -> None:
         self._readers: Counter[str] = Counter()
@@ -135,7 +147,7 @@ def _rwlock(repo: Repo, read: Sequence[str] = (), write: Sequence[str] = ()) -> 
 
 
 def _wait_for(acquire: Callable[[], object]) -> None:
-    """Call `acquire` until it gets its lock from other processes.
+    """Call `acquire` again and again until no other process holds the lock that it asks for.
 
     Raises:
         CommandFailed: the flow has ended meanwhile.
@@ -155,7 +167,7 @@ def _wait_for(acquire: Callable[[], object]) -> None:
 
 
 def _enter(repo: Repo, locks: ExitStack, lock: AbstractContextManager[None]) -> None:
-    with bookkeeping(repo):  # all edits of DVC's file of locks are
+    with bookkeeping(repo):  # DVC's file of locks is only edited under this lock
         locks.enter_context(lock)
 
 

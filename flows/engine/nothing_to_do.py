@@ -1,4 +1,4 @@
-"""The shortcut for a study that is up to date: no Prefect and no server, only MLflow gets what it lacks."""
+"""The shortcut for a study that is up to date: only record results that MLflow lacks, without starting Prefect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ COMPARISON = Path("reports/comparison.txt")
 
 
 def plan() -> list[Planned]:
-    """Return the stages of the study, and refuse a dvc.yaml that was cut off, which would be a smaller study."""
+    """Return the stages of the study.
+
+    Raises:
+        WorkspaceUnusable: dvc.yaml lacks the stage of the final table. It was cut off, and may lack other stages, too.
+    """
     planned = stages.plan()
     if not any(Path(path).match(str(COMPARISON)) for stage in planned for path in stage.writes):
         raise WorkspaceUnusable(f"dvc.yaml lacks the stage that writes {COMPARISON}: `git checkout dvc.yaml`")
@@ -23,13 +27,13 @@ def plan() -> list[Planned]:
 
 
 def outcomes() -> list[Outcome] | None:
-    """Return the outcomes of all stages after MLflow has them; None if a stage has to run."""
+    """Return the outcomes of all stages after recording them in MLflow; None if a stage has to run."""
     planned = plan()
     cached = [stage.cached for stage in planned if stage.cached]
     if len(cached) < len(planned):
         return None
     stage_results.write_seconds(cached)
-    from flows.tracking.mirror import Mirror  # slow: it is of no use where something is to be run
+    from flows.tracking.mirror import Mirror  # a slow import, not needed if a stage has to run
 
     typed = validation.check()
     mirror = Mirror(typed["study"].name, planned, {})
@@ -41,7 +45,7 @@ def outcomes() -> list[Outcome] | None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return a sentence that counts the outcomes of the stages."""
+    """Return a sentence that says how many stages have which outcome."""
     if all(outcome.status == "Cached" for outcome in outcomes):
         return "Nothing was recomputed: everything is up to date."
     counts = Counter(outcome.status for outcome in outcomes)

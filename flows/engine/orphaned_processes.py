@@ -1,7 +1,7 @@
-"""Find and end processes of a stage that outlived its run and still write its outputs.
+"""Find and kill processes of a stage that outlived its run and still write its outputs.
 
-A stage ends with its flow (supervisor.py), but not with a `dvc repro` that is killed. DVC and the engine name the stage
-in the environment of its command, which all that it starts inherits.
+A stage ends with its flow (supervisor.py), but it does not end if a `dvc repro` is killed. DVC and the engine name the
+stage in the environment of its command, and all processes that the command starts inherit this environment.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ import psutil
 
 from tasks.artifacts.errors import EckartError
 
-_PATIENCE = 5.0  # seconds for processes that are about to end, as they or their flow were just killed
+_PATIENCE = 5.0  # seconds to wait for processes that are about to end: they or their flow were just killed
 _POLL = 0.1
 
 
 class StillRuns(EckartError):
-    """Processes of an earlier run still write. The message names them and says what to do."""
+    """Processes of an earlier run still write outputs. The message names them and says what to do."""
 
 
 def refuse(root: Path, stage: str | None = None) -> None:
-    """Raise unless all processes of earlier runs of a stage, or of any stage, in the workspace `root` have ended."""
+    """Raise StillRuns if processes of an earlier run in the workspace `root` do not end within a few seconds.
+
+    Args:
+        stage: None for the processes of all stages.
+    """
     if left := _outlast(root, stage, lambda process: None):
         numbers = " ".join(map(str, left))
         raise StillRuns(
@@ -35,12 +39,15 @@ def refuse(root: Path, stage: str | None = None) -> None:
 
 
 def kill(root: Path, stage: str) -> None:
-    """Kill all processes of a stage. A fork of the warm server is not seen: it shows the server's environment."""
+    """Kill all processes of a stage.
+
+    A fork of the warm server is not found, since the system shows the server's environment for it.
+    """
     _outlast(root, stage, psutil.Process.kill)
 
 
 def _outlast(root: Path, stage: str | None, act: Callable[[psutil.Process], None]) -> list[int]:
-    """Return the processes of a stage, or of any, that outlast our patience; call `act` on each meanwhile."""
+    """Call `act` on the processes of a stage until they end, and return the ids of those that do not end in time."""
     end = time.monotonic() + _PATIENCE
     while left := list(_running(root, stage)):
         if time.monotonic() > end:
@@ -55,7 +62,7 @@ def _outlast(root: Path, stage: str | None, act: Callable[[psutil.Process], None
 def _running(root: Path, stage: str | None) -> Iterator[psutil.Process]:
     me = psutil.Process()
     for pid in psutil.pids():
-        with suppress(psutil.Error):  # ended, or another user's
+        with suppress(psutil.Error):  # the process has ended, or is another user's
             process = psutil.Process(pid)
             environment = process.environ()
             where, name = environment.get("DVC_ROOT"), environment.get("DVC_STAGE")

@@ -1,4 +1,4 @@
-"""The options of a run: how many stages at a time, for how long, and where."""
+"""The options of a run: the number of stages at a time, their time limit, and the place where they run."""
 
 from __future__ import annotations
 
@@ -15,32 +15,38 @@ if TYPE_CHECKING:
 
 
 _SCHEDULER = "ECKART_SCHEDULER"
-"""Variable of the environment: the address of Dask's scheduler, which is no parameter of a flow."""
+"""Environment variable with the address of Dask's scheduler. The address is no parameter of a flow."""
 
 
 class OptionsError(EckartError):
-    """The options contradict each other; the message says what to write."""
+    """The options contradict each other. The message says what to write."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run, passed from the command line or a deployment to the executor."""
+    """Options of a run, from the command line or a deployment."""
 
     workers: int | None = None
-    """Stages side by side; by default as many as the cores have room for."""
+    """Largest number of stages that run at the same time; by default it follows from the number of cores."""
     timeout: float | None = None
-    """Seconds that a stage may take."""
+    """Seconds that a stage may take; None for no limit."""
     task_runner: Literal["threads", "dask"] = "threads"
-    """Where stages run: in threads of this workspace, or on Dask's workers, each with a workspace of its own."""
+    """Place where stages run: in this workspace, or on Dask's workers, each in its own workspace."""
     scheduler: str | None = None
-    """Address of Dask's."""
+    """Address of Dask's scheduler; only with task_runner "dask"."""
 
     def __post_init__(self) -> None:
         if bool(self.scheduler) != (self.task_runner == "dask"):
             raise OptionsError("the task runner dask and the address of its scheduler belong together: write both")
 
     def side_by_side(self, planned: Sequence[Planned], threads: int) -> int:
-        """Return the number of stages at a time: as asked for, as the cores allow, or one if they share a GPU."""
+        """Return the number of stages that may run at the same time: `workers`, or else as many as the cores allow.
+
+        If there is a GPU, the default is 1, since stages would share it.
+
+        Args:
+            threads: number of CPU threads of each stage.
+        """
         if self.workers or all(stage.cached for stage in planned):
             return self.workers or 1
         from flows.engine import torch_questions  # a slow import
@@ -49,17 +55,17 @@ class Options:
 
     @classmethod
     def of_flow(cls, workers: int | None, timeout: float | None, task_runner: Literal["threads", "dask"]) -> Options:
-        """Return the options of a flow, from its parameters and the environment."""
+        """Return the options of a flow from its parameters and, for the scheduler, the environment."""
         scheduler = os.environ.get(_SCHEDULER) if task_runner == "dask" else None
         return cls(workers, timeout, task_runner, scheduler or None)
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of a flow; the scheduler goes into the environment, where the flow finds it."""
+        """Return the options as a flow's parameters, and put the scheduler into the environment, for `of_flow`."""
         if self.scheduler:
             os.environ[_SCHEDULER] = self.scheduler
         return {name: value for name, value in asdict(self).items() if name != "scheduler"}
 
     def words(self) -> list[str]:
-        """Return the arguments of `eckart run` for the options that differ from their defaults."""
+        """Return the options that differ from their defaults, as arguments of `eckart run`."""
         pairs = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return [f"--{name.replace('_', '-')}={value}" for name, (value, default) in pairs.items() if value != default]

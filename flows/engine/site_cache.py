@@ -1,7 +1,7 @@
-"""DVC's databases, its "site cache": digests of files that it has read, by path, size and time.
+"""A safe place for DVC's databases (its "site cache"), which hold digests of files by path, size and time.
 
-Losing them costs only time. They can hold pickles, and by default DVC puts them where every user of the machine can
-write. Here they are in a folder that only this user can write.
+The databases can hold pickles, and by default DVC puts them into a folder that every user of the machine can write.
+Here they are in a folder that only this user can write. A lost database costs only time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CANTOP
 
 
 def choose() -> None:
-    """Set the environment's variable, unless the user has, to a usable folder, for this process and all it starts."""
+    """Choose the folder of DVC's databases for this process and all that it starts, unless the user has chosen one.
+
+    The folder is set in the environment variable `VARIABLE`.
+    """
     if VARIABLE in os.environ:
         return
-    folder = FOLDER  # not in the home, which may be on a network, where databases are slow or fail
+    folder = FOLDER  # not in the home folder: on a network drive, databases are slow or fail
     if not _is_ours(folder):
         folder = Path(tempfile.mkdtemp(prefix="eckart-dvc-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -37,7 +40,7 @@ def choose() -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this user, and nobody else, can write the folder; makes it if it is missing."""
+    """Make the folder if it is missing, and return whether this user, and nobody else, can write it."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
@@ -47,9 +50,9 @@ def _is_ours(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and ours and os.access(folder, os.W_OK | os.X_OK)
 
 
-@cache  # once a process: DVC opens them for each stage
+@cache  # check once in each process, though DVC opens the databases for each stage
 def heal(folder: Path) -> None:
-    """Set the databases of a workspace aside if one of them is damaged; DVC makes new ones."""
+    """Rename the folder of a workspace's databases if one of them is damaged, so that DVC makes new ones."""
     if any(_is_damaged(file) for file in folder.rglob("*.db")):
         aside = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
@@ -63,4 +66,4 @@ def _is_damaged(file: Path) -> bool:
         with closing(sqlite3.connect(file)) as database:
             return bool(database.execute("PRAGMA quick_check").fetchone() != ("ok",))
     except sqlite3.DatabaseError as error:
-        return error.sqlite_errorcode & 0xFF in _DAMAGED  # and not locked, say
+        return error.sqlite_errorcode & 0xFF in _DAMAGED  # other errors, such as a lock, are no damage

@@ -1,7 +1,8 @@
-"""Run the command of a stage in a process of its own, and kill it with all that it started.
+"""Run the command of a stage in its own process, and kill that process with all that it started.
 
-A fresh interpreter takes seconds to import torch and transformers; a fork of a warm server that has them takes
-hundredths of one. The fork runs the very module that `python -m tasks.STAGE` runs, below a supervisor (supervisor.py).
+A new Python process takes seconds to import torch and transformers. So a "warm server" imports them once, and each
+stage is a fork of the server, which takes hundredths of a second. The fork runs the same module as
+`python -m tasks.STAGE`, and a supervisor above it (supervisor.py) kills what the stage leaves behind.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flows.engine import forked_stage, orphaned_processes, supervisor
 from flows.environment.redaction import shown
 from tasks.artifacts.errors import EckartError
 
-# Only slow imports, and none of our own: the server must not hold code that is edited later.
+# Slow imports, but none of our own code: the server would keep a version of it that is edited later.
 _PRELOAD = [
     "grimp",
     "torch",
@@ -38,41 +39,49 @@ _PRELOAD = [
 ]
 
 _BEGINNINGS = ("python -m tasks.", "eckart stage ")
-"""How the commands of stages begin, in a clone of the repository and in a workspace without code."""
+"""Beginnings of stages' commands: in a clone of the repository, and in a workspace without code."""
 
 _LONGEST = 60
-"""Bytes of the path of a folder for sockets: the system allows a socket's path 107, and its name takes up to 40."""
+"""Largest length in bytes of the path of a folder for sockets.
+
+The system allows a socket's path 107 bytes, and the name in the folder takes up to 40 of them.
+"""
 
 _SHORT_OF_MEMORY = ", as the system does where memory is short: run fewer stages at a time, or with smaller batches"
 
-_PATIENCE = 10  # seconds for the last lines of a stage that has ended
+_PATIENCE = 10  # seconds to wait for the last lines of a stage that has ended
 
 _Begun = tuple[Callable[[], None], IO[str], Callable[[], int]]
-"""A process: a function that ends it with all it started, its output, and a function that waits for its exit code."""
+"""A process that has begun: a function that ends it, its output, and a function that waits for its exit code."""
 
 _context = multiprocessing.get_context("forkserver")
 _running: set[Callable[[], None]] = set()  # functions that each end a supervisor
 _stopping = threading.Event()
-_turn = threading.Lock()  # no stage begins between the end of the flow and the killing of its stages
-_reading = threading.Lock()  # multiprocessing reads the exit codes of all processes when it starts one: one at a time
+_turn = threading.Lock()  # held while a stage begins and while all are killed, so that none begins in between
+_reading = threading.Lock()  # when multiprocessing starts a process it reads all exit codes: one thread at a time
 
 
 class CommandFailed(EckartError):
-    """A command ended with another code than 0, or ran out of time. The message does not name the command."""
+    """A command ended with a code other than 0, or ran out of time. The message does not name the command."""
 
 
 def run(
     command: str, root: Path, log: Callable[[str], None], env: Mapping[str, str], timeout: float | None = None
 ) -> float:
-    """Run a stage's command in `root`, handing each line it prints to `log`, and return the seconds that it took.
+    """Run a stage's command in the folder `root`, and return the seconds that it took.
+
+    Args:
+        log: called with each line that the command prints.
+        env: variables to add to the environment.
+        timeout: in seconds; None for no limit.
 
     Raises:
-        CommandFailed: with the last line printed, which says the cause.
+        CommandFailed: the message is the last line that was printed, which says the cause.
     """
     begin, start = _fork if _module(command) else _shell, time.perf_counter()
     with ExitStack() as process:
         with _turn:
-            if _stopping.is_set():  # the flow ended while this stage waited for its turn
+            if _stopping.is_set():  # the flow ended before this stage could begin
                 raise CommandFailed("not started, because the flow has ended")
             end, output, exit_code = process.enter_context(begin(command, root, env))
             _running.add(end)
@@ -90,7 +99,7 @@ def run(
         try:
             code = exit_code()
             timer.cancel()
-            if code and "DVC_STAGE" in env:  # its supervisor may have been killed
+            if code and "DVC_STAGE" in env:  # if its supervisor was killed, processes of the stage may remain
                 orphaned_processes.kill(root, env["DVC_STAGE"])
             while lines.is_alive() and lines.goes_on():
                 lines.join(_PATIENCE)
@@ -108,7 +117,7 @@ def run(
 
 
 class _Lines(threading.Thread):
-    """Hand on the lines that a stage prints, and end the stage if that fails."""
+    """Thread that passes each line that a stage prints to `log`, and ends the stage if `log` fails."""
 
     def __init__(self, output: IO[str], log: Callable[[str], None], end: Callable[[], None]) -> None:
         super().__init__(daemon=True)
@@ -124,18 +133,21 @@ class _Lines(threading.Thread):
                     self._count += 1
                     self.last = line.rstrip() or self.last
                     self._log(line.rstrip())
-        except Exception as error:  # of `log`
+        except Exception as error:  # `log` may raise anything
             self.failure = error
             self._end()
 
     def goes_on(self) -> bool:
-        """Whether a line was handed on since the last call: a process that could not be killed may keep it open."""
+        """Whether a line was printed since the last call; if not, the caller need not wait for the end of the output.
+
+        A process that could not be killed may keep the output open for ever.
+        """
         before, self._seen = self._seen, self._count
         return before < self._count
 
 
 def flow_has_ended() -> bool:
-    """Whether the flow has ended, so that no stage may begin."""
+    """Whether the flow has ended: no stage may begin any more."""
     return _stopping.is_set()
 
 
@@ -149,7 +161,7 @@ def _ending(code: int) -> str:
 
 @contextmanager
 def reaping() -> Iterator[None]:
-    """Kill the stages that run when the block ends, for whatever reason, and let none begin after it."""
+    """At the end of the block, or at an error in it, kill all stages that still run, and let none begin any more."""
     _stopping.clear()
     try:
         yield
@@ -162,9 +174,9 @@ def reaping() -> Iterator[None]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM and a closed terminal into SystemExit, so that the process can end what it started."""
+    """In the block, turn SIGTERM and SIGHUP (closed terminal) into SystemExit, so that the process can clean up."""
     ending = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup protects this process from it
         ending.append(signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:
@@ -175,7 +187,7 @@ def terminable() -> Iterator[None]:
 
 
 def _module(command: str) -> list[str] | None:
-    """Return `[module, *arguments]` of a stage's command, or None if the command needs a shell."""
+    """Parse a stage's command into `[module, *arguments]`; return None if the command needs a shell."""
     if set(command) & set("&|;<>$`*?~\n") or not command.startswith(_BEGINNINGS):
         return None
     words = shlex.split(command)[2:]
@@ -185,7 +197,7 @@ def _module(command: str) -> list[str] | None:
 @contextmanager
 def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
     _keep_sockets_short()
-    _context.set_forkserver_preload(_PRELOAD)  # heeded when the server starts, with the first stage
+    _context.set_forkserver_preload(_PRELOAD)  # has an effect only before the first stage, which starts the server
     reader, writer = _context.Pipe(duplex=False)
     arguments = (command, _module(command), str(root), dict(env), writer)
     process = _context.Process(target=forked_stage.become, args=arguments)
@@ -206,9 +218,9 @@ def _fork(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
 
 
 def _keep_sockets_short() -> None:
-    """Have multiprocessing make its folder for sockets in /tmp if their paths would be too long elsewhere.
+    """Make multiprocessing put its folder for sockets into /tmp if the paths of sockets would otherwise be too long.
 
-    It makes that folder once, where `tempfile` says; there is no option of its own before Python 3.14.
+    multiprocessing makes this folder once, in the folder that `tempfile` names. Before Python 3.14 no option sets it.
     """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) > _LONGEST:
@@ -220,7 +232,7 @@ def _keep_sockets_short() -> None:
 @contextmanager
 def _shell(command: str, root: Path, env: Mapping[str, str]) -> Iterator[_Begun]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    flow, ours = os.pipe()  # the supervisor reads its end
+    flow, ours = os.pipe()  # the supervisor notices the end of this process when `ours` is closed
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", supervisor.__file__, str(flow), command],

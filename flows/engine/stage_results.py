@@ -1,6 +1,7 @@
-"""Results of executed stages with their times, stored beside DVC's cache and found under any recipe's name.
+"""Storage for the results and times of executed stages, in DVC's cache folder.
 
-DVC's run cache finds a stage by its command, which has the recipe's name in it, and does not keep the time.
+A result is found again even if its recipe was renamed. DVC's run cache cannot do this: it finds a stage by its command,
+which contains the recipe's name. It does not store times either.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of a computation that was executed.
+    """Result of an executed computation.
 
-    seconds: None if another workspace did it and did not know.
-    outs: digest and size of each output, as DVC writes them, in the order of the stage.
+    seconds: time that it took; None if another workspace ran it and did not know the time.
+    outs: (digest, size) of each output in the formats of DVC, in the order of the stage's outputs.
     """
 
     seconds: float | None
@@ -39,15 +40,23 @@ _SECONDS = TypeAdapter(dict[str, float])
 
 
 def keep(cache_dir: Path, computation: str, computed: Computed) -> None:
-    """Store the result of the computation with this digest, unless the disk is full."""
+    """Store the result of a computation; if that fails (full disk), do nothing.
+
+    Args:
+        computation: digest of the computation.
+    """
     path = _path(cache_dir, computation)
-    with suppress(OSError):  # the stage has succeeded all the same
+    with suppress(OSError):  # the stage itself has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_COMPUTED.dump_json(computed))
 
 
 def known(cache_dir: Path, computation: str) -> Computed | None:
-    """Load the stored result; None without one that can be read. Fields of another version are ignored."""
+    """Load the stored result of a computation; None if there is none or it is unreadable. Unknown fields are ignored.
+
+    Args:
+        computation: digest of the computation.
+    """
     try:
         return _COMPUTED.validate_json(_path(cache_dir, computation).read_bytes())
     except (OSError, ValueError):
@@ -55,7 +64,7 @@ def known(cache_dir: Path, computation: str) -> Computed | None:
 
 
 def write_seconds(outcomes: Iterable[Outcome]) -> None:
-    """Write the known times of a study's stages to the file that its table reads."""
+    """Write the known times of a study's stages to the file `SECONDS`, for the study's table."""
     seconds = {outcome.stage: outcome.seconds for outcome in outcomes if outcome.seconds is not None}
     try:
         SECONDS.parent.mkdir(exist_ok=True)
@@ -65,7 +74,7 @@ def write_seconds(outcomes: Iterable[Outcome]) -> None:
 
 
 def seconds_before() -> dict[str, float]:
-    """Load stage → seconds of this workspace's last run; empty without a file that can be read."""
+    """Load stage → seconds from the last run in this workspace; empty if there is no readable file."""
     try:
         return _SECONDS.validate_json(SECONDS.read_bytes())
     except (OSError, ValueError):

@@ -1,8 +1,9 @@
-"""The engine: runs one stage of dvc.yaml as `dvc repro -s` would, but side by side with others.
+"""Plan the stages of dvc.yaml and run one of them, like `dvc repro -s`, but several can run at the same time.
 
-DVC decides what is stale. This room and reproduce.py alone touch DVC's internals (here Stage.changed/remove_outs/save/
-commit, stage_cache.restore, to_single_stage_lockfile), some of which take paths relative to the working directory:
-it must be the workspace's root. tests/flows/engine/test_stages.py compares the engine with the `dvc` command line.
+DVC decides which stages are stale. Only this folder and reproduce.py use DVC's internals: here Stage.changed,
+remove_outs, save and commit, stage_cache.restore and to_single_stage_lockfile. Some of them take paths relative to the
+working directory, so this must be the root of the workspace. tests/flows/engine/test_stages.py compares the engine with
+the `dvc` command line.
 """
 
 from __future__ import annotations
@@ -44,28 +45,30 @@ _RESOLVE = "resolve"
 
 
 class StageChanged(EckartError):
-    """The stage, its code or an input changed during the run, so that its result belongs to no known inputs."""
+    """A stage, its code or an input changed during the run. The result is not recorded, as it may mix old and new."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a stage that is up to date, as dvc.lock records it."""
+    """Result of a stage that is up to date, as dvc.lock records it."""
 
     stage: str
     status: Status
     seconds: float | None
-    """Time that its command took when this was computed; None if that was with another cache."""
+    """Time that the command took when the result was computed; None if this was done with another cache."""
     key: str
-    """Digest of command, dependencies and parameters: two runs with one key are the same computation."""
+    """Digest of command, dependencies and parameters: two runs with the same key are the same computation."""
     deps: dict[str, str] = field(default_factory=dict)
+    """Path → digest."""
     params: dict[str, Any] = field(default_factory=dict)
     outs: dict[str, str] = field(default_factory=dict)
+    """Path → digest."""
     place: str = ""
-    """The workspace in which it ran, if it is another one."""
+    """Workspace in which the stage ran; empty if it is this one."""
 
 
 class Reads(NamedTuple):
-    """The present inputs of a stage, whether it can run or not, and the paths of its outputs."""
+    """Present inputs of a stage, even if some are missing, and the paths of its outputs."""
 
     deps: dict[str, str]
     params: dict[str, Any]
@@ -74,26 +77,29 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """A stage of dvc.yaml: what it waits for, and whether it must have the machine to itself."""
+    """A stage of dvc.yaml, as the plan of a run has it."""
 
     name: str
     upstream: tuple[str, ...]
+    """Names of the stages that it directly depends on."""
     alone: bool
+    """Whether no other stage may run on the machine at the same time."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     definition: str
-    """Digest of command, parameters and paths, as they were when the plan was made."""
+    """Digest of the command, parameters and paths at the time of the plan."""
     twin: str | None
-    """A stage to wait for, since it computes the same under another recipe's name, as do all before it."""
+    """Name of a stage that does the same computation for another recipe: wait for it, and use its result."""
     cached: Outcome | None
-    """The result if the stage and all before it were up to date when the plan was made."""
+    """The result if the stage and all upstream stages were up to date at the time of the plan."""
 
 
 def plan() -> list[Planned]:
-    """Return the stages of dvc.yaml in an order in which they can run: all searches, which may be long, come first.
+    """Return the stages of dvc.yaml in an order in which they can run, and find those that are up to date.
 
-    The stage `resolve` has run then. All stages are compared with the workspace here, in one go: reading dvc.lock anew
-    for each would take a minute.
+    Stages are sorted by their depth in the graph of dependencies, so that all searches, which may be long, come before
+    the stages that depend on any search. The stage `resolve` is run first if it is stale. All stages are checked here
+    at once, because reading dvc.lock again for each would take a minute.
     """
     check_workspace()
     resolve_parameters()
@@ -114,7 +120,7 @@ def plan() -> list[Planned]:
             current = all(planned[name].cached for name in upstream) and _up_to_date(stage)
             cached = _outcome(stage, "Cached", definition) if current else None
             planned[stage.name] = replace(_planned(stage, upstream), cached=cached)
-    first: dict[int, str] = {}  # kind → the stage whose result the others take
+    first: dict[int, str] = {}  # kind of computation → the stage that does it for all
     for name in sorted(planned, key=lambda name: not planned[name].cached):
         first.setdefault(kinds[name], name)
     twins = {name: first[kinds[name]] for name in planned}
@@ -122,7 +128,7 @@ def plan() -> list[Planned]:
 
 
 def resolve_parameters() -> None:
-    """Run the stage `resolve` unless it is up to date: what is stale depends on what it writes."""
+    """Run the stage `resolve` if it is stale. The other stages depend on the parameters that it writes."""
     with repository() as repo, bookkeeping(repo):
         lock_file.heal(repo)
         try:
@@ -141,7 +147,7 @@ def resolve_parameters() -> None:
 
 
 def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
-    """Return the stage as it is to be run, without its result."""
+    """Return the plan for a stage, without its twin and its result."""
     return Planned(
         name=stage.name,
         upstream=upstream,
@@ -155,7 +161,10 @@ def _planned(stage: PipelineStage, upstream: tuple[str, ...] = ()) -> Planned:
 
 
 def _refuse_links(repo: Repo) -> None:
-    """Refuse outputs behind a link that leads out of the workspace: DVC records none, and says so after the work."""
+    """Raise WorkspaceUnusable if a link leads from a folder of outputs out of the workspace.
+
+    DVC cannot record such outputs, and would say so only after a stage has run.
+    """
     root = Path(repo.root_dir)
     folders = {folder for out in repo.index.outs for folder in Path(out.fs_path).parents if folder.is_relative_to(root)}
     links = sorted(folder for folder in folders if folder.is_symlink())
@@ -169,14 +178,15 @@ def _refuse_links(repo: Repo) -> None:
 
 
 def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
-    """Bring a stage up to date: find it cached, restore it from the run cache, or `execute` its command.
+    """Bring a stage up to date: it is so already, or its outputs are restored from the cache, or its command is run.
 
     Args:
-        execute: runs the command and says how many seconds it took; or brings what it writes from another workspace,
-            and gives the outcome there.
+        execute: runs the command and returns the seconds that it took. Or it has another workspace run the command,
+            fetches the outputs, and returns the outcome there.
 
     Raises:
-        StageChanged: the stage or a dependency changed since the plan was made; nothing is recorded.
+        StageChanged: the stage or a dependency changed since the plan was made. Nothing is recorded.
+        CommandFailed: the command failed.
     """
     if planned.cached:
         return planned.cached
@@ -203,12 +213,12 @@ def run(planned: Planned, execute: Callable[[str], Outcome | float]) -> Outcome:
             here = _outcome(stage, status, definition)
     if not isinstance(done, Outcome):
         return here
-    # A workspace that had the result already has it from a run that was cut off.
+    # "Cached" in the other workspace: the stage ran there for an earlier run, which was cut off.
     return replace(here, status="Executed" if done.status == "Executed" else "Restored", place=done.place)
 
 
 def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -> Outcome | float:
-    # dvc.yaml may give a list, in which each command must succeed before the next.
+    # dvc.yaml may have a list of commands: each runs only if the one before succeeded.
     command = stage.cmd if isinstance(stage.cmd, str) else " && ".join(stage.cmd)
     try:
         return execute(command)
@@ -223,10 +233,14 @@ def _executed(stage: PipelineStage, execute: Callable[[str], Outcome | float]) -
 
 
 def execute_here(planned: Planned, command: str, log: Callable[[str], None], timeout: float | None) -> float:
-    """Run a stage's command in the working directory once it has its turn, and return the seconds that it took.
+    """Wait for the machine, run a stage's command in the working directory, and return the seconds that it took.
+
+    Args:
+        log: called with each line that the command prints.
+        timeout: in seconds; None for no limit.
 
     Raises:
-        CommandFailed: with the last line printed, which says the cause.
+        CommandFailed: the message is the last line that was printed, which says the cause.
     """
     root = Path.cwd()
     with machine(planned.alone):
@@ -236,12 +250,15 @@ def execute_here(planned: Planned, command: str, log: Callable[[str], None], tim
 def _up_to_date(stage: PipelineStage) -> bool:
     try:
         return not stage.changed()
-    except LockError:  # another flow works on it: ask again when it is done
+    except LockError:  # another flow runs the stage: `run` waits for it and checks again
         return False
 
 
 def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
-    """Return DVC's verdict; of a stale stage, remove the outputs and save the inputs of the new ones."""
+    """Find out whether a stage must be executed; if it is stale, restore its outputs or prepare the execution.
+
+    The outputs of a stale stage are removed, and digests of its inputs are saved in `stage`.
+    """
     if not stage.changed():
         return "Cached"
     stage.remove_outs(ignore_remove=False)
@@ -252,7 +269,11 @@ def _prepare(repo: Repo, stage: PipelineStage, definition: str) -> Status:
 
 
 def _take(stage: PipelineStage, definition: str) -> bool:
-    """Take the result of the same computation under another recipe's name, if the cache still has it."""
+    """Check out the outputs of a stage that did the same computation for another recipe, if the cache has them.
+
+    Returns:
+        Whether this succeeded.
+    """
     known = stage_results.known(_cache(stage), _computation(stage, definition))
     if not known or len(known.outs) != len(stage.outs):
         return False
@@ -266,7 +287,10 @@ def _take(stage: PipelineStage, definition: str) -> bool:
 
 
 def _nameless(name: str, definition: str) -> str:
-    """Return the definition of the stage `name` with `*` for the name of its recipe, if it is a candidate's."""
+    """Return the definition of the stage `name` with `*` in place of the recipe's name.
+
+    Stages of two recipes that compute the same then have the same definition.
+    """
     if not (candidate := candidate_of(name)):
         return definition
     stage, (recipe, _) = name.partition("@")[0], recipe_and_keep(candidate)
@@ -280,10 +304,16 @@ def _nameless(name: str, definition: str) -> str:
 
 
 def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
-    """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, if they are whole.
+    """Check out the outputs that dvc.lock or the run cache has for the stage's present inputs, unless they are corrupt.
 
-    The stage must be as it was loaded, since its inputs are saved in it here: DVC takes the outputs of dvc.lock where
-    the saved inputs are the same, so a second call would take them for any inputs.
+    Call it only once for a loaded stage. DVC takes the outputs of dvc.lock if the inputs saved in `stage` equal the
+    present ones, and this call saves the present ones.
+
+    Args:
+        pull: whether to fetch from the remote, too.
+
+    Returns:
+        Whether the outputs were found and are not corrupt.
     """
     try:
         repo.stage_cache.restore(stage, pull=pull)
@@ -293,7 +323,7 @@ def restore(repo: Repo, stage: PipelineStage, pull: bool = False) -> bool:
 
 
 def _is_whole(stage: PipelineStage) -> bool:
-    """Whether the outputs that were checked out have their digests; if not, they are removed again."""
+    """Whether the outputs that were checked out have the right digests; if not, remove them again."""
     if not _discard_corrupt(stage):
         return True
     stage.remove_outs(ignore_remove=False)
@@ -306,7 +336,11 @@ def _discard_corrupt(stage: PipelineStage) -> bool:
 
 
 def _unchanged(repo: Repo, planned: Planned) -> tuple[PipelineStage, str]:
-    """Return the stage and its definition, and refuse one that is not as planned: a run would mix two studies."""
+    """Return the stage and its definition.
+
+    Raises:
+        StageChanged: the definition differs from the plan, so that the run would mix two studies.
+    """
     try:
         (stage,) = repo.stage.collect(planned.name)
     except StageNotFound:
@@ -335,7 +369,7 @@ def _definition(stage: PipelineStage) -> str:
 
 
 def check_workspace() -> None:
-    """Check that the working directory is a workspace in which stages can run."""
+    """Raise WorkspaceUnusable unless the working directory is a workspace in which stages can run."""
     if not Path(".dvc").is_dir() or not Path("dvc.yaml").is_file():
         raise WorkspaceUnusable(
             f"{Path.cwd()} has no .dvc and no dvc.yaml: run this in the root of a workspace; "
@@ -347,7 +381,7 @@ def check_workspace() -> None:
 
 
 def read_now() -> list[Reads]:
-    """Return the present inputs of each stage; what is missing is left out."""
+    """Return the present inputs of each stage. Missing dependencies are left out."""
     resolve_parameters()
     with repository() as repo, bookkeeping(repo):
         return [_reads(stage) for stage in repo.index.stages if stage.cmd]
@@ -364,7 +398,7 @@ def _reads(stage: PipelineStage) -> Reads:
 
 
 def noted_digests(stage: PipelineStage) -> dict[str, str]:
-    """Return path → digest of the stage's inputs as saved last; for a parameter file, the values as JSON."""
+    """Return path → digest of the inputs that are saved in `stage`; for a parameter file, path → values as JSON."""
     values = {str(dep): dep.hash_info.value for dep in stage.deps}
     return {
         path: json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else str(value)
@@ -373,7 +407,7 @@ def noted_digests(stage: PipelineStage) -> dict[str, str]:
 
 
 def _outcome(stage: PipelineStage, status: Status, definition: str) -> Outcome:
-    # Taken from the stage, not by reading dvc.lock: DVC rewrites that file in place.
+    # From the stage and not from dvc.lock: DVC may be rewriting that file at this moment.
     entry = to_single_stage_lockfile(stage)
     deps = {dep["path"]: dep.get("md5", "") for dep in entry.get("deps", [])}
     params = {key: value for file in entry.get("params", {}).values() for key, value in file.items()}
@@ -387,7 +421,10 @@ def _digests(entry: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _computation(stage: PipelineStage, definition: str) -> str:
-    """Return the digest of the computation: like its key, but without its recipe's name."""
+    """Return a digest of the stage's computation, which is the same for all recipes that compute the same.
+
+    It is made from the definition without the recipe's name, and from the digests of the dependencies.
+    """
     read = [str(dep.hash_info.value) for dep in stage.deps if not isinstance(dep, ParamsDependency)]
     return _digest(json.dumps([_nameless(stage.name, definition), read]))
 
@@ -397,12 +434,12 @@ def _cache(stage: PipelineStage) -> Path:
 
 
 def _note_input(stage: Stage) -> None:
-    """Write the present digest of a user's own file or folder into its .dvc file, as `dvc repro` does."""
-    if stage.deps or stage.frozen:  # an import: DVC asks its source, and only when told to
+    """Write the present digest of a user's file or folder into its .dvc file, like `dvc repro`."""
+    if stage.deps or stage.frozen:  # an import, which DVC updates only on request
         return
     if missing := [str(out) for out in stage.outs if not out.exists]:
         raise WorkspaceUnusable(f"{', '.join(missing)} is in DVC and not here: run `eckart pull`")
-    with suppress(LockError):  # another flow reads it: the next run notes it
+    with suppress(LockError):  # another flow reads the file: the next run updates the .dvc file
         if stage.changed():
             stage.save()
             stage.commit()
@@ -411,6 +448,6 @@ def _note_input(stage: Stage) -> None:
 
 
 def cache_dir() -> Path:
-    """Return the folder that `dvc cache dir` names."""
+    """Return the folder of DVC's cache."""
     with repository() as repo:
         return Path(repo.cache.local_cache_dir)

@@ -1,9 +1,13 @@
-"""The process above a stage. It kills all that the stage started when the stage ends, the flow ends, or it is told to.
+"""The supervisor: parent process of a stage, which kills all that the stage has started.
 
-`python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that ends with the flow; COMMAND is run by a
-shell, unless its process STAGE is a child already. What a stage starts may leave its session and lose its parent: on
-Linux it then becomes a child of this process, a "child subreaper". Python offers neither that nor the death signal of a
-parent, so `prctl` is called by ctypes. This module imports nothing of ours.
+It does so when the stage ends, when the flow ends, or on SIGTERM.
+
+`python -P supervisor.py FLOW COMMAND [STAGE]`: FLOW is a file descriptor that gives end-of-file when the flow ends. A
+shell runs COMMAND, unless it already runs in the child process with the id STAGE.
+
+A process that the stage starts may leave the stage's session and lose its parent. On Linux it then becomes a child of
+the supervisor, which is a "child subreaper". Python offers neither that nor the signal at a parent's death, so `prctl`
+is called with ctypes. This module imports no other module of ours.
 """
 
 from __future__ import annotations
@@ -17,32 +21,32 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-_PAUSE = 0.01  # seconds between two looks at what is left
-_LOOKS = 1000  # then it is left: what another user runs cannot be killed
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
+_PAUSE = 0.01  # seconds between two looks for processes that are left
+_LOOKS = 1000  # number of looks before giving up: processes of another user cannot be killed
 
 
 def fork() -> int:
-    """Fork a stage in a session of its own, as `os.fork` does; the calling process then becomes its supervisor."""
+    """Fork like `os.fork`, with the child, the stage, in a new session. The calling process becomes its supervisor."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until `_watch` can heed it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it waits until `_watch` handles it
     supervisor = os.getpid()
     if stage := os.fork():
         return stage
     os.setsid()
     die_with_parent()
-    if os.getppid() != supervisor:  # it was killed before the line above
+    if os.getppid() != supervisor:  # the supervisor was killed before the call above
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     return 0
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when the thread that started it ends, be it with its whole process."""
+    """Make Linux send this process a signal when the thread that started it ends, alone or with its process."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
-_LIBC = ctypes.CDLL(None)  # here: between a fork and an exec nothing may be loaded
+_LIBC = ctypes.CDLL(None)  # loaded at import, since nothing may be loaded between a fork and an exec
 
 
 def _prctl(option: int, value: int) -> None:
@@ -51,8 +55,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(stage: int, flow: int) -> NoReturn:
-    """End when the stage does, with its code, or when the flow does."""
-    signals = {signal.SIGTERM, signal.SIGCHLD}  # taken one after the other: none interrupts `_end`
+    """Wait for the stage and exit with its code; exit with 1 on SIGTERM or when the flow ends."""
+    signals = {signal.SIGTERM, signal.SIGCHLD}  # blocked, and read with sigwait, so that none interrupts `_end`
     signal.signal(signal.SIGCHLD, lambda *_: None)  # sigwait does not see ignored signals
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     threading.Thread(target=_follow, args=(flow,), daemon=True).start()
@@ -60,11 +64,11 @@ def _watch(stage: int, flow: int) -> NoReturn:
         if signal.sigwait(signals) == signal.SIGTERM:
             _end(1)
     code = os.waitstatus_to_exitcode(status)
-    _end(code if code >= 0 else 128 - code)  # as a shell has it
+    _end(code if code >= 0 else 128 - code)  # like a shell's code for a signal
 
 
 def _status(stage: int) -> int | None:
-    """Return how the stage ended, or None while it runs. Orphans that have ended are forgotten."""
+    """Return the exit status of the stage, or None while it runs. Other children that have ended are reaped."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, stage):
@@ -78,11 +82,11 @@ def _follow(flow: int) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """Kill all that is below this process, then end it."""
+    """Kill all descendants of this process, then exit."""
     for _ in range(_LOOKS):
         if not _has_children():
             break
-        import psutil  # slow, and most stages leave nothing behind
+        import psutil  # a slow import, and most stages leave no processes behind
 
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
@@ -92,7 +96,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _has_children() -> bool:
-    """Whether a child still runs; those that have ended are forgotten."""
+    """Whether a child still runs. Children that have ended are reaped."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -101,7 +105,7 @@ def _has_children() -> bool:
 
 
 def _shell(command: str) -> NoReturn:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals; a shell's commands should not
         signal.signal(number, signal.SIG_DFL)
     os.execl("/bin/sh", "sh", "-c", command)
 

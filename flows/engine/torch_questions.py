@@ -1,4 +1,4 @@
-"""Questions that need torch, answered by a fork of the warm server, so that a flow never waits for the import."""
+"""Questions that need torch. A fork of the warm server answers them, so that a flow need not import torch itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from tasks.config import schema, validation
 
 
 def checked_params() -> dict[str, Any]:
-    """Check params.yaml and return its typed sections, as `validation.check` does."""
+    """Check params.yaml and return its typed sections, like `validation.check`.
+
+    Raises:
+        ParamsError: params.yaml has mistakes.
+    """
     if not validation.found_good(schema.read()):
         lines: list[str] = []
         try:

@@ -1,7 +1,8 @@
-"""Search for entries of dvc.lock and of the run cache that no run wrote.
+"""Find false entries of dvc.lock and of the run cache: their outputs were made from other parameters or other code.
 
-An entry says which inputs some outputs belong to. Among the outputs is the stage's own record of the parameters that it
-was run with (tasks/artifacts/stage_inputs.py), with the digest of its code: where the two differ, the entry is false.
+An entry claims that certain outputs were made from certain inputs. One of the outputs is a record that the stage itself
+writes of its parameters and of its code's digest (tasks/artifacts/stage_inputs.py). If this record differs from the
+entry, the entry is false.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Entry:
     """An entry of dvc.lock or of the run cache: the inputs and outputs of a stage."""
 
     place: str
-    """The file that it stands in."""
+    """Path of the file with the entry."""
     stage: str
-    """Its name; of an entry without a record its command."""
+    """Name of the stage; its command if the name is unknown, as in a run cache entry without a record."""
     content: Mapping[str, Any]
 
     @property
@@ -46,11 +47,11 @@ class Entry:
 
     @property
     def record(self) -> str | None:
-        """Digest of the stage's own record, if that is among its outputs."""
+        """Digest of the stage's own record; None if it is not among the outputs."""
         return next((md5 for path, md5 in self.outs.items() if Path(path).is_relative_to(stage_inputs.FOLDER)), None)
 
     def differences(self, record: Inputs) -> list[str]:
-        """Return the parameters in which the entry differs from what the stage has recorded, in words."""
+        """Return a description of each difference between the parameters in the entry and in the stage's record."""
         files = self.content.get("params", {}).values()
         parameters = {
             stage_inputs.nameless(path, self.stage): value for values in files for path, value in values.items()
@@ -61,21 +62,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Findings:
-    """The entries that were checked, by what came of it."""
+    """Result of `verify`: all entries, sorted by the outcome of the check."""
 
     agree: list[Entry]
+    """Entries that agree with the record of the stage."""
     false: dict[str, list[Entry]]
-    """Mistake, in words → the entries that have it."""
+    """Description of a mistake → the entries that have it."""
     unrecorded: list[Entry]
-    """Entries whose stage has recorded nothing, or whose record neither the cache nor the remote has."""
+    """Entries without a record, or with a record that neither the cache nor the remote has."""
     doubtful: list[Entry]
-    """Entries whose outputs another entry has from other inputs: records decide on parameters and code, not on data."""
+    """Entries that are not false, but name the same outputs as another entry with other inputs.
+
+    Records show false parameters and code, but not false data.
+    """
     damaged: list[str]
-    """Files that are no entries."""
+    """Paths of files that cannot be read as entries."""
 
 
 def verify() -> Findings:
-    """Compare every entry of dvc.lock and of the run cache, here and in the remote, with its stage's record."""
+    """Compare each entry of dvc.lock and of the run cache, here and in the remote, with the record of its stage."""
     damaged: list[str] = []
     entries = [*_of_lock(damaged), *_of_runs(damaged)]
     records = _records({entry.record for entry in entries if entry.record})
@@ -109,7 +114,7 @@ def _of_runs(damaged: list[str]) -> Iterator[Entry]:
 
 
 def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], damaged: list[str]) -> dict[str, Any]:
-    """Parse a file of this schema; a damaged one gives {} and is added to `damaged`."""
+    """Parse YAML with this schema. If that fails, add `place` to `damaged` and return {}."""
     try:
         return schema(YAML(typ="safe").load(text))
     except (YAMLError, ValueError, Invalid):
@@ -118,7 +123,7 @@ def _loaded(text: str, place: str, schema: Callable[[Any], dict[str, Any]], dama
 
 
 def _records(digests: set[str]) -> dict[str, Inputs]:
-    """Return digest → record, from the cache or else from the remote; without those that cannot be read."""
+    """Return digest → record, from the cache or else from the remote, without records that cannot be read."""
     cache_dir = stages.cache_dir()
     dvc_transport.fetch_outputs(digests)
     records: dict[str, Inputs] = {}
@@ -127,15 +132,15 @@ def _records(digests: set[str]) -> dict[str, Inputs]:
         if path.exists():
             try:
                 records[digest] = Inputs.model_validate_json(path.read_text())
-            except (ValidationError, UnicodeDecodeError):  # another version's, or some other file of that name
+            except (ValidationError, UnicodeDecodeError):  # a record of another version, or no record at all
                 continue
     return records
 
 
 def _doubtful(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries that share their outputs with an entry of other inputs.
+    """Return the entries with the same outputs as another entry that has other inputs.
 
-    Either one was written for the other's result, or the difference had no effect: an example that is not drawn, say.
+    Either one of the two is false, or the difference of inputs had no effect (an example that was not drawn).
     """
     alike: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:

@@ -1,1 +1,1 @@
-"""Removal of files and records that are no longer used."""
+"""Removal of files and MLflow records that are no longer used."""

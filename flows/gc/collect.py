@@ -1,8 +1,10 @@
-"""Free disk space: find what is no longer used, and remove it.
+"""Find files and MLflow records that are no longer used, and remove them to free disk space.
 
-An object of DVC's cache is kept if something names it: dvc.lock and .dvc files, in every workspace and in git's
-history; a registered version, with all stages that led to it; the last runs of each study. What goes are runs that
-nobody committed. No remote is touched.
+An object of DVC's cache is kept if it is named by
+- a dvc.lock or .dvc file, in any workspace or in git's history,
+- a registered version or a stage that led to it, or
+- one of the last runs of each study.
+All other objects, those of uncommitted runs, are removed. Remotes stay as they are.
 """
 
 from __future__ import annotations
@@ -24,11 +26,16 @@ from flows.workspace.worktrees import WORKSPACES, WorkspaceError
 
 @contextmanager
 def kinds(runs: int, commits: int | None) -> Iterator[list[Kind]]:
-    """Yield what fills the disk, by kind. In the block no stage runs in a workspace that shares this cache.
+    """Yield the kinds of things that fill the disk, each sorted into what stays and what can be removed.
+
+    While the block runs, no stage can run in a workspace that shares this cache.
 
     Args:
-        runs: finished runs of each study to keep.
-        commits: commits that changed dvc.lock to keep the objects of; None for all.
+        runs: number of finished runs of each study to keep.
+        commits: number of latest commits that changed dvc.lock, to keep their objects; None for all commits.
+
+    Raises:
+        CannotCollect: the objects to keep cannot be determined, or a stage runs.
     """
     stages.check_workspace()
     worktrees.check_root()
@@ -61,12 +68,12 @@ def _worktrees() -> list[Path]:
 
 
 def _scratch() -> list[Path]:
-    """Return the workspaces of `eckart reproduce`, which are made again when needed."""
+    """Return the workspaces of `eckart reproduce`. They can be removed, since they are made again when needed."""
     return [folder.resolve() for folder in WORKSPACES.glob("reproduce-*") if folder.is_dir()]
 
 
 def _is_free(stack: ExitStack, folder: Path) -> bool:
-    """Lock a workspace until the stack ends, and return whether that succeeded."""
+    """Try to lock a workspace until the stack is closed, and return whether this succeeded."""
     try:
         stack.enter_context(worktrees.held(folder))
     except WorkspaceError:
@@ -76,7 +83,11 @@ def _is_free(stack: ExitStack, folder: Path) -> bool:
 
 @contextmanager
 def _no_stage_runs(folder: Path) -> Iterator[None]:
-    """Let no stage run in a workspace while the block does; raise if one runs already."""
+    """Lock a workspace so that no stage can run in it while the block runs.
+
+    Raises:
+        CannotCollect: a stage runs already.
+    """
     if not (folder / ".dvc").is_dir():  # a worktree at a commit before DVC
         yield
         return
@@ -93,6 +104,6 @@ def _workspaces(stay: Iterable[Path], go: Iterable[Path]) -> Kind:
 
 
 def _remove(folders: Iterable[Path]) -> None:
-    for folder in folders:  # not by git, which does not know a folder whose making was interrupted
+    for folder in folders:  # not with git, which may not know a folder if making it was interrupted
         cached_objects.remove(folder)
     worktrees.git(Path(), "worktree", "prune")

@@ -1,4 +1,4 @@
-"""Sort DVC's cache into what stays and what goes: objects, the run cache, and times of stages."""
+"""Sort the files of DVC's cache (objects, run cache, times of stages) into those that stay and those that go."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OBJECT = re.compile(r"[0-9a-f]{32}(\.dir)?")
 
 
 def kinds(cache_dir: Path, kept: set[str]) -> list[Kind]:
-    """Return the kinds of files in the cache.
+    """Return the kinds of files in the cache, each sorted into what stays and what goes.
 
     Args:
-        kept: digests of files and folders to keep, and of the folders' files.
+        kept: digests of objects to keep: files, folders, and all files in these folders.
     """
     objects = [path for path in cache_dir.glob("files/md5/??/*") if _OBJECT.fullmatch(_digest(path))]
     runs = [path for path in cache_dir.glob("runs/*/*/*") if path.is_file()]
@@ -45,10 +45,10 @@ def _kind(name: str, paths: Iterable[Path], stays: Callable[[Path], bool]) -> Ki
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    # Lists of files first: a list without its files would look like a loss.
+    # Lists of files first: if this is interrupted, a list without its files would look like lost data.
     for path in sorted(paths, key=lambda path: path.suffix != ".dir"):
         path.unlink(missing_ok=True)
-        with suppress(OSError):  # it is not empty; DVC fails on an empty folder of the run cache
+        with suppress(OSError):  # not empty. An empty folder must go, since DVC fails on one in the run cache
             path.parent.rmdir()
 
 
@@ -57,7 +57,7 @@ def _digest(path: Path) -> str:
 
 
 def _outs(entry: Path) -> set[str]:
-    """Return the digests of an entry of the run cache; for an unreadable one, a digest that nothing has."""
+    """Return the digests of the outputs in a run cache entry; if it is unreadable, {""}, so that the entry goes."""
     try:
         return {out["md5"] for out in YAML(typ="safe").load(entry)["outs"]}
     except (YAMLError, UnicodeDecodeError, TypeError, KeyError):

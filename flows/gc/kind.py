@@ -1,4 +1,4 @@
-"""Kinds of things that fill the disk, with what stays and what goes."""
+"""Classes for the kinds of things that fill the disk, each sorted into what stays and what goes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tasks.artifacts.errors import EckartError
 
 
 class CannotCollect(EckartError):
-    """The objects to keep are unknown. The message says why. Nothing was removed."""
+    """The objects to keep cannot be determined. The message says why. Nothing was removed."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A count, and bytes if they are known."""
+    """Number of things, and their bytes; None if unknown."""
 
     count: int
     bytes: int | None
@@ -23,7 +23,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Kind:
-    """All things of one kind. `remove` removes those that go; if it is killed, it can be called again."""
+    """All things of one kind. `remove` removes those that go. If it is interrupted, it can be called again."""
 
     name: str
     stays: Size
@@ -32,7 +32,7 @@ class Kind:
 
 
 def size_of(paths: Iterable[Path]) -> Size:
-    """Return the size of files and folders, without hard-linked files, whose bytes would stay on the disk."""
+    """Return the size of files and folders. Hard-linked files count as 0 bytes, since removing a link frees none."""
     sizes = [_bytes(path) for path in paths]
     return Size(len(sizes), sum(sizes))
 

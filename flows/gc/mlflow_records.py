@@ -1,4 +1,4 @@
-"""Sort MLflow's runs and models into what stays and what goes, and find the objects of DVC's cache that they name."""
+"""Sort MLflow's runs and models into those that stay and those that go, and find the digests of DVC that they name."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ from tasks.artifacts.names import candidate_of
 from tasks.config import validation
 
 _DELETED = "deleted"  # MLflow's word for runs in its trash
-_MODEL = "models:/"  # start of a version's source; the id of the model follows
+_MODEL = "models:/"  # beginning of a version's source, before the id of the model
 
 
 @contextmanager
 def look(recent: int) -> Iterator[tuple[set[str], list[Kind]]]:
-    """Yield the objects of DVC's cache that MLflow names, and kinds of runs and models, while nobody can promote.
+    """Yield the digests in DVC's cache that MLflow names, and the kinds of things in MLflow.
 
-    All runs and models of a server of the user's stay.
+    While the block runs, nobody can promote a model. On a server of the user, all runs and models stay; only runs and
+    models in the workspace's own store can go.
 
     Args:
-        recent: finished runs of each study to keep, besides those that made a registered version.
+        recent: number of finished runs of each study to keep, in addition to those that made a registered version.
+
+    Raises:
+        CannotCollect: MLflow's database is damaged, or a registered version lacks its model.
     """
     model = validation.typed_section("promotion").model
     database.set_aside_damaged()
@@ -58,7 +62,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
     experiments = [
         experiment.experiment_id for experiment in _all(partial(client.search_experiments, view_type=ViewType.ALL))
     ]
-    ours = "" if local else "tags.`eckart.study` LIKE '%'"  # others may use the server, too
+    ours = "" if local else "tags.`eckart.study` LIKE '%'"  # other projects may use the server, too
     search = partial(client.search_runs, experiments, ours, run_view_type=ViewType.ALL)
     runs = {run.info.run_id: run for run in (_all(search) if experiments else ())}
     latest = _latest(_studies(runs.values()), recent)
@@ -76,7 +80,7 @@ def _tracked(client: MlflowClient, recent: int, local: bool) -> tuple[set[str], 
 
 
 def _registered(count: int) -> Kind:
-    """Return the registered versions, which all stay; the count shows whether the right registry was asked."""
+    """Return the `Kind` of registered versions. All stay; the count lets a user see that it is the right registry."""
     return Kind("registered versions", Size(count, None), Size(0, None), lambda: None)
 
 
@@ -91,7 +95,7 @@ def _all(search: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Return experiment → runs of its study, latest first, without deleted ones."""
+    """Return experiment → parent runs of its study, latest first, without deleted runs."""
     studies: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: -run.info.start_time):
         tags = run.data.tags
@@ -101,7 +105,7 @@ def _studies(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
-    """Return the `recent` last finished runs of each study, and all runs that started since."""
+    """Return the ids of the `recent` latest finished runs of each study, and of all runs that started after them."""
     latest: set[str] = set()
     for runs in studies.values():
         finished = 0
@@ -114,7 +118,7 @@ def _latest(studies: Mapping[str, list[Run]], recent: int) -> set[str]:
 
 
 def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
-    """Return what a study's run recorded of its stages when it ended."""
+    """Load the record of its stages that a study's run has stored in MLflow at its end; empty if there is none."""
     if not any(file.path == mirror.LINEAGE for file in client.list_artifacts(run)):
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +127,7 @@ def _lineage(client: MlflowClient, run: str) -> dict[str, Any]:
 
 
 def _stages_of(client: MlflowClient, runs: Mapping[str, Run], version: ModelVersion) -> dict[str, Any]:
-    """Return the recorded stages that led to a version: its candidate's and the shared ones."""
+    """Return the recorded stages that led to a version: those of its candidate and those that all candidates share."""
     run = runs.get(version.run_id or "")
     parent = run.data.tags.get(MLFLOW_PARENT_RUN_ID, "") if run else ""
     stages = _lineage(client, parent).get("stages", {}) if parent in runs else {}
@@ -138,13 +142,18 @@ def _kinds(
     stay: set[str],
     registered: Iterable[ModelVersion],
 ) -> list[Kind]:
-    """Return the kinds of runs and models in the workspace's own store."""
+    """Return the two kinds in the workspace's own store: runs and models.
+
+    Args:
+        runs: id → run.
+        stay: ids of runs that stay.
+    """
     sources = {version.source or "": version for version in registered}
     used = {source.removeprefix(_MODEL): version for source, version in sources.items() if source.startswith(_MODEL)}
     search = partial(client.search_logged_models, experiments)
     models: dict[str, LoggedModel] = {model.model_id: model for model in (_all(search) if experiments else ())}
     for name, version in used.items():
-        if name not in models:  # MLflow's gc would remove its files
+        if name not in models:  # it is in MLflow's trash, so MLflow's gc would remove the files of the version
             raise CannotCollect(
                 f"{name}, the model of version {version.version} of {version.name}, was deleted in MLflow: "
                 "delete the version, too"
@@ -164,24 +173,39 @@ def _kinds(
 
 
 def _ends(run: Run, stays: bool) -> bool:
-    """Whether a run goes: a deleted one does in any case, since MLflow's gc removes all of those."""
+    """Whether a run goes: it belongs to a study and nothing needs it, or it is in MLflow's trash, which is emptied.
+
+    Args:
+        stays: whether something needs the run.
+    """
     return run.info.lifecycle_stage == _DELETED or ("eckart.study" in run.data.tags and not stays)
 
 
 def _is_unused(model: LoggedModel, staying: set[str]) -> bool:
-    """Whether a model without a version goes: a candidate's goes with its run, a deleted version's goes."""
+    """Whether a model without a version goes.
+
+    The model of a candidate goes together with its run. The model of a deleted version goes. All others stay.
+
+    Args:
+        staying: ids of runs that stay.
+    """
     return model.source_run_id not in staying if candidate_models.KEY in model.tags else versions.CONTENT in model.tags
 
 
 def _kind(name: str, places: Mapping[str, str], go: set[str], remove: Callable[[], None]) -> Kind:
-    """Return the runs or models of `places` (id → address of its files) as a kind."""
+    """Return the `Kind` of runs or of models.
+
+    Args:
+        places: id → URL of the folder with the files.
+        go: ids of those that go.
+    """
     folders = {id_: Path(local_file_uri_to_path(address)) for id_, address in places.items()}
     stay, goes = ([folder for id_, folder in folders.items() if (id_ in go) == gone] for gone in (False, True))
     return Kind(name, size_of(stay), size_of(goes), remove)
 
 
 def _remove(client: MlflowClient, runs: Iterable[Run], models: Iterable[str]) -> None:
-    """Delete runs and models, first into MLflow's trash and then for good."""
+    """Move runs and models into MLflow's trash, and then empty the trash with MLflow's gc."""
     for run in runs:
         if run.info.lifecycle_stage != _DELETED:
             client.delete_run(run.info.run_id)

@@ -1,8 +1,8 @@
-"""Find the digests that workspaces and git's history name.
+"""Find the digests of DVC that dvc.lock and .dvc files name, in workspaces and in git's history.
 
-All files are read as text. dvc.lock counts and not dvc.yaml: it may record stages that the parameters of its revision
-do not name, which `dvc gc` would forget, and DVC may no longer be able to read an old dvc.yaml. Digests of code are
-found, too, which does no harm.
+The files are searched as text, so digests of code are found, too; this does no harm. Unlike `dvc gc`, this module does
+not read dvc.yaml: dvc.lock may record stages that the parameters of its revision do not have, and today's DVC may not
+be able to read an old dvc.yaml.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ _DIGEST = re.compile(r"\b[0-9a-f]{32}\b(?:\.dir\b)?")
 
 
 def in_text(text: str) -> set[str]:
-    """Return all that looks like a digest of DVC's; that of a folder ends with `.dir`."""
+    """Return all parts of a text that look like a digest of DVC. A folder's digest ends with `.dir`."""
     return set(_DIGEST.findall(text))
 
 
 def in_workspace(folder: Path) -> set[str]:
-    """Return the digests in a workspace's dvc.lock, damaged copies of it, and .dvc files, committed or not."""
+    """Return the digests in a workspace's dvc.lock, in damaged copies of it, and in .dvc files, committed or not."""
     names = worktrees.git(folder, "ls-files", "-z", "--cached", "--others", "--", f"{LOCK}*", "*.dvc")
     texts = [(folder / name).read_text(errors="replace") for name in names.split("\0") if (folder / name).is_file()]
     return set().union(*map(in_text, texts))
 
 
 def in_history(commits: int | None) -> set[str]:
-    """Return the digests in dvc.lock and .dvc files of all commits of all branches, tags and worktrees.
+    """Return the digests in dvc.lock and .dvc files of the commits of all branches, tags and worktrees.
 
-    With `commits`, of so many latest commits that changed these files, and of all tags and tips of branches.
+    Args:
+        commits: None for all commits. If it is a number, only so many of the latest commits that changed these files
+            are read, and in addition all tags and the last commit of each branch.
     """
     last = [] if commits is None else [f"--max-count={commits}"]
     changed = worktrees.git(Path(), "rev-list", "--all", "--full-history", *last, "--", str(LOCK), "*.dvc")
@@ -49,6 +51,9 @@ def _blobs(commit: str) -> set[str]:
 
 
 def with_files(cache_dir: Path, digests: Iterable[str]) -> set[str]:
-    """Return the digests and those of all files in their folders. A corrupt list still names most of its files."""
+    """Return the digests, and the digests of all files in the folders among them.
+
+    The lists of files are searched as text, so that even a corrupt list gives most of its files.
+    """
     lists = [cached_objects.object_path(cache_dir, digest) for digest in digests if digest.endswith(".dir")]
     return set(digests).union(*(in_text(path.read_text(errors="replace")) for path in lists if path.exists()))

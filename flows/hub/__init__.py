@@ -1,1 +1,1 @@
-"""The Hugging Face hub: pinned inputs and published candidates."""
+"""Use of the Hugging Face hub: pinning inputs to commits, and publishing candidates."""

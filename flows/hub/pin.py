@@ -1,4 +1,4 @@
-"""Pin base model and data of a study to their newest commits on the Hugging Face hub."""
+"""Pin the base model and the data set of a study to their newest commits on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,27 +20,31 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class CannotPin(EckartError):
-    """The hub does not name the newest commit. params.yaml is unchanged."""
+    """The newest commit could not be read from the hub. params.yaml is unchanged."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A pinned revision in params.yaml."""
+    """A revision in params.yaml that `pin` set to the newest commit."""
 
     section: str
+    """Section of params.yaml: model or data."""
     name: str
-    """The repository on the hub."""
+    """Name of the repository on the hub."""
     before: str | None
     now: str
 
 
 def pin() -> list[Pin]:
-    """Write the newest commits of base model and data set into params.yaml if they are on the hub.
+    """Write the newest commits of the base model and the data set into params.yaml, if these are on the hub.
 
-    A branch or tag stays, since somebody chose it.
+    A revision that is a branch or a tag stays, since somebody chose it.
 
     Returns:
-        Each revision that was null or a commit, even if it is the newest already.
+        The pinned revisions, including those that were the newest commit already.
+
+    Raises:
+        CannotPin: the hub cannot be reached, or does not have the repository.
     """
     stages.check_workspace()
     model, data, api = typed_section("model"), typed_section("data"), HfApi()
@@ -61,5 +65,5 @@ def pin() -> list[Pin]:
 def _newest(name: str, info: Callable[..., Any]) -> str:
     try:
         return str(info(name).sha)
-    except Exception as error:  # errors of its HTTP client are no classes of huggingface_hub
+    except Exception as error:  # errors of the HTTP client have no base class in huggingface_hub
         raise CannotPin(f"the hub does not name the newest commit of {name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Publish a candidate on the Hugging Face hub: its folder, its card, and its ONNX files if it was exported."""
+"""Publish a candidate on the Hugging Face hub: the model, its card, and the ONNX files if it was exported."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from tasks.artifacts.paths import CARDS, FINETUNED, ONNX
 
 
 class CannotPublish(EckartError):
-    """The candidate is not there, or the hub refuses it. The message says what to do."""
+    """The candidate does not exist or is not up to date, or the hub refuses it. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The files of a candidate in a repository of the hub."""
+    """Result of `publish`: the files of a candidate in a repository of the hub."""
 
     files: dict[str, Path]
-    """Path there → file here."""
+    """Path in the repository → local file."""
     url: str | None
-    """Address of the commit; None if nothing was sent."""
+    """URL of the commit; None after a dry run."""
 
 
 def publish(candidate: str, repository: str, private: bool = False, dry_run: bool = False) -> Published:
-    """Upload a candidate as one commit to USER/NAME, and make the repository if there is none."""
+    """Upload a candidate to a repository of the hub as one commit. The repository is made if it does not exist.
+
+    Args:
+        repository: USER/NAME.
+        private: whether a new repository is private.
+        dry_run: whether to upload nothing and only find the files.
+
+    Raises:
+        CannotPublish: the candidate does not exist or is not up to date, or the hub refuses it.
+    """
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -43,7 +52,7 @@ def publish(candidate: str, repository: str, private: bool = False, dry_run: boo
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.create_commit(repository, operations, commit_message=f"{candidate}, by Eckart")
-    except Exception as error:  # errors of its HTTP client are no classes of huggingface_hub
+    except Exception as error:  # errors of the HTTP client have no base class in huggingface_hub
         if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
             raise CannotPublish("the hub does not know you: run `hf auth login`, or set HF_TOKEN") from error
         raise CannotPublish(f"the hub does not take {repository}: {error}") from error

@@ -1,1 +1,1 @@
-"""Workspaces: made by `eckart init`, checked out at a revision, and what is installed beside them."""
+"""Workspaces: new ones (`eckart init`), and worktrees at a git revision for seeds and for reproducing results."""

@@ -1,7 +1,7 @@
-"""Tie a deployment to the folder that its runs work in: a tag names the folder, and runs in another one refuse.
+"""Tie a Prefect deployment to one workspace folder: a tag names the folder, and a run in another folder is refused.
 
-`python -m flows.workspace.deployment_owner NAME` prints the tag for a deployment NAME of the working directory, unless
-another folder has a deployment of that name.
+`python -m flows.workspace.deployment_owner NAME` prints the tag for a deployment NAME of the working directory. It
+fails if another folder has a deployment of this name.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ _ID = Path(".eckart/workspace")
 
 
 class OtherWorkspace(EckartError):
-    """A deployment belongs to another folder. The message names it."""
+    """The deployment belongs to another folder. The message names the folder."""
 
 
 def tag() -> str:
-    """Return the tag of the working directory's deployments: a random id, which is kept there, and its path."""
+    """Return the tag for deployments of the working directory: its random id, its host and its path.
+
+    The id is made at the first call and stored in the folder.
+    """
     if not _id():
         _ID.parent.mkdir(exist_ok=True)
         _ID.write_text(secrets.token_hex(8))
@@ -38,7 +41,10 @@ def tag() -> str:
 
 
 def check() -> None:
-    """Raise if the present run is of a deployment of another folder; a deployment without a tag may run anywhere."""
+    """Raise OtherWorkspace if the present run is of a deployment that belongs to another folder.
+
+    A deployment without a tag may run in any folder.
+    """
     if not deployment.id:
         return
     present = _read(lambda client: client.read_deployment(deployment.id))
@@ -47,7 +53,7 @@ def check() -> None:
 
 
 def check_name(name: str) -> None:
-    """Raise if a deployment of this name belongs to another folder, or has no tag."""
+    """Raise OtherWorkspace if a deployment of this name exists and belongs to another folder or has no tag."""
     present = _read(lambda client: client.read_deployment_by_name(f"study/{name}"))
     if present and not _is_own(owner := _owner(present)):
         raise OtherWorkspace(
@@ -65,12 +71,12 @@ def _read(read: Callable[[SyncPrefectClient], DeploymentResponse]) -> Deployment
 
 
 def _owner(present: DeploymentResponse) -> str:
-    """Return the tag of a deployment; empty if it has none."""
+    """Return the tag of a deployment that names its folder; empty if there is none."""
     return next((tag for tag in present.tags if tag.startswith(_TAG)), "")
 
 
 def _is_own(owner: str) -> bool:
-    """Whether a tag is of the working directory: by host and path, or by id and path if the host was renamed."""
+    """Whether a tag names the working directory: the path is the same, and also the host, or, if renamed, the id."""
     same = bool(_id()) and owner.startswith(f"{_TAG}{_id()} ") and owner.endswith(f":{Path.cwd()}")
     return same or _place(owner) == _here()
 

@@ -1,4 +1,4 @@
-"""`eckart init`: make a workspace for the pipeline anywhere, with a model and data of one's own if they are named."""
+"""`eckart init`: make any folder a workspace for the pipeline, with the user's own model and data if they are given."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ RAW, BASE = CARRIED
 
 
 class InitError(EckartError):
-    """No workspace was made; the message says what to do."""
+    """The workspace was not made or not changed. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """A person's own model and data; None: those of the default study.
+    """The user's own model and data. A field is None if the user did not give it.
 
-    base: a folder, a GGUF file, or what model.base takes besides.
-    data: a file, or a folder of files named by split.
-    text, text_pair, label: columns of the data.
-    task: None: what the label looks like.
+    base: a folder, a GGUF file, or any other value that model.base may have.
+    data: a file, or a folder with a file for each split, named by the split.
+    text, text_pair, label: names of columns of the data.
+    task: None to derive the task from the label.
     """
 
     base: str | None
@@ -50,11 +50,11 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Filled:
-    """The values that `init` wrote into params.yaml, which in a new workspace begins as the default study.
+    """Result of `init`: the values that it wrote into params.yaml.
 
-    changes: dotted name → value.
-    before: the values that they replace.
-    head: what becomes of the base model's head, in words.
+    changes: dotted name → new value.
+    before: dotted name → old value of every parameter; in a new workspace, its value in the default study.
+    head: sentence that says what happens to the base model's head; may be empty.
     """
 
     changes: dict[str, Any]
@@ -63,16 +63,18 @@ class Filled:
 
 
 def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
-    """Make `folder` a workspace, or amend the one that it is; its files stay.
+    """Make `folder` a workspace, or change one that exists. Files in it stay.
 
     Args:
-        again: whether it is one. Its study and promotion stay, and all else that the wishes do not decide.
+        again: whether `folder` already is a workspace. Then only the parameters that follow from the wishes change.
 
-    An InitError leaves everything as it was.
+    Raises:
+        InitError: nothing was changed.
     """
     _check(folder, wishes, again)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:  # beside it: files are moved from there
+    # On the same disk as `folder`, so that moving files is fast.
+    with TemporaryDirectory(prefix=".eckart-init-", dir=parent) as temporary:
         draft = Path(temporary)
         shutil.copy(folder / PARAMS if again else installation.HOME / PARAMS, draft)
         for part in CARRIED:
@@ -80,7 +82,7 @@ def init(folder: Path, wishes: Wishes, again: bool = False) -> Filled:
             (draft / part).mkdir(parents=True, exist_ok=True)
         try:
             filled = _fill_in(draft, folder, wishes, again)
-        except EckartError as error:  # it may name copies that are gone by now
+        except EckartError as error:  # the message may name copies in the temporary folder
             raise InitError(_by_own_names(str(error), wishes)) from error
         folder.mkdir(parents=True, exist_ok=True)
         _set_up(folder)
@@ -132,7 +134,12 @@ def _check(folder: Path, wishes: Wishes, again: bool) -> None:
 
 
 def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
-    """Copy the files that are named into a draft of the workspace, and write what they decide into its params.yaml."""
+    """Copy the user's model and data into a draft of the workspace, and write what follows into its params.yaml.
+
+    Args:
+        draft: temporary folder with params.yaml, data/raw and models/base.
+        folder: the workspace itself.
+    """
     present, default = sections(read(draft / PARAMS)), sections(read(installation.HOME / PARAMS))
     base = wishes.base
     if base and Path(base).exists():
@@ -141,7 +148,7 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
     changes: dict[str, Any] = {}
     head = ""
     if base or source:
-        from flows.workspace import params_from_data  # torch, and transformers
+        from flows.workspace import params_from_data  # slow: it imports torch and transformers
     if base:
         changes["model"] = {"base": base}
         with chdir(draft):
@@ -169,13 +176,13 @@ def _fill_in(draft: Path, folder: Path, wishes: Wishes, again: bool) -> Filled:
 
 
 def _own_data(params: Mapping[str, Any]) -> str | None:
-    """Return the source of the data that an earlier `init`, or the user, has named, if it is in the workspace."""
+    """Return data.source of params.yaml if it is a path under data/raw, so the user's own data; else None."""
     source = str(params["data"]["source"])
     return source if Path(source).is_relative_to(RAW) else None
 
 
 def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
-    """Return the wishes with what params.yaml says of the workspace's own data where they say nothing."""
+    """Fill columns and task that the wishes lack from params.yaml, if the workspace already has its own data."""
     if not _own_data(params):
         return wishes
     data = params["data"]
@@ -187,7 +194,13 @@ def _completed(wishes: Wishes, params: Mapping[str, Any]) -> Wishes:
 def _amending(
     changes: Mapping[str, Any], wishes: Wishes, present: Mapping[str, Any], default: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the changes that the wishes decide."""
+    """Return those of the changes that the user asked for, or that follow from it; all else in params.yaml stays.
+
+    Args:
+        changes: sections as for a new workspace.
+        present: sections of the workspace's params.yaml.
+        default: sections of the default study's params.yaml.
+    """
     columns = wishes.text or wishes.text_pair or wishes.label or wishes.task
     decided = {"source", "splits", "sizes"} if wishes.data else set()
     if wishes.data or columns:
@@ -201,13 +214,20 @@ def _amending(
     if "model" in changes:
         amending["model"] = changes["model"]
     usual = default["teacher"]["epochs"]
-    if present["teacher"]["epochs"] in (0, usual):  # else it is the user's own number
+    if present["teacher"]["epochs"] in (0, usual):  # any other number was set by the user
         amending["teacher"] = changes.get("teacher", {"epochs": usual})
     return amending
 
 
 def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
-    """Copy `source` into a folder of the draft, unless the workspace has it there, and return its path there."""
+    """Copy `source` into the folder `place` of the draft, unless the workspace has it already.
+
+    Returns:
+        The path of the copy, relative to the workspace.
+
+    Raises:
+        InitError: the workspace has another file or folder of this name.
+    """
     root = (folder / place).resolve()
     if source.resolve().is_relative_to(root):
         return place / source.resolve().relative_to(root)
@@ -223,21 +243,24 @@ def _bring(source: Path, place: Path, draft: Path, folder: Path) -> Path:
 
 
 def _hand_to_dvc(folder: Path, part: Path) -> None:
-    """Track a folder by DVC, so that a commit names the bytes that a study read and others can pull them."""
+    """Track a folder with DVC, so that a commit has the digests of the files, and other users can pull them.
+
+    A folder without files or with files in git is left to git.
+    """
     keep = folder / part / ".gitkeep"
     if not any((folder / part).iterdir()):
         keep.touch()
         return
     tracked = worktrees.git(folder, "ls-files", "--", str(part)).split()
     if [path for path in (folder / part).iterdir() if path != keep] and tracked in ([], [str(part / ".gitkeep")]):
-        if tracked:  # it was empty until now
+        if tracked:  # only .gitkeep: the folder was empty until now
             worktrees.git(folder, "rm", "--quiet", "--cached", "--", *tracked)
         _append(folder / part.with_name(".gitignore"), f"/{part.name}\n")
         worktrees.dvc(folder, "add", "--quiet", str(part))
 
 
 def _set_up(folder: Path) -> None:
-    """Set up git and DVC, where they are not."""
+    """Set up git and DVC in a folder if they are not set up there."""
     inside = ["git", "rev-parse", "--git-dir"]
     if subprocess.run(inside, cwd=folder, env=worktrees.environment(), capture_output=True).returncode:
         worktrees.git(folder, "init", "--quiet")
@@ -247,7 +270,7 @@ def _set_up(folder: Path) -> None:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return dotted name → value."""
+    """Flatten nested sections to dotted name → value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}

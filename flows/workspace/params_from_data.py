@@ -1,4 +1,4 @@
-"""Derive the params.yaml of a new workspace from a model and data, for a person to look over."""
+"""Derive values of a new workspace's params.yaml from the user's model and data. The user may then edit them."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from tasks.models.model_io import UNLOADABLE
 from tasks.nlp_tasks import TASK_NAMES, TaskName, task_class
 from tasks.runtime.stage_runner import StageError
 
-_SAMPLE = 1000  # examples whose tokens are counted
-_SHARE = 0.95  # of the examples that are to be read in full
+_SAMPLE = 1000  # number of examples to count the tokens of
+_SHARE = 0.95  # share of the examples that must fit into max_length
 
 
 def of_data(
     source: str, base: str, text: str | None, text_pair: str | None, label: str | None, task: TaskName | None
 ) -> tuple[dict[str, Any], str]:
-    """Return the sections of params.yaml that a file under data/raw and the base model decide, and a sentence.
-
-    The sentence says what becomes of the base model's head; it is empty where there is nothing to say.
+    """Derive sections of params.yaml from data and a base model.
 
     Args:
-        source: the file, or a folder of files named by split, in the workspace that is the working directory.
-        text, text_pair, label: columns; None where they have these names, or there are none.
-        task: by default what the label looks like.
+        source: a file, or a folder with a file for each split, named by the split. The path is relative to the
+            workspace, which is the working directory.
+        base: the model, as in model.base.
+        text, text_pair, label: names of columns. None stands for a column that is named like its role, if there is one.
+        task: None to derive the task from the label.
+
+    Returns:
+        The sections, and a sentence that says what happens to the base model's head; it may be empty.
 
     Raises:
-        StageError: a file or the model cannot be read, a column is missing, the task cannot be told, or the stage
-            extract would refuse the rows.
+        StageError: a file or the model cannot be read, a column is missing, the task is unclear, or the stage extract
+            would refuse the rows.
     """
     datasets.disable_progress_bars()
     files = _files(Path(source))
@@ -55,7 +58,7 @@ def of_data(
             "metric": task_class(kind).metrics[0],
         }
     }
-    if not task_class(kind).running_text:  # whose sizes are blocks, and whose drop is in units of perplexity
+    if not task_class(kind).running_text:  # else sizes count blocks, and drops are perplexity
         changes["data"]["sizes"] = {"train": len(rows)}
         changes["study"] = {"goals": [{"largest_drop": 0.01}]}
     labels = _labels(changes["data"])
@@ -65,14 +68,18 @@ def of_data(
 
 
 def _labels(changes: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes as the stage extract finds them; what it would refuse is refused here."""
+    """Return the names of the classes, with the code of the stage extract, which raises its errors here already.
+
+    Args:
+        changes: derived values of the section data of params.yaml.
+    """
     content = sections(read())["data"]
     yaml_edit.change(content, changes)
     return split_and_convert(parse(content, Data, PARAMS, "data"))[1]
 
 
 def _files(source: Path) -> dict[str, Path]:
-    """Return split → file of a folder whose files are named by split; a file alone is `train`."""
+    """Return split → file for a folder with files named by split. If `source` is a file, it is the split train."""
     if not source.is_dir():
         return {"train": source}
     named = {file.stem: file for file in source.iterdir() if file.suffix in FORMATS}
@@ -84,7 +91,11 @@ def _files(source: Path) -> dict[str, Path]:
 
 
 def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
-    """Return role → column."""
+    """Return role (text, text_pair, label) → name of the column; None if the data has no such column.
+
+    Args:
+        names: column for each role, or None for a column that is named like its role.
+    """
     roles = zip(("text", "text_pair", "label"), names, strict=True)
     columns = {role: name or (role if role in rows else None) for role, name in roles}
     for role, name in columns.items():
@@ -97,7 +108,7 @@ def _columns(rows: pd.DataFrame, *names: str | None) -> dict[str, str | None]:
 
 
 def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
-    """Return the task that the columns look like."""
+    """Guess the task from the columns."""
     label = columns["label"]
     if label is None and len(rows.columns) > 1:
         raise StageError(
@@ -113,7 +124,11 @@ def _task(rows: pd.DataFrame, columns: dict[str, str | None]) -> TaskName:
 
 
 def read_base(base: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Load config and tokenizer of a base model, named as model.base has it."""
+    """Load the config and the tokenizer of a base model.
+
+    Args:
+        base: the model, as in model.base.
+    """
     with ExitStack() as stack:
         source, extra = located(base, stack)
         try:
@@ -130,7 +145,10 @@ def _length(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> int:
-    """Return the tokens that hold nearly all examples, a multiple of 8, and no more than the model takes."""
+    """Choose max_length: the number of tokens that nearly all examples fit into, as far as the model allows.
+
+    It is rounded up to a multiple of 8, and at most 512. For running text it is the most that the model allows.
+    """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 512
     most = min(positions, 512)
     if task_class(kind).running_text:

@@ -1,8 +1,8 @@
-"""Restore what a stage wrote at a git revision, bit for bit.
+"""Restore the outputs of a stage at a git revision, bit for bit.
 
-dvc.lock of a revision records the digests of all files that a stage read and wrote. The files come from the cache or
-the remote, or `dvc repro` makes them again in a worktree at that revision, with the code of that revision. In either
-case the files themselves are hashed and compared with the record in git.
+dvc.lock of a revision records the digests of all files that a stage read and wrote. The outputs come from the cache or
+the remote, or `dvc repro` makes them again in a worktree at that revision, with the code of that revision. In both
+cases the restored files are hashed, and the digests are compared with the record in git.
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ _REQUIREMENTS = "requirements.lock"
 
 
 class CannotReproduce(EckartError):
-    """There is no such stage or revision, or the stage cannot be run again. The message says what to do."""
+    """The stage or the revision does not exist, or the stage cannot be run again. The message says what to do."""
 
 
 @dataclass(frozen=True)
 class LockedStage:
-    """A stage as dvc.lock of a revision records it."""
+    """A stage as recorded in dvc.lock of a revision."""
 
     commit: str
     stage: str
     entries: Mapping[str, Any]
-    """All entries of dvc.lock, by stage."""
+    """All entries of this dvc.lock: stage → what it read and wrote."""
     requirements: str
-    """The packages that the revision pins, a `NAME==VERSION` line each."""
+    """Content of the revision's requirements.lock: a line `NAME==VERSION` for each package."""
 
     @property
     def folder(self) -> Path:
-        """The worktree in which it is restored."""
+        """The worktree in which the stage is restored."""
         return WORKSPACES / f"reproduce-{self.commit[:10]}"
 
     @property
     def outs(self) -> dict[str, str]:
-        """Path → digest of what the stage wrote."""
+        """Path → digest of the stage's outputs."""
         return _digests(self.entries[self.stage], "outs")
 
 
 @dataclass(frozen=True)
 class ComparedFile:
-    """A restored file: its digest as recorded in git and as it is now; None where there is no file."""
+    """A restored file and its digests."""
 
     path: str
     recorded: str | None
+    """Digest in the record; None if the record does not have the file."""
     now: str | None
+    """Digest of the restored file; None if it does not exist."""
 
     @property
     def same(self) -> bool:
@@ -73,14 +75,15 @@ class ComparedFile:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The restored files of a stage, compared with the record."""
+    """Result of `reproduce`: the restored files of a stage, compared with the record."""
 
     folder: Path
-    """The worktree that they are in."""
+    """The worktree with the files."""
     origin: str
+    """Words that say whether the files were taken from the cache or made again."""
     files: list[ComparedFile]
     reasons: list[str]
-    """Likely reasons for a difference; empty if there is none."""
+    """Likely reasons for differences; empty if all files are the same."""
 
     @property
     def same(self) -> bool:
@@ -88,7 +91,11 @@ class Reproduction:
 
 
 def record(name: str, revision: str = "HEAD") -> LockedStage:
-    """Return what dvc.lock of a revision records of a candidate (`kfac-0.33`) or of any other stage (`teacher`)."""
+    """Read the record of a candidate (`kfac-0.33`) or of any other stage (`teacher`) from dvc.lock of a revision.
+
+    Raises:
+        CannotReproduce: there is no such revision, dvc.lock or stage.
+    """
     commit, entries = _locked(revision)
     for stage in (stage_name("finetune", name), name):
         if stage in entries:
@@ -112,13 +119,17 @@ def _locked(revision: str) -> tuple[str, dict[str, Any]]:
 
 
 def _content(commit: str, name: str) -> str:
-    """Return the content of a file in a commit; empty if it has no such file."""
+    """Return the content of a file in a commit; empty if the commit does not have the file."""
     present = worktrees.git(Path(), "ls-tree", "--name-only", commit, name)
     return worktrees.git(Path(), "show", f"{commit}:{name}") if present else ""
 
 
 def _entries(text: str, revision: str) -> dict[str, Any]:
-    """Return the entries of a dvc.lock: stage → what it read and wrote."""
+    """Parse the content of a dvc.lock into stage → entry.
+
+    Args:
+        revision: name for the error message.
+    """
     try:
         return dict((YAML(typ="safe").load(text) or {}).get("stages") or {})
     except (YAMLError, AttributeError) as error:
@@ -130,10 +141,13 @@ def _digests(entry: Mapping[str, Any], part: str) -> dict[str, str]:
 
 
 def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
-    """Restore a stage's outputs in a worktree: from cache or remote, or else by running the stage again.
+    """Restore a stage's outputs in a worktree: fetch them from the cache or the remote, or else run the stage again.
 
     Args:
-        again: run the stage and all that it depends on again, even if the recorded files are there.
+        again: whether to run the stage and all stages that it depends on, even if the outputs can be fetched.
+
+    Raises:
+        CannotReproduce: the stage could not be run again.
     """
     folder, cache = wanted.folder, stages.cache_dir()
     with worktrees.held(folder), stage_processes.terminable():
@@ -154,9 +168,14 @@ def reproduce(wanted: LockedStage, again: bool = False) -> Reproduction:
 
 
 def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[ComparedFile]:
-    """Compare the files of `outs` (path → recorded digest) with those in `folder`, reading all bytes.
+    """Hash the outputs in `folder`, and compare each file with its recorded digest.
 
-    A folder that differs and whose recorded list of files is lost is compared as a whole.
+    If an output is a folder that differs, and the cache no longer has the recorded list of its files, only the digests
+    of the whole folder are compared.
+
+    Args:
+        cache: folder of DVC's cache.
+        outs: path of each output → recorded digest.
     """
     compared: list[ComparedFile] = []
     for out, digest in outs.items():
@@ -172,14 +191,18 @@ def compare(folder: Path, cache: Path, outs: Mapping[str, str]) -> list[Compared
 
 
 def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
-    """Run the stage, and before it all that it depends on (`again`), or only what is lost."""
+    """Run the stage again, after the stages that it depends on.
+
+    Args:
+        again: whether all of these stages run; if not, only those with outputs that cannot be fetched.
+    """
     _bring_inputs(wanted.folder, cache)
     if not again:
         for name in _chain(wanted)[:-1]:
             dvc_transport.fetch_outputs(_digests(wanted.entries[name], "outs").values())
     for out in wanted.outs:
         cached_objects.remove(wanted.folder / out)
-    # Not committed to the cache: a result that differs would be restored later instead of the recorded one.
+    # --no-commit, since a differing result in the cache would later be restored instead of the recorded one.
     unset = [word for name in worktrees.PLACES for word in ("-u", name)]
     repro = [sys.executable, "-m", "dvc", "repro", "--quiet", "--no-commit", *(["--force"] if again else [])]
     command = shlex.join(["env", *unset, *repro, wanted.stage])
@@ -191,7 +214,7 @@ def _run_again(cache: Path, wanted: LockedStage, again: bool) -> None:
 
 
 def _chain(wanted: LockedStage) -> list[str]:
-    """Return the recorded stages that the stage depends on, upstream first, and the stage itself."""
+    """Return the recorded stages that the stage depends on, in an order in which they can run, then the stage."""
     with Repo(str(wanted.folder)) as repo:
         graph = repo.index.graph
         named = {stage.name: stage for stage in graph if isinstance(stage, PipelineStage)}
@@ -203,7 +226,10 @@ def _chain(wanted: LockedStage) -> list[str]:
 
 
 def _bring_inputs(folder: Path, cache: Path) -> None:
-    """Put the user's own files into the worktree: as the revision has them in DVC, or else those of the main one."""
+    """Put the user's own data and base models into the worktree.
+
+    They are those that the revision tracks with DVC. If it does not track them, they are those of the main workspace.
+    """
     for part in CARRIED:
         tracked = part.with_name(f"{part.name}.dvc")
         if not (folder / tracked).exists():
@@ -217,7 +243,10 @@ def _bring_inputs(folder: Path, cache: Path) -> None:
 
 
 def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
-    """Add to the cache what was made again with the recorded bytes and was lost: objects only, no run cache."""
+    """Add outputs to the cache that it had lost and that were made again with the recorded bytes.
+
+    Only objects are added, no entries of the run cache.
+    """
     with locks.repository() as repo:
         for name in _chain(wanted):
             for out, digest in _digests(wanted.entries[name], "outs").items():
@@ -227,7 +256,7 @@ def _add_to_cache(cache: Path, wanted: LockedStage) -> None:
 
 
 def _reasons(wanted: LockedStage) -> list[str]:
-    """Return likely reasons why files differ: the first stage that differs from its record, packages, hardware."""
+    """Return likely reasons for differing files: the first stage that differs from its record, packages, hardware."""
     now = _entries((wanted.folder / LOCK).read_text(), "the worktree")
     changes = (_change(name, wanted.entries[name], now.get(name, {})) for name in _chain(wanted))
     reasons = [next(filter(None, changes), f"{wanted.stage} was not recorded anew")]
@@ -237,7 +266,7 @@ def _reasons(wanted: LockedStage) -> list[str]:
 
 
 def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say how a stage's run differs from its record; empty if it does not."""
+    """Describe how the new entry of a stage in dvc.lock differs from the recorded one; empty if it does not."""
     before, after = _digests(then, "deps"), _digests(now, "deps")
     read = [path for path in sorted({*before, *after}) if before.get(path) != after.get(path)]
     read += [what for what in ("cmd", "params") if then.get(what) != now.get(what)]
@@ -248,8 +277,8 @@ def _change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _packages(pinned: str) -> list[str]:
-    """Return the packages that are not installed as `NAME==VERSION` lines say."""
-    # The build, such as +cpu, is not pinned.
+    """Return a description of each package with another installed version than its line `NAME==VERSION` says."""
+    # Local versions such as +cpu are not pinned.
     there = {canonicalize_name(package.name): package.version.partition("+")[0] for package in distributions()}
     pins = [map(str.strip, line.split("==")) for line in pinned.splitlines() if line.count("==") == 1]
     versions = [(name, there.get(canonicalize_name(name)), wanted) for name, wanted in pins]

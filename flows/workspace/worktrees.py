@@ -1,7 +1,7 @@
-"""Workspaces besides the main one: git worktrees at a revision, with the cache, remotes and raw data of the main one.
+"""Additional workspaces: git worktrees at a revision, with the cache, the remotes and the raw data of the main one.
 
-The main workspace is the working directory; every `folder` here is another one. Two flows with different parameters
-cannot share a workspace. All share one DVC cache, run cache included, so that what they have in common runs once.
+The main workspace is the working directory; `folder` is always another one. Two flows with different parameters need
+two workspaces. All workspaces share DVC's cache with the run cache, so that a computation that several need runs once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tasks.config.schema import PARAMS
 
 WORKSPACES = Path("workspaces")
 CARRIED = (Path("data/raw"), Path("models/base"))
-"""Folders that stages read and git does not contain."""
+"""Folders that stages read, but that are not in git."""
 CODE = ("eckart", "tasks", "flows", "dvc.yaml", "code.yaml", ".dvcignore", str(PARAMS))
-"""Files that a workspace takes from the commit: uncommitted edits of them would not be used."""
+"""Files and folders that a workspace takes from the commit, so uncommitted edits of them would not be used."""
 
 LOCK = Path("dvc.lock")
 PLACES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
-"""Variables set inside a git hook, which would lead every git command to the main workspace."""
+"""Environment variables set in a git hook. With them, every git command would work on the main workspace."""
 
 
 class WorkspaceError(EckartError):
@@ -36,7 +36,7 @@ class WorkspaceError(EckartError):
 
 
 def check_root() -> None:
-    """Raise a WorkspaceError unless this is the root of a git repository."""
+    """Raise a WorkspaceError unless the working directory is the root of a git repository."""
     if (root := root_of(Path())) == Path.cwd():
         return
     if not PARAMS.exists():
@@ -53,14 +53,19 @@ def root_of(folder: Path) -> Path:
 
 
 def edited(*paths: str) -> set[str]:
-    """Return the files of `paths` that differ from the last commit."""
+    """Return the files in `paths` that differ from the last commit, new files included."""
     check_root()
     status = git(Path(), "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all", "--", *paths)
     return {line[3:] for line in status.split("\0") if line}
 
 
 def refuse(edited: set[str], who: str) -> None:
-    """Raise a WorkspaceError if there are edited files, which `who` ('Workers run') would not use."""
+    """Raise a WorkspaceError if there are edited files, since workspaces use the committed ones.
+
+    Args:
+        edited: files with uncommitted edits.
+        who: subject and verb of the message: '`who` the code of the last commit', as in "Workers run".
+    """
     if edited:
         names = "\n".join(f"  {name}" for name in sorted(edited))
         raise WorkspaceError(f"{who} the code of the last commit. Commit these, or undo the edits:\n{names}")
@@ -68,10 +73,10 @@ def refuse(edited: set[str], who: str) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[IO[str]]:
-    """Lock a workspace while the block runs: a second user would change the code under the first.
+    """Lock a workspace while the block runs, since a second process could check out other code in it.
 
     Raises:
-        WorkspaceError: the workspace is in use.
+        WorkspaceError: another process has locked the workspace.
     """
     folder.parent.mkdir(exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
@@ -83,7 +88,7 @@ def held(folder: Path) -> Iterator[IO[str]]:
 
 
 def follow(folder: Path) -> None:
-    """Update `folder` to the present commit and raw data, or make it; its outputs stay."""
+    """Update the workspace `folder` to the present commit and raw data, or make it. Its outputs and dvc.lock stay."""
     recorded = (folder / LOCK).read_bytes() if (folder / LOCK).exists() else None
     check_out(folder, "HEAD")
     if recorded is not None:  # dvc.lock belongs to the outputs there
@@ -93,7 +98,11 @@ def follow(folder: Path) -> None:
 
 
 def check_out(folder: Path, revision: str) -> None:
-    """Make `folder` a worktree at `revision` with the cache and the remotes of the main workspace."""
+    """Make `folder` a worktree at `revision`, or update it, and give it the main workspace's cache and remotes.
+
+    Raises:
+        WorkspaceError: the folder exists and is no worktree of this repository.
+    """
     commit = git(Path(), "rev-parse", revision).strip()
     if folder.exists():
         _check_own(folder)
@@ -104,7 +113,7 @@ def check_out(folder: Path, revision: str) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    # Otherwise git would find the main workspace above it and change that.
+    # If the folder is no worktree, git finds the main workspace above it and would change that.
     where = ("rev-parse", "--path-format=absolute", "--git-common-dir")
     if root_of(folder) != folder.resolve() or git(folder, *where) != git(Path(), *where):
         raise WorkspaceError(
@@ -113,9 +122,12 @@ def _check_own(folder: Path) -> None:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Make `target` a copy of the folder `source`, of hard links where the file system allows."""
+    """Replace `target` with a copy of the folder `source`, made of hard links if the file system allows them.
+
+    If `source` does not exist, `target` is removed.
+    """
     fresh = target.with_name(f".{target.name}.new")
-    cached_objects.remove(fresh)  # left by a killed process
+    cached_objects.remove(fresh)  # a killed process may have left it
     if source.exists():
         fresh.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, fresh, copy_function=_link)
@@ -127,17 +139,17 @@ def carry(source: Path, target: Path) -> None:
 def _link(source: str, target: str) -> None:
     try:
         os.link(os.path.realpath(source), target)
-    except OSError:  # another file system
+    except OSError:  # `target` is on another file system
         shutil.copy2(source, target)
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without the variables that a git hook sets."""
+    """Return the environment variables without those that a git hook sets."""
     return {name: value for name, value in os.environ.items() if name not in PLACES}
 
 
 def git(folder: Path, *words: str) -> str:
-    """Run git in `folder` and return its output, without hooks: DVC's would check out outputs."""
+    """Run git in `folder` and return its output. Hooks are off, since DVC's hooks would check out outputs."""
     return _called(folder, ["git", "-c", f"core.hooksPath={os.devnull}", *words], f"git {words[0]}")
 
 
