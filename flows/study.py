@@ -54,9 +54,9 @@ This is no success, and no notification is sent.
 _NAMED = 3  # names of changed files, parameters or stages that a message lists
 
 Execute = Callable[[Planned, str, Callable[[str], None]], Outcome | float]
-"""A function (stage, command, log) that runs the command of a stage, on this machine or on a worker of a cluster.
+"""A function (stage, command, log) that runs a stage's command, on this machine or on a worker of a cluster.
 
-It passes each line of output to `log`; see `stages.run`.
+It passes each line of output to `log`, and returns the seconds that the command took, or the worker's outcome.
 """
 
 
