@@ -33,7 +33,7 @@ _UNBOUNDED_DIFFERENCE = 1e-3  # allowed difference from the recorded metric ÷ t
 
 
 class Refused(EckartError):
-    """A promotion was refused. The message says which number is how far beyond its limit, or gives another reason."""
+    """A promotion was refused. The message names the numbers that are beyond their limits, or another reason."""
 
     def __init__(self, message: str, gates: Sequence[Gate] = ()) -> None:
         super().__init__(message)
