@@ -70,11 +70,11 @@ def main() -> None:
         sys.exit("export.recipes in params.yaml is []: name the recipes whose files are to be timed")
     torch, onnxruntime = version("torch"), version("onnxruntime")
     print(_HEAD.format(machine=machine(), cores=os.cpu_count(), torch=torch, onnxruntime=onnxruntime))
-    dvc("repro", "--force", "--single-item", "benchmark")  # measured on this machine
+    dvc("repro", "--force", "--single-item", "benchmark")  # so that all times are of this machine
     dvc("repro", "--single-item", "compare")
     print(f"## Files to ship\n\n{files_to_ship()}\n", flush=True)
     writes = load_task().kind == "language_modeling"
-    if not writes:  # the graph of a model that writes needs a cache, too
+    if not writes:  # the exported graph of a language model also needs a cache as input
         print(f"## Beside one line of onnxruntime's quantizer\n\n{output_of('one_line', *names)}\n", flush=True)
     print("## How near to the limit of the products\n", flush=True)
     print(f"{output_of('limit', *names)}\n", flush=True)

@@ -88,7 +88,7 @@ class Service:
             self.process.send_signal(self.stop_signal)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_GRACE)
-        self.send(signal.SIGKILL)  # to children that are left
+        self.send(signal.SIGKILL)  # ends remaining children
         self.process.wait()
 
 
@@ -159,7 +159,7 @@ def postgres() -> Iterator[Postgres]:
             [*as_other, str(programs / "postgres"), "-D", str(data), *options],
             port,
             log=folder / "log",
-            stop_signal=signal.SIGINT,  # ends open connections
+            stop_signal=signal.SIGINT,  # PostgreSQL then closes open connections
             programs=programs,
         )
         with _running(server):

@@ -47,8 +47,8 @@ def serve(
     """Run the study of the working directory on a schedule, one run at a time, until Ctrl-C or SIGTERM.
 
     The event `CHANGED` of the resource `eckart.NAME` also starts a run. All runs use the folder and the Dask scheduler
-    of this process; a run cannot choose others. If Prefect's server is lost, this function waits until the server
-    answers again, and restarts the server if this process had started it.
+    of this process; a run cannot choose others. If Prefect's server is lost, this function waits for it. If this
+    function had started the server, it starts a new one.
 
     Args:
         name: name of the deployment.
@@ -107,7 +107,7 @@ def _serve_until_lost(
             entrypoint_type=EntrypointType.MODULE_PATH,
             print_starting_message=False,
         )
-    except Exception as error:  # Prefect raises many kinds, and groups of them
+    except Exception as error:  # Prefect raises many kinds of errors, and groups of errors
         if answers(f"{address.rstrip('/')}/health"):
             raise
         log.warning("the schedule was interrupted: %s", error)

@@ -45,7 +45,7 @@ if "PREFECT__FLOW_RUN_ID" in os.environ:
 # Each stage gets a thread, which waits for upstream stages and for a free slot. The slots limit how many stages run.
 _THREADS = 256
 _RECORD_POLLS = 25
-_RECORDS = 200  # task runs that the server lists at once
+_RECORDS = 200  # the server returns at most this many task runs
 _CHANGED = "Changed"
 """Name of the state of a run or stage if its data, parameters or code changed while it ran.
 
@@ -155,7 +155,7 @@ def _promoted(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     try:
         conclusion = promotion()
     except Refused as refusal:
-        if not refusal.gates and (changed := _changed_since(outcomes)):  # changed just now
+        if not refusal.gates and (changed := _changed_since(outcomes)):  # the inputs changed just now
             return _CHANGED, _postponed(changed)
         return "Refused", shown(f"Not promoted: {refusal}")
     return "Promoted" if conclusion.gates else "Completed", conclusion.message
@@ -238,7 +238,7 @@ def _show_on_page(
             prefect_artifacts.comparison(study, mirror)
             prefect_artifacts.changes(study, str(flow_run.name), result)
         _await_records(str(flow_run.id), tasks)
-    except httpx.HTTPError as error:  # the results are in DVC, and MLflow may work
+    except httpx.HTTPError as error:  # go on: the results are in DVC, and MLflow may still work
         get_run_logger().warning("Prefect's server fails (%s): its page of this run is incomplete", error)
 
 

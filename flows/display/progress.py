@@ -23,7 +23,7 @@ _PERIOD = 600  # the time left of a training is estimated from its steps in the 
 
 
 class _Elapsed(rich.progress.ProgressColumn):
-    """A column with the time since the row was added; unlike rich's own, a reset of the steps does not restart it."""
+    """A column with the time since the row was added. A reset of the row's steps does not change it."""
 
     def render(self, task: rich.progress.Task) -> Text:
         return Text(duration(task.get_time() - task.fields["begun"]))
@@ -153,11 +153,11 @@ class Progress:
     def time_left(self) -> tuple[float, bool]:
         """Estimate the seconds until all stages are done.
 
-        The estimate is the sum of the stages' remaining times, divided by the number of workers. Stages that need the
-        whole machine are not divided.
+        Stages that need the whole machine count in full. The time of all others is divided by the number of workers,
+        but it is at least that of the longest stage.
 
         Returns:
-            The seconds, and whether every stage could be estimated. If not, the seconds are too few.
+            The seconds, and whether every stage could be estimated. If not, the seconds are a lower bound.
         """
         with self._guard:
             waiting = [stage for stage in self._stages if stage.name not in self._done | self._failed]

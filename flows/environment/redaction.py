@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "AUTH_STRING")
-"""An environment variable holds a secret if its name has one of these endings, as HF_TOKEN."""
+"""An environment variable holds a secret if its name ends with one of these, for example HF_TOKEN."""
 _SHORTEST = 8  # characters; shorter values are not hidden, because they may be ordinary words
 
 

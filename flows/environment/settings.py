@@ -57,9 +57,8 @@ def apply() -> None:
     _pass_proxies_by()
     site_cache.choose()
     redaction.keep_out()
-    warnings.filterwarnings(
-        "ignore", "Failed to create the Prefect home directory"
-    )  # flows/servers/access_key.py says it
+    # flows/servers/access_key.py reports this as an error.
+    warnings.filterwarnings("ignore", "Failed to create the Prefect home directory")
     logging.getLogger("dvc.output").addFilter(_is_no_empty_curve)
     logging.getLogger("prefect.task_runs").addFilter(_is_no_echo_of_a_failure)
 

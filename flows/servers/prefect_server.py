@@ -92,7 +92,7 @@ def _check_key() -> None:
 
 
 def use_local() -> None:
-    """Use the server of `eckart ui` or `serve` if it runs, unless environment or profile name another one."""
+    """Use the server of `eckart ui` or `serve` if it runs, unless environment or profile name another."""
     if not get_current_settings().api.url and is_ours(settings.PREFECT_ADDRESS):
         _set(_client(settings.PREFECT_ADDRESS, access_key.auth_string()))
 

@@ -37,7 +37,7 @@ class Page:
     ours: bool
     """Whether this process has started the page's server."""
     remote: bool = False
-    """Whether it is a server that the user's settings name."""
+    """Whether the page's server is one that the user's settings name."""
 
 
 def show_pages(console: Console, port: int | None = None, mlflow_port: int | None = None) -> None:

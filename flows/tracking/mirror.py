@@ -48,7 +48,7 @@ P = ParamSpec("P")
 
 _LOCAL = SourceType.to_string(SourceType.LOCAL)
 _BACKFILLED = {"eckart.backfilled": "true", MLFLOW_SOURCE_NAME: "dvc.lock", MLFLOW_SOURCE_TYPE: _LOCAL}
-_POLL = 1.0  # seconds between two looks at a growing training curve
+_POLL = 1.0  # seconds between two reads of a growing training curve
 _PROCESS = "eckart.process"
 _WORKSPACE = "eckart.workspace"
 _TIMES = "benchmark"  # the stage that measures the speed of all candidates
@@ -365,7 +365,7 @@ def experiment(client: MlflowClient, study: str) -> str:
     try:
         return client.create_experiment(study, Path("mlruns").resolve().as_uri() if database.is_local() else None)
     except MlflowException:
-        if known := client.get_experiment_by_name(study):  # another flow was faster
+        if known := client.get_experiment_by_name(study):  # another study run has just created it
             return known.experiment_id
         raise
 
